@@ -110,9 +110,9 @@ def priced(
 ) -> dict[str, float]:
     """Loss on held-out text, and mean attention KL, each layer given what the original gave it."""
     swap = narrow_layers(model, [(layer.found, one) for layer, one in zip(figures, factors, strict=True)])
-    swap.put_in()
+    swap.apply()
     after = loss(model, held_out)
-    swap.take_out()
+    swap.undo()
     kl = [layer_divergence(layer, one).mean() for layer, one in zip(figures, factors, strict=True)]
     return {"loss": round(after, 5), "kl": round(float(torch.stack(kl).mean()), 5)}
 

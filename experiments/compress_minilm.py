@@ -120,7 +120,7 @@ def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.
         layer.query_moments = torch.stack([query for query, _ in moments])
         layer.key_moments = torch.stack([key for _, key in moments])
         plan.append((layer.found, closed_form(layer, [width] * layer.found.key_heads)))
-    narrow_layers(model, plan).put_in()
+    narrow_layers(model, plan).apply()
     return model
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import rankwise as rw
+from rankwise._internals.forward import Change
 from rankwise.compression.budget import Offer, SharedBudget
-from rankwise.compression.keys_values import LatentSwap
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job, PartResult, Prepared, parts
 from rankwise.errors import CompressionError
@@ -147,7 +147,7 @@ def test_what_costs_more_than_was_tried_is_taken_back(tolerance: float) -> None:
     model = sharp_gpt2()
     budget = SharedBudget(Job(model, [ids(4, 30)], [], tolerance=tolerance), None)
     keep, result = budget._finished(
-        Prepared(set(), lambda keep: LatentSwap(model, []), Worse(model).finish),
+        Prepared(set(), lambda keep: Change(model, []), Worse(model).finish),
         0.1,
     )
     assert budget.price.now() <= tolerance

@@ -81,7 +81,7 @@ def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int
     named = {site.name: units for site, units in zip(sites, plan, strict=False)}
     with zeroed(model, sites, named):
         expected = output(model, batch)
-    removal_of(model, sites, named).put_in()
+    removal_of(model, sites, named).apply()
     return expected
 
 
@@ -118,9 +118,9 @@ def test_removal_is_undone_bit_by_bit(family: str) -> None:
     sites, _ = removable_sites(model, batch)
     removal = removal_of(model, sites, {site.name: {0} for site in sites})
     for _ in range(2):
-        removal.put_in()
+        removal.apply()
         assert not torch.equal(output(model, batch), before)
-        removal.take_out()
+        removal.undo()
         assert torch.equal(output(model, batch), before)
 
 

@@ -53,10 +53,10 @@ def test_at_full_width_nothing_changes(family: str) -> None:
     assert len(found) == 2
     layers = see(model, found, [batch], lambda what: None)
     swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])
-    swap.put_in()
+    swap.apply()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
     assert torch.allclose(output(model, batch), before, atol=1e5 * EPS * float(before.abs().max()))
-    swap.take_out()
+    swap.undo()
     assert torch.equal(output(model, batch), before)
 
 

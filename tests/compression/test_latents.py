@@ -15,8 +15,12 @@ from torch import nn
 import rankwise as rw
 from rankwise.compression import Compression, save_compressed
 from rankwise.compression.keys_values import full_factors
-from rankwise.compression.latent import LatentLayer, LatentProjection, fill, latent_modules
-from rankwise.compression.latent_hook import add_latent, latent_layers
+from rankwise.compression.kv_modules import (
+    LatentLayer,
+    LatentProjection,
+    latent_change,
+    latent_layers,
+)
 from rankwise.compression.latent_moments import layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
 from rankwise.errors import CompressionError
@@ -178,7 +182,7 @@ def test_bytes_go_where_they_are_importance_most() -> None:
     nats = [torch.tensor(one).double() for one in ([4.0, 3.0, 0.2, 0.1], [2.0, 0.5, 0.3, 0.0])]
     assert ranks_for_keep([layer, layer], nats, 0.25, 4) == [2, 2]
     turned = layer.model_copy(update={"rotary": "r"})
-    assert turned.bytes_of_position == 4
+    assert turned.position_bytes == 4
     assert ranks_for_keep([turned, turned], nats, 0.25, 4) == [1, 1]  # two of four numbers are positions
     assert ranks_for_tolerance(nats, 0.61) == [2, 2]
     assert ranks_for_tolerance(nats, 1.11) == [2, 1]
@@ -224,10 +228,10 @@ def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
     before = logits(model, batch)
     found, reasons = find_cached_layers(model, ids(2, 9))
     assert not reasons
-    for layer in found.values():
-        modules = latent_modules(model, layer)
-        fill(modules, layer, *full_factors(layer_weight(model, layer), seed=3))
-        add_latent(model, layer, modules)
+    layers = list(found.values())
+    latent_change(
+        model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]
+    ).apply()
     close = {"rtol": 0, "atol": 1e-4 * float(before.abs().max())}
     assert torch.allclose(logits(model, batch)[mask.bool()], before[mask.bool()], **close)
     stepped, cache = in_steps(model, batch)
@@ -326,8 +330,51 @@ def test_a_cached_prompt_is_copied_and_belongs_to_its_model() -> None:
             again = model(tail, past_key_values=copy.deepcopy(cache), use_cache=True).logits
             assert torch.allclose(again, whole[:, 6:], atol=1e-4 * float(whole.abs().max()))
         assert cache.get_seq_length() == 6
+        assert copy.deepcopy(cache).layers[0].state is cache.layers[0].state
         with pytest.raises(CompressionError, match="this model filled"):
             copy.deepcopy(model)(tail, past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_of_latents_is_cropped_and_its_first_update_returns_its_input() -> None:
+    for family in ("llama", "gpt2"):  # with positions in the cache, and without
+        model, batch = DECODERS[family](), ids(2, 12)
+        rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
+        whole = logits(model, batch)
+        with torch.no_grad():
+            first = model(**batch, use_cache=True)
+            assert torch.equal(first.logits, model(**batch, use_cache=False).logits)  # nothing is decoded
+            cache = first.past_key_values
+            assert {one.values.dtype for one in cache.layers} == {torch.int32}
+            assert {one.values.shape for one in cache.layers} == {(2, 1, 12, int(family == "llama"))}
+            cache.crop(-5)
+            again = model(batch["input_ids"][:, 7:], past_key_values=cache, use_cache=True).logits
+        assert torch.allclose(again, whole[:, 7:], rtol=0, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_the_latent_is_computed_once_per_call_and_dropped_after_it() -> None:
+    model, batch = llama(), ids(2, 12)
+    rw.compress(model, [ids(8, 30)], keep=0.4, **QUICK)
+    attention = model.model.layers[0].self_attn
+    key, value = attention.k_proj, attention.v_proj
+    read, twins = [], []
+    counter = key.down.register_forward_hook(lambda _module, given, _out: read.append(given[0]))
+    copier = value.register_forward_pre_hook(lambda *_: twins.append(copy.deepcopy(model)))
+    whole = logits(model, batch)
+    copier.remove()
+    assert len(read) == 1
+    other = torch.randn_like(read[0])
+    alone, (left, right) = value(other), (value(read[0]), value(read[0]))
+    assert len(read) == 4  # outside a call each projection computes its own latent
+    assert torch.equal(left, right)
+    assert not torch.equal(alone, left)
+    counter.remove()
+    copied = twins[0].model.layers[0].self_attn.k_proj.state
+    assert key.state is value.state
+    assert copied is not key.state
+    for state in (key.state, copied):  # also in a copy made during a call
+        assert not state.in_call
+        assert state.tokens is state.latent is state.positions is None
+    assert torch.equal(logits(twins[0], batch), whole)
 
 
 def test_low_rank_adapters_train_and_merge() -> None:
@@ -358,31 +405,33 @@ def test_half_precision_is_compressed_as_it_is(family: str) -> None:
 COMPILED = """
 import torch
 import rankwise as rw
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=61, intermediate_size=48, **sizes)).eval()
+llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, intermediate_size=48, **sizes)).eval()
+gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=64)).eval()
 ids = torch.randint(0, 61, (8, 30))
-rw.compress(model, [{"input_ids": ids}], keep=0.4, parts=("kv",), time=False, nulls=False)
-compiled = torch.compile(model, backend="eager")
-found = []
-for run in (model, compiled):
-    with torch.no_grad():
-        one = run(ids[:2, :6], use_cache=True)
-        two = run(ids[:2, 6:12], past_key_values=one.past_key_values, use_cache=True)
-    found.append(torch.cat([one.logits, two.logits], 1))
-    assert type(one.past_key_values.layers[0]).__name__ == "LatentCache"
-torch.testing.assert_close(*found)
-torch.testing.assert_close(found[0], model(ids[:2, :12]).logits)
-print("equal")
+for model, parts in ((llama, ("kv",)), (gpt2, ("qk", "kv"))):
+    rw.compress(model, [{"input_ids": ids}], keep=0.4, parts=parts, time=False, nulls=False)
+    compiled = torch.compile(model, backend="eager")
+    found = []
+    for run in (model, compiled):
+        with torch.no_grad():
+            one = run(ids[:2, :6], use_cache=True)
+            two = run(ids[:2, 6:12], past_key_values=one.past_key_values, use_cache=True)
+        found.append(torch.cat([one.logits, two.logits], 1))
+        assert type(one.past_key_values.layers[0]).__name__ == "LatentCache"
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(found[0], model(ids[:2, :12]).logits)
+    print("equal")
 """
 
 
 def test_it_compiles() -> None:
     """In a process of its own, without the checks of shapes that tests put around every function."""
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+    assert done.stdout.split() == ["equal", "equal"], done.stderr[-2000:]
 
 
 def test_a_tolerance_is_a_sum_of_nats() -> None:

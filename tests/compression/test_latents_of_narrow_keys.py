@@ -14,9 +14,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.compression import save_compressed
 from rankwise.compression.keys_values import full_factors
-from rankwise.compression.latent import LatentProjection, fill, latent_modules
-from rankwise.compression.latent_cache import LatentCache
-from rankwise.compression.latent_hook import add_latent, latent_layers
+from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_change, latent_layers
 from rankwise.compression.latent_moments import layer_weight
 from rankwise.compression.narrow import NarrowProjection, narrow_projections
 from rankwise.compression.parts import Job, parts
@@ -47,22 +45,21 @@ def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: s
     model, batch = make(), ids(3, 14)
     before = logits(model, batch)
     change = parts()[part](job(model)).change(1.0)
-    change.put_in()
+    change.apply()
     found, reasons = find_cached_layers(model, batch)
     assert not reasons
-    removers = []
-    for layer in found.values():
-        assert layer.key.endswith(".narrow")
-        modules = latent_modules(model, layer)
-        fill(modules, layer, *full_factors(layer_weight(model, layer), seed=3))
-        removers.append(add_latent(model, layer, modules))
+    layers = list(found.values())
+    assert all(layer.key.endswith(".narrow") for layer in layers)
+    latents = latent_change(
+        model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]
+    )
+    latents.apply()
     assert off(logits(model, batch), before) < CLOSE
     stepped, cache = in_steps(model, batch)
     assert off(stepped, before) < CLOSE
     assert all(isinstance(one, LatentCache) for one in cache.layers)
-    for remove in reversed(removers):
-        remove()
-    change.take_out()
+    latents.undo()
+    change.undo()
     assert torch.equal(logits(model, batch), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -78,7 +75,7 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
     narrow, latents = dict(narrow_projections(model)), latent_layers(model)
     assert any(layer.key_width for layer in latents)
     for layer in latents:  # of the channels that are left, no others
-        assert isinstance(narrow[layer.below(layer.key).removesuffix(".narrow")].narrow, LatentProjection)
+        assert isinstance(narrow[layer.path(layer.key).removesuffix(".narrow")].narrow, LatentProjection)
         places = sum(count for _, count in layer.key_places) or layer.full // 2
         assert places == sum(head.width for head in narrowed.heads if head.site == layer.module)
     whole = logits(model, batch)
@@ -96,6 +93,9 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
     assert torch.equal(logits(model, batch), before)
     narrowed.redo()
     ours.redo()
+    again, cache = in_steps(model, batch)
+    assert torch.equal(again, stepped)
+    assert all(isinstance(one, LatentCache) for one in cache.layers)
     save_compressed(model, tmp_path / "one")
     first: Any = rw.load_compressed(tmp_path / "one")
     first.save_pretrained(tmp_path / "two")

@@ -8,9 +8,17 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama
 
-from rankwise._internals.rotary import apply_rope, rope_angles, undo_rope
-from rankwise.compression.pair_rotation import PairRotation, fitted
-from rankwise.compression.rotation import PAIRINGS, Rotation, fits, per_pair
+from rankwise._internals.rotary import (
+    PAIRINGS,
+    PairRotation,
+    RopeLayout,
+    apply_rope,
+    fit_rotation,
+    fits_layout,
+    per_pair,
+    rope_angles,
+    undo_rope,
+)
 
 MODELS = {"halves": llama, "pairs": cohere, "pairs of halves": glm, "halves, short": gpt_oss}
 """A model of transformers for each layout."""
@@ -18,9 +26,9 @@ HALF = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1), dtype=to
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def angles_of(rotation: Rotation) -> Tensor:
+def angles_of(layout: RopeLayout) -> Tensor:
     tables = {"pairs": HALF.repeat_interleave(2, -1), "halves, short": HALF}
-    return tables.get(rotation, torch.cat([HALF, HALF], -1))
+    return tables.get(layout, torch.cat([HALF, HALF], -1))
 
 
 def heads(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -29,13 +37,13 @@ def heads(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
     )
 
 
-def by_channel(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
+def by_channel(x: Tensor, cos: Tensor, sin: Tensor, layout: RopeLayout) -> Tensor:
     """The formula with an angle per channel: x·cos + turned(x)·sin."""
-    if rotation == "halves, short":
+    if layout == "halves, short":
         cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    if rotation == "pairs of halves":
+    if layout == "pairs of halves":
         cos, sin = cos[..., :3].repeat_interleave(2, -1), sin[..., :3].repeat_interleave(2, -1)
-    if PAIRINGS[rotation] == "halves":
+    if PAIRINGS[layout] == "halves":
         turned = torch.cat([-x[..., 3:], x[..., :3]], -1)
     else:
         turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
@@ -43,19 +51,19 @@ def by_channel(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotation", PAIRINGS)
-def test_it_is_the_rotation_of_models_to_the_bit(rotation: Rotation, dtype: torch.dtype) -> None:
-    x, angles = heads(6).to(dtype), angles_of(rotation)
+@pytest.mark.parametrize("layout", PAIRINGS)
+def test_it_is_the_rotation_of_models_to_the_bit(layout: RopeLayout, dtype: torch.dtype) -> None:
+    x, angles = heads(6).to(dtype), angles_of(layout)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    own = apply_rope(x, *(per_pair(each, rotation)[:, None] for each in (cos, sin)), PAIRINGS[rotation])
-    assert torch.equal(own, by_channel(x, cos, sin, rotation))
+    own = apply_rope(x, *(per_pair(each, layout)[:, None] for each in (cos, sin)), PAIRINGS[layout])
+    assert torch.equal(own, by_channel(x, cos, sin, layout))
     if dtype == torch.float32:  # Cohere computes in float32 only
-        assert torch.equal(own, MODELS[rotation](x, x, cos, sin)[0])
+        assert torch.equal(own, MODELS[layout](x, x, cos, sin)[0])
 
 
-@pytest.mark.parametrize("rotation", PAIRINGS)
-def test_lengths_stay_and_a_rotation_is_undone(rotation: Rotation) -> None:
-    x, angles, pairing = heads(8), per_pair(angles_of(rotation), rotation)[:, None], PAIRINGS[rotation]
+@pytest.mark.parametrize("layout", PAIRINGS)
+def test_lengths_stay_and_a_rotation_is_undone(layout: RopeLayout) -> None:
+    x, angles, pairing = heads(8), per_pair(angles_of(layout), layout)[:, None], PAIRINGS[layout]
     turned = apply_rope(x, angles.cos(), angles.sin(), pairing)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(turned[..., 6:], x[..., 6:])
@@ -65,13 +73,13 @@ def test_lengths_stay_and_a_rotation_is_undone(rotation: Rotation) -> None:
     assert torch.equal(apply_rope(x, angles * 0 + 1, angles * 0, pairing), x)
 
 
-@pytest.mark.parametrize("rotation", PAIRINGS)
-def test_a_layout_fits_if_both_channels_of_a_pair_have_one_angle(rotation: Rotation) -> None:
-    angles = angles_of(rotation)
-    assert fits(angles, rotation, 6)
-    assert not fits(angles, rotation, 4)
+@pytest.mark.parametrize("layout", PAIRINGS)
+def test_a_layout_fits_if_both_channels_of_a_pair_have_one_angle(layout: RopeLayout) -> None:
+    angles = angles_of(layout)
+    assert fits_layout(angles, layout, 6)
+    assert not fits_layout(angles, layout, 4)
     one_each = torch.arange(6.0).expand(1, 5, 6)
-    assert fits(one_each, rotation, 12) == (rotation in ("pairs of halves", "halves, short"))
+    assert fits_layout(one_each, layout, 12) == (layout in ("pairs of halves", "halves, short"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,7 +105,7 @@ def test_a_rotation_of_some_pairs_is_fitted_and_leaves_the_other_channels(pairs:
         assert torch.equal(turned[..., second], x[..., first] * sin + x[..., second] * cos)
     rest = [channel for channel in range(8) if channel not in chosen.flatten()]
     assert torch.equal(turned[..., rest], x[..., rest])
-    again, off = fitted(chosen, [x, x], [turned, turned])
+    again, off = fit_rotation(chosen, [x, x], [turned, turned])
     assert off < 1e-14
     torch.testing.assert_close(again.cos, rotation.cos)
     torch.testing.assert_close(again.sin, rotation.sin)

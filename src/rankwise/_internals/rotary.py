@@ -1,14 +1,21 @@
 """Rotary positions (RoPE): each pair of query or key channels is rotated by an angle per position."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float64, Shaped
+from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor
 
 ROPE_BASE = 10_000.0
 Pairing = Literal["halves", "neighbors"]
 """Channels of pair i among P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
+RopeLayout = Literal["halves", "pairs", "pairs of halves", "halves, short"]
+"""Layout of the cos and sin that models compute: per channel, or per pair and repeated ("pairs of halves"),
+or once per pair ("halves, short"). Saved files contain these names."""
+PAIRINGS: dict[RopeLayout, Pairing] = {
+    "halves": "halves", "pairs": "neighbors", "pairs of halves": "neighbors", "halves, short": "halves",
+}  # fmt: skip
 
 
 def rope_angles(
@@ -56,3 +63,54 @@ def undo_rope(
     cos, sin = cos.double(), sin.double()
     scale = (cos.square() + sin.square()).clamp(min=1e-300)
     return apply_rope(x.double(), cos / scale, -sin / scale, pairing)
+
+
+def per_pair(angles: Float[Tensor, "B S R"], layout: RopeLayout) -> Float[Tensor, "B S P"]:
+    """Return the cos (or sin) of each pair from the cos (or sin) that a model computes."""
+    if layout == "halves, short":
+        return angles
+    return angles[..., ::2] if layout == "pairs" else angles[..., : angles.shape[-1] // 2]
+
+
+def fits_layout(angles: Float[Tensor, "B S R"], layout: RopeLayout, width: int) -> bool:
+    """Return True if both channels of each pair have one angle, and heads of this width have all pairs."""
+    one, half = per_pair(angles, layout), angles.shape[-1] // 2
+    same = {"halves": angles[..., half:], "pairs": angles[..., 1::2]}.get(layout, one)
+    return 2 * one.shape[-1] <= width and bool((one == same).all())
+
+
+@dataclass(frozen=True)
+class PairRotation:
+    """Rotation of some pairs of channels, given by cos and sin per token; other channels stay."""
+
+    pairs: Int[Tensor, "P 2"]
+    cos: Float[Tensor, "B T P"]
+    sin: Float[Tensor, "B T P"]
+
+    def __call__(self, heads: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
+        """Return the rotated queries or keys."""
+        channels, rotated = self.pairs.T.flatten(), heads.clone()
+        cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
+        rotated[..., channels] = apply_rope(heads[..., channels], cos, sin, "halves")
+        return rotated
+
+    def __getitem__(self, sequences: Int[Tensor, "b"]) -> "PairRotation":
+        """Return the rotation of some sequences."""
+        return PairRotation(self.pairs, self.cos[sequences], self.sin[sequences])
+
+
+def fit_rotation(
+    pairs: Int[Tensor, "P 2"],
+    before: list[Float[Tensor, "B _ T K"]],
+    after: list[Float[Tensor, "B _ T K"]],
+) -> tuple[PairRotation, float]:
+    """Fit the rotation of queries and keys by least squares over heads; also return the relative residual."""
+    x, y = (torch.cat([heads[..., pairs[:, side]].double() for heads in before], 1) for side in (0, 1))
+    u, v = (torch.cat([heads[..., pairs[:, side]].double() for heads in after], 1) for side in (0, 1))
+    size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
+    rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
+    residual = sum(
+        float((rotation(a.double()) - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
+    )
+    total = sum(float(heads.double().square().sum()) for heads in after)
+    return rotation, (residual / max(total, 1e-300)) ** 0.5

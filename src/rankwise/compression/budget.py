@@ -162,11 +162,11 @@ class SharedBudget:
                 change = prepared.change(keep)
             except CompressionError:  # too little for one direction of each head or layer
                 continue
-            change.put_in()
+            change.apply()
             try:
                 points.append((self.memory(), keep, max(0.0, self.price.now() - paid)))
             finally:
-                change.take_out()
+                change.undo()
         points = sorted(point for point in points if point[0] < points[0][0]) + points[:1]
         points = [point for at, point in enumerate(points) if at == 0 or point[0] > points[at - 1][0]]
         left, keeps, prices = zip(*points, strict=True)
@@ -206,11 +206,11 @@ class SharedBudget:
         keep, step = offer.keep_at(wanted), -STEP if self.job.tolerance is None else STEP
         while offer.keeps[0] <= keep < 1 or (step < 0 and keep == 1):
             change = prepared.change(keep)
-            change.put_in()
+            change.apply()
             try:
                 fits = self.memory() <= most if step < 0 else self.price.now() <= (self.job.tolerance or 0)
             finally:
-                change.take_out()
+                change.undo()
             if fits:
                 break
             keep += step

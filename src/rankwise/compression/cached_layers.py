@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
-from rankwise._internals.rotary import undo_rope
-from rankwise.compression.latent import LatentLayer, LatentProjection, ordered_runs
+from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
+from rankwise.compression.kv_modules import LatentLayer, LatentProjection
 from rankwise.compression.narrow import NarrowProjection, runs_of
-from rankwise.compression.rotation import PAIRINGS, fits, per_pair
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
 from rankwise.tracing.projections import Projection, find_projection, linear_parts, names_below
@@ -62,7 +61,7 @@ def find_cached_layers(model: nn.Module, batch: Any) -> tuple[dict[int, LatentLa
             found[at] = latent
     owners: dict[str, str] = {}
     for at, layer in list(found.items()):
-        for own in {layer.below(layer.key), layer.below(layer.value)}:
+        for own in {layer.path(layer.key), layer.path(layer.value)}:
             if owners.setdefault(own, layer.module) != layer.module:
                 reasons[layer.module] = f"it shares {own!r} with {owners[own]}"
                 found.pop(at, None)
@@ -169,8 +168,8 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Seen) -> Lat
         key=key_side.module[short:],
         value=value_side.module[short:],
         heads=keys.shape[1],
-        key_channels=ordered_runs(key_side.channels),
-        value_channels=ordered_runs(value_side.channels),
+        key_channels=runs_of(key_side.channels),
+        value_channels=runs_of(value_side.channels),
         rank=min(seen.inputs[key.module].shape[-1], len(key_side.channels) + len(value_side.channels)),
         key_width=0 if whole else keys.shape[3],
         key_places=[] if whole else runs_of(key_side.places),
@@ -236,7 +235,7 @@ def _unrotated(
     noted = {"rotary": rotary, "rotary_options": options}
     turned = []
     for way, pairing in PAIRINGS.items():
-        if all(fits(angles, way, keys.shape[-1]) for angles in given):
+        if all(fits_layout(angles, way, keys.shape[-1]) for angles in given):
             cos, sin = (per_pair(angles, way)[:, None] for angles in given)
             before = undo_rope(keys, cos, sin, pairing).to(keys.dtype)
             turned.append((before, {**noted, "rotation": way}))

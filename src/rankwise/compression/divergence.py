@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rankwise.compression.pair_rotation import PairRotation
+from rankwise._internals.rotary import PairRotation
 from rankwise.operators import MixingOperator
 
 
@@ -38,7 +38,7 @@ class Sample:
         Args:
             rows: which.
         """
-        rotation = None if self.rotation is None else self.rotation.of(rows)
+        rotation = None if self.rotation is None else self.rotation[rows]
         own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
         return Sample(*own, self.scale, rotation)
 

@@ -68,11 +68,11 @@ def trial(model: nn.Module, sites: list[HeadSite], batch: Any) -> str:
         with zeroed(model, sites, plan):
             expected = _read(model, sites, batch)
         removal = removal_of(model, sites, plan)
-        removal.put_in()
+        removal.apply()
         try:
             got = _read(model, sites, batch)
         finally:
-            removal.take_out()
+            removal.undo()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         return first_line(error)
     bound = torch.finfo(got[""].dtype).eps ** 0.5

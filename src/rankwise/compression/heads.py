@@ -79,10 +79,10 @@ def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartR
     removal = removal_of(job.model, sites, plan)
     with zeroed(job.model, sites, plan):
         expected = main_output(job.model, _short(job))
-    removal.put_in()
+    removal.apply()
     off = relative_error(main_output(job.model, _short(job)), expected)
     if not off <= torch.finfo(expected.dtype).eps ** 0.5:  # NaN is not
-        removal.take_out()
+        removal.undo()
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model that are those with the heads at zero",
@@ -97,8 +97,8 @@ def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartR
         tokens=round(importance.record.counted),
         left_out=left_out,
         notes=notes,
-        undo=removal.take_out,
-        redo=removal.put_in,
+        undo=removal.undo,
+        redo=removal.apply,
     )
 
 

@@ -1,7 +1,5 @@
 """The part ``kv``: keys and values out of one latent, which is what the cache keeps."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,10 +8,9 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import run_model
 from rankwise.compression.cached_layers import find_cached_layers
-from rankwise.compression.latent import LatentLayer, fill, latent_modules
+from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.latent_curves import latent_curves
-from rankwise.compression.latent_hook import add_latent
-from rankwise.compression.latent_moments import Moments, Spectrum, layer_moments, layer_weight, spectrum
+from rankwise.compression.latent_moments import Moments, layer_moments, layer_weight, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
 from rankwise.compression.memory import naming_layer
 from rankwise.compression.outputs import main_output, relative_error
@@ -50,8 +47,12 @@ def prepare_keys_values(job: Job) -> Prepared:
     nats = [directions.nats for directions in found]
     size = next(job.model.parameters()).element_size()
 
+    def chosen(ranks: list[int]) -> Change:
+        factors = [directions.factors(rank) for directions, rank in zip(found, ranks, strict=True)]
+        return latent_change(job.model, layers, factors)
+
     def change(keep: float) -> Change:
-        return latents_of(job.model, layers, found, ranks_for_keep(layers, nats, keep, size))
+        return chosen(ranks_for_keep(layers, nats, keep, size))
 
     def finish(wanted: Job) -> PartResult:
         if wanted.keep is not None:
@@ -60,19 +61,19 @@ def prepare_keys_values(job: Job) -> Prepared:
             assert wanted.tolerance is not None, "`compress` gives a share or a tolerance"
             ranks = ranks_for_tolerance(nats, wanted.tolerance)
         curves = latent_curves(job, layers, moments, found, size) if job.nulls else []
-        swap = latents_of(job.model, layers, found, ranks)
-        swap.put_in()
+        swap = chosen(ranks)
+        swap.apply()
         return PartResult(
             latents=_records(job.model, layers, nats, ranks),
             latent_curves=curves,
             tokens=moments[0].count,
             left_out=left_out,
             notes=notes,
-            undo=swap.take_out,
-            redo=swap.put_in,
+            undo=swap.undo,
+            redo=swap.apply,
         )
 
-    linear = {layer.below(name) for layer in layers for name in (layer.key, layer.value)}
+    linear = {layer.path(name) for layer in layers for name in (layer.key, layer.value)}
     return Prepared(linear, change, finish)
 
 
@@ -91,51 +92,6 @@ def _records(
         )
         for layer, own, rank in zip(layers, nats, ranks, strict=True)
     ]
-
-
-@dataclass
-class LatentSwap:
-    """Projections through latents that can be put in and taken out again."""
-
-    model: nn.Module
-    plan: list[tuple[LatentLayer, dict[str, nn.Module]]]
-    _remove: list[Callable[[], None]] = field(default_factory=list)
-
-    def put_in(self) -> None:
-        """Latents go in."""
-        self._remove = [add_latent(self.model, layer, modules) for layer, modules in self.plan]
-
-    def take_out(self) -> None:
-        """The model is as it was."""
-        for remove in reversed(self._remove):
-            remove()
-        self._remove = []
-
-
-def latents_of(
-    model: nn.Module, layers: list[LatentLayer], spectra: list[Spectrum], ranks: list[int]
-) -> LatentSwap:
-    """Make projections through latents for a model; `LatentSwap.put_in` puts them there.
-
-    Args:
-        model: the model.
-        layers: which.
-        spectra: of each.
-        ranks: of each.
-    """
-    return _swap(
-        model, layers, [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
-    )
-
-
-def _swap(model: nn.Module, layers: list[LatentLayer], factors: list[tuple[Tensor, Tensor]]) -> LatentSwap:
-    plan = []
-    for layer, (down, up) in zip(layers, factors, strict=True):
-        own = layer.model_copy(update={"rank": down.shape[0]})
-        modules = latent_modules(model, own)
-        fill(modules, own, down, up)
-        plan.append((own, modules))
-    return LatentSwap(model, plan)
 
 
 def _usable(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
@@ -161,13 +117,9 @@ def _same_at_full_rank(
     model: nn.Module, layers: list[LatentLayer], batch: Any, before: Tensor, bound: float
 ) -> bool:
     """Whether outputs stay what they are, read at once and read in two halves with a cache between them."""
-    swap = _swap(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers])
-    swap.put_in()
-    try:
+    with latent_change(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers]):
         at_once = main_output(model, batch)
         in_halves = _in_halves(model, batch)
-    finally:
-        swap.take_out()
     after = [at_once] if in_halves is None else [at_once, in_halves]
     real = batch.get("attention_mask")
     real = real.bool() if isinstance(real, Tensor) and real.dim() == 2 else None

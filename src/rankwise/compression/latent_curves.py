@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression.latent import LatentLayer, channels_of
+from rankwise.compression.kv_modules import LatentLayer, channels_of
 from rankwise.compression.latent_moments import Moments, Spectrum, spectrum
 from rankwise.compression.latent_ranks import ranks_for_keep
 from rankwise.compression.output_price import OutputPrice
@@ -76,7 +76,7 @@ def approximated(model: nn.Module, layers: list[LatentLayer], weights: list[Tens
         for layer, weight in zip(layers, weights, strict=True):
             at = 0
             for name, runs in ((layer.key, layer.key_channels), (layer.value, layer.value_channels)):
-                parts = linear_parts(model.get_submodule(layer.below(name)))
+                parts = linear_parts(model.get_submodule(layer.path(name)))
                 assert parts is not None
                 rows = channels_of(runs)
                 before.append((parts[0], rows, parts[0].detach()[rows].clone()))

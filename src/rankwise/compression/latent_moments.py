@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.forward import device_of, run_model, to_device
-from rankwise.compression.latent import LatentLayer, channels_of
+from rankwise.compression.kv_modules import LatentLayer, channels_of
 from rankwise.compression.output_price import real_tokens
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls
@@ -165,7 +165,7 @@ def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]
     """
     rows = []
     for name, runs in ((layer.key, layer.key_channels), (layer.value, layer.value_channels)):
-        parts = linear_parts(model.get_submodule(layer.below(name)))
+        parts = linear_parts(model.get_submodule(layer.path(name)))
         assert parts is not None
         rows.append(parts[0].detach()[channels_of(runs)])
     return torch.cat(rows).double().cpu()
@@ -178,7 +178,7 @@ def _add_batch(
     batch: Any,
     generator: torch.Generator,
 ) -> None:
-    names = {layer.below(name) for layer in layers for name in (layer.key, layer.value)}
+    names = {layer.path(name) for layer in layers for name in (layer.key, layer.value)}
     recording = record_calls(model, names, detach=False)
     with _differentiable(model, names), recording as calls, torch.enable_grad():
         logits = getattr(run_model(model, batch), "logits", None)
@@ -203,7 +203,7 @@ def _add_batch(
         gradients = dict(zip(outputs, found, strict=True))
     inputs = {call.name: call.args[0].detach() for call in calls}
     for layer, moment in zip(layers, moments, strict=True):
-        key, value = layer.below(layer.key), layer.below(layer.value)
+        key, value = layer.path(layer.key), layer.path(layer.value)
         rows = inputs[key].reshape(real.numel(), -1)[real.flatten()].double()
         sides = ((key, layer.key_channels), (value, layer.value_channels))
         pieces = [gradients[name].reshape(real.numel(), -1)[:, channels_of(runs)] for name, runs in sides]

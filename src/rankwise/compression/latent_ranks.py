@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rankwise.compression.latent import LatentLayer
+from rankwise.compression.kv_modules import LatentLayer
 from rankwise.errors import CompressionError
 
 
@@ -26,7 +26,7 @@ def ranks_for_keep(
         CompressionError: if the budget does not reach a rank of 1 in each layer.
     """
     room = keep * size * sum(layer.full for layer in layers)
-    positions = sum(layer.bytes_of_position for layer in layers)
+    positions = sum(layer.position_bytes for layer in layers)
     count = int((room - positions) // size)
     if count < len(layers):
         least = (positions + size * len(layers)) / (size * sum(layer.full for layer in layers))

@@ -9,8 +9,8 @@ from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
+from rankwise._internals.rotary import fit_rotation
 from rankwise.compression.divergence import Sample
-from rankwise.compression.pair_rotation import fitted
 from rankwise.compression.written import find_written
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
@@ -177,7 +177,7 @@ def _sample(found: Found, site: MixerSite, linear: list[RecordedCall], call: int
         return Sample(operator, query, key, site.valid_tokens, found.written)
     assert isinstance(operator, SoftmaxMixing)
     after = [operator.query, _keys(found, operator)]
-    rotation, _ = fitted(found.pairs.to(query.device), [query, key], after)
+    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
     return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
 
 

@@ -113,14 +113,14 @@ class Swap:
     """Channels of the keys that caches keep, by attention layer."""
     _remove: list[Callable[[], None]] = field(default_factory=list)
 
-    def put_in(self) -> None:
+    def apply(self) -> None:
         """Narrow projections and caches go in."""
         self._exchange()
         self._remove = [
             add_key_cache(self.model.get_submodule(name), runs) for name, runs in self.runs.items()
         ]
 
-    def take_out(self) -> None:
+    def undo(self) -> None:
         """The model is as it was."""
         self._exchange()
         for remove in self._remove:
@@ -131,7 +131,7 @@ class Swap:
 
 
 def narrow_layers(model: nn.Module, plan: Sequence[tuple[Found, Factors]], cache: bool = True) -> Swap:
-    """Make narrower projections for a model; `Swap.put_in` puts them there.
+    """Make narrower projections for a model; `Swap.apply` puts them there.
 
     Args:
         model: the model.
@@ -178,8 +178,8 @@ def turned(model: nn.Module, layers: list[Found], seed: int = 0) -> Iterator[Non
         every = [list(range(found.width))] * found.key_heads
         plan.append((found, Factors(bases.repeat_interleave(found.groups, 0), bases, every)))
     swap = narrow_layers(model, plan, cache=False)
-    swap.put_in()
+    swap.apply()
     try:
         yield
     finally:
-        swap.take_out()
+        swap.undo()

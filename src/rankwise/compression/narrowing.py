@@ -55,7 +55,7 @@ def narrowed_heads(
         for layer, factors in zip(figures, plan, strict=True)
     }
     curves = nulls(figures) if job.nulls else []
-    swap.put_in()
+    swap.apply()
     notes = [
         f"Calibration was stopped {stopped}: what was done is kept, later layers are as they were chosen."
     ]
@@ -66,8 +66,8 @@ def narrowed_heads(
         layers[0].tokens,
         notes=notes if stopped else [],
         complete=not stopped,
-        undo=swap.take_out,
-        redo=swap.put_in,
+        undo=swap.undo,
+        redo=swap.apply,
     )
 
 

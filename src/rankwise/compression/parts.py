@@ -61,10 +61,10 @@ class PartResult:
 class Change(Protocol):
     """A change of the model that can be made and unmade."""
 
-    def put_in(self) -> None:
+    def apply(self) -> None:
         """Make it."""
 
-    def take_out(self) -> None:
+    def undo(self) -> None:
         """The model is as it was."""
 
 

@@ -128,7 +128,7 @@ class Removal:
     _smaller: dict[str, nn.Module] = field(default_factory=dict)
     _restore: list[Callable[[], None]] = field(default_factory=list)
 
-    def put_in(self) -> None:
+    def apply(self) -> None:
         """Heads go."""
         if not self._smaller:
             for cut in (cut for change in self.changes for cut in change.cuts):
@@ -139,7 +139,7 @@ class Removal:
             set_sizes(self.model.get_submodule(change.module), change) for change in self.changes
         ]
 
-    def take_out(self) -> None:
+    def undo(self) -> None:
         """The model is as it was."""
         for restore in reversed(self._restore):
             restore()

@@ -117,11 +117,11 @@ def _same_when_turned(
         every = [list(range(layer.width))] * layer.key_heads
         plan.append((layer, Factors(turns.repeat_interleave(layer.groups, 0), turns, every)))
     swap = narrow_layers(model, plan, cache=False)
-    swap.put_in()
+    swap.apply()
     try:
         return relative_error(main_output(model, batch), before) <= bound
     finally:
-        swap.take_out()
+        swap.undo()
 
 
 def _turn(layer: Found, generator: torch.Generator) -> torch.Tensor:

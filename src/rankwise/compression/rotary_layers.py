@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
+from rankwise._internals.rotary import fit_rotation
 from rankwise.compression.layers import Found, outputs_by_name
-from rankwise.compression.pair_rotation import fitted
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import MixerSite, capture, record_calls
 from rankwise.tracing.projections import (
@@ -107,7 +107,7 @@ def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | 
     for rotated in range(width - width % 2, 1, -2):
         dims = torch.arange(rotated, device=device)
         for pairs in (dims.reshape(2, -1).T, dims.reshape(-1, 2)):
-            if fitted(pairs, before, after)[1] <= bound:
+            if fit_rotation(pairs, before, after)[1] <= bound:
                 return _moving(pairs, before, after)
     return None
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
+from rankwise.compression import kv_modules
 from rankwise.compression.key_cache import add_key_cache, key_cache_of
-from rankwise.compression.latent import LatentLayer
-from rankwise.compression.latent_hook import build_latent, latent_layers
+from rankwise.compression.kv_modules import LatentLayer, latent_layers
 from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
 from rankwise.compression.removed_heads import RemovedHeads, cut_linear, removed_heads_of, renamed, set_sizes
 from rankwise.errors import CompressionError, did_you_mean
@@ -126,15 +126,7 @@ def _heads(model: nn.Module, change: RemovedHeads) -> None:
 
 
 def _latent(model: nn.Module, change: LatentLayer) -> None:
-    names = [change.below(name) for name in (change.key, change.value)]
-    for name, runs in zip(names, (change.key_channels, change.value_channels), strict=True):
-        parts = linear_parts(_module(model, name))
-        last = max(first + count for first, count in runs)
-        if parts is None or parts[0].shape[0] < last:
-            raise _another(name, f"a linear layer with {last} channels or more", _module(model, name))
-    for name in (change.below(change.norm) if change.norm else "", change.rotary):
-        _module(model, name)
-    build_latent(model, change)
+    kv_modules.build(model, change).apply()
 
 
 MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {

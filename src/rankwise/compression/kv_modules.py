@@ -1,0 +1,335 @@
+"""Keys and values of an attention layer read out of one latent per token, which the cache keeps instead."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from rankwise._internals.forward import AddedHook, Change
+from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
+from rankwise.compression.key_cache import keep_in_cache, kept_channels, whole_keys
+from rankwise.compression.narrow import Runs, runs_of
+from rankwise.errors import CompressionError, did_you_mean
+from rankwise.tracing.projections import linear_parts
+
+RECORD = "_latent_layer"
+"""Attribute of an attention layer that has a latent: its `LatentLayer`."""
+
+
+class LatentLayer(BaseModel, extra="forbid"):
+    """Record of an attention layer that has a latent. Names are relative to the layer, except `rotary`."""
+
+    kind: Literal["latent"] = "latent"
+    module: str
+    key: str
+    """Linear layer that computed the keys."""
+    value: str
+    """Linear layer that computed the values; the same as `key` if one layer computed both."""
+    heads: int
+    """Key heads."""
+    key_channels: Runs
+    """Output channels of `key`, head by head, as (first, count); without the channels narrowing removed."""
+    value_channels: Runs
+    rank: int = Field(ge=1)
+    """Width of the latent."""
+    key_width: int = 0
+    """Width of a key head with the zeros for removed channels; 0 if keys were not narrowed."""
+    key_places: Runs = Field(default_factory=list)
+    """Positions of the channels of narrow keys, counted over heads."""
+    key_factor: float = 1.0
+    value_factor: float = 1.0
+    norm: str = ""
+    """Module that normalizes keys before rotation."""
+    norm_axes: Literal["flat", "tokens", "heads"] = "tokens"
+    """Shape of the keys in `norm`: (B, T, G·K), (B, T, G, K) or (B, G, T, K)."""
+    rotary: str = ""
+    """Module of the model that computes cos and sin; empty if keys are not rotated."""
+    rotary_options: dict[str, str] = Field(default_factory=dict)
+    rotation: RopeLayout = "halves"
+
+    @property
+    def fused(self) -> bool:
+        """True if one linear layer computes keys and values."""
+        return self.key == self.value
+
+    @property
+    def full(self) -> int:
+        """Channels of keys and values together, which a cache without latents keeps."""
+        return sum(count for _, count in (*self.key_channels, *self.value_channels))
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes per token in the cache for the position, which rotation needs."""
+        return 4 if self.rotary else 0
+
+    def path(self, name: str) -> str:
+        """Return the name in the model of a module of the attention layer."""
+        return f"{self.module}.{name}" if self.module else name
+
+    @property
+    def projections(self) -> list[tuple[str, list[int]]]:
+        """Name in the model and channels of each linear layer; one entry if keys and values are fused."""
+        keys, values = channels_of(self.key_channels), channels_of(self.value_channels)
+        if self.fused:
+            return [(self.path(self.key), keys + values)]
+        return [(self.path(self.key), keys), (self.path(self.value), values)]
+
+
+def channels_of(runs: Runs) -> list[int]:
+    """Return the channels in runs (first, count)."""
+    return [channel for first, count in runs for channel in range(first, first + count)]
+
+
+class LatentState:
+    """Latent of one attention layer: computes it once per call, and decodes keys and values from it.
+
+    A plain object: a module would register the projections a second time.
+    """
+
+    key: "LatentProjection"
+    value: "LatentProjection"
+
+    def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
+        self.layer, self.norm, self.rotary = layer, norm, rotary
+        self.key_places = kept_channels(layer.key_places, torch.device("cpu"))
+        self.end_call()
+
+    def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook before the attention layer: read its positions and replace an empty cache layer."""
+        self.in_call, self.positions = True, kwargs.get("position_ids")
+        self.tokens = self.latent = None
+        keep_in_cache(module, args, kwargs, lambda: LatentCache(self))
+
+    def end_call(self, *_: Any) -> None:
+        """Hook after the attention layer: drop the tensors of the call."""
+        self.in_call = False
+        self.positions: Tensor | None = None
+        self.tokens: Tensor | None = None
+        self.latent: Tensor | None = None
+
+    def encode(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... r"]:
+        """Compute the latent, once per call of the attention layer."""
+        if not self.in_call:
+            return self.key.down(tokens)
+        if self.tokens is not tokens or self.latent is None:
+            self.tokens, self.latent = tokens, self.key.down(tokens)
+        return self.latent
+
+    def decode(
+        self, latent: Float[Tensor, "B S r"], positions: Int[Tensor, "B S"] | None
+    ) -> tuple[Float[Tensor, "B G S K"], Float[Tensor, "B G S V"]]:
+        """Return keys, normalized and rotated to their positions, and values."""
+        layer = self.layer
+        flat = self.key.up(latent)
+        if layer.fused:
+            count = sum(count for _, count in layer.key_channels)
+            flat, values = flat[..., :count], flat[..., count:]
+        else:
+            values = self.value.up(latent)
+        if layer.key_width:
+            flat = whole_keys(flat, self.key_places.to(flat.device), layer.heads * layer.key_width)
+        if self.norm is not None and layer.norm_axes == "flat":
+            flat = self.norm(flat)
+        keys = flat.unflatten(-1, (layer.heads, -1))
+        if self.norm is not None and layer.norm_axes == "tokens":
+            keys = self.norm(keys)
+        keys = keys.transpose(1, 2)
+        if self.norm is not None and layer.norm_axes == "heads":
+            keys = self.norm(keys)
+        if self.rotary is not None:
+            angles = self.rotary(latent, position_ids=positions, **layer.rotary_options)
+            cos, sin = (per_pair(angle, layer.rotation)[:, None] for angle in angles)
+            keys = apply_rope(keys, cos, sin, PAIRINGS[layer.rotation])
+        if layer.key_factor != 1:
+            keys = keys * layer.key_factor
+        values = values.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+        return keys, values * layer.value_factor if layer.value_factor != 1 else values
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a model drop the tensors of the call."""
+        return {**vars(self), "in_call": False, "positions": None, "tokens": None, "latent": None}
+
+
+class LatentProjection(nn.Module):
+    """Linear layer that reads its channels of keys or values out of the latent; `rest` computes the others.
+
+    `down` computes the latent. If keys and values have one layer each, only the layer of the keys has it.
+    """
+
+    down: nn.Linear
+
+    def __init__(
+        self, state: LatentState, down: nn.Linear | None, up: nn.Linear, rest: nn.Linear | None, runs: Runs
+    ) -> None:
+        super().__init__()
+        self.state, self.runs = state, runs  # runs: parts of [rest, up] in the order of the channels
+        self.up = up
+        if down is not None:
+            self.down = down
+        self.rest = rest
+
+    def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
+        """Return all channels in the order of the linear layer that was replaced."""
+        read = self.up(self.state.encode(tokens))
+        if self.rest is None:
+            return read
+        joined = torch.cat([self.rest(tokens), read], -1)
+        if len(self.runs) == 1:
+            return joined
+        return torch.cat([joined.narrow(-1, first, count) for first, count in self.runs], -1)
+
+    @property
+    def out_features(self) -> int:
+        """Output channels, as many as before."""
+        return sum(count for _, count in self.runs)
+
+
+class LatentCache(DynamicLayer):
+    """Cache layer with latents (B, 1, S, r) in `keys` and positions (B, 1, S, 1 or 0) in `values`.
+
+    So beam search, cropping and copying in `DynamicLayer` work. `update` returns full keys and values.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, state: LatentState) -> None:
+        super().__init__()
+        self.state = state
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Create empty tensors with the dtype, device and batch of the first keys."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, layer = key_states.shape[0], self.state.layer
+        self.keys = key_states.new_empty(batch, 1, 0, layer.rank)
+        self.values = torch.empty(batch, 1, 0, int(bool(layer.rotary)), dtype=torch.int32, device=self.device)
+        self.is_initialized = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LatentCache":
+        """Copy the tensors and share the modules: one cached prompt can be continued several times."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        if self.is_initialized:
+            other.keys, other.values = self.keys.clone(), self.values.clone()
+        return other
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the latents of new tokens, and return the keys and values of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, _, tokens, _ = key_states.shape
+        new = self.state.latent
+        if new is None:  # the call under way belongs to another model
+            raise CompressionError(
+                "the cache",
+                expected="a cache that this model filled",
+                got="latents of another model, or of a copy of it",
+                fix="Use one cache per model.",
+            )
+        old, places = self.keys[:, 0], self.values[:, 0]
+        self.keys = torch.cat([self.keys, new.to(self.dtype)[:, None]], dim=-2)
+        if self.values.shape[-1]:
+            assert self.state.positions is not None, "a rotated layer was found to receive positions"
+            positions = self.state.positions.to(self.device, torch.int32).expand(batch, tokens)
+            self.values = torch.cat([self.values, positions[:, None, :, None]], dim=-2)
+        else:
+            self.values = self.values.new_empty(batch, 1, self.keys.shape[2], 0)
+        if not old.shape[1]:
+            return key_states, value_states
+        keys, values = self.state.decode(old, places[..., 0] if places.shape[-1] else None)
+        keys = torch.cat([keys.to(key_states.dtype), key_states], dim=-2)
+        return keys, torch.cat([values.to(value_states.dtype), value_states], dim=-2)
+
+
+def build(model: nn.Module, layer: LatentLayer) -> Change:
+    """Build the change that a record describes; `down` and `up` have no weights yet."""
+    norm = _module(model, layer.path(layer.norm)) if layer.norm else None
+    state = LatentState(layer, norm, _module(model, layer.rotary) if layer.rotary else None)
+    modules: dict[str, nn.Module] = {}
+    for name, channels in layer.projections:
+        projection = _projection(_module(model, name), name, state, channels, owns=not modules)
+        state.key, state.value = getattr(state, "key", projection), projection
+        modules[name] = projection
+    # Register this hook first: the hook for narrow keys must find the cache layer already replaced.
+    before = AddedHook(layer.module, "before", state.begin_call, prepend=True)
+    after = AddedHook(layer.module, "after", state.end_call)
+    return Change(model, modules, {layer.module: {RECORD: layer}}, [before, after])
+
+
+def _projection(
+    module: nn.Module, name: str, state: LatentState, channels: list[int], owns: bool
+) -> LatentProjection:
+    parts = linear_parts(module)
+    if parts is None or parts[0].shape[0] <= max(channels):
+        raise CompressionError(
+            f"module {name!r}",
+            expected=f"a linear layer with at least {max(channels) + 1} channels",
+            got=f"{module!r}",
+            fix="Load it into the class it was saved from.",
+        )
+    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
+    outputs, inputs = weight.shape
+    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    down = nn.Linear(inputs, state.layer.rank, False, **options) if owns else None
+    up = nn.Linear(state.layer.rank, len(channels), bias is not None, **options)
+    others = sorted(set(range(outputs)) - set(channels))
+    rest = nn.Linear(inputs, len(others), bias is not None, **options) if others else None
+    with torch.no_grad():
+        if bias is not None:
+            up.bias.copy_(bias[channels])
+        if rest is not None:
+            rest.weight.copy_(weight[others])
+            if bias is not None:
+                rest.bias.copy_(bias[others])
+    place = {channel: at for at, channel in enumerate(others + channels)}
+    projection = LatentProjection(state, down, up, rest, runs_of([place[at] for at in range(outputs)]))
+    projection.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    return projection.train(module.training)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules()]
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected=f"a module {name!r}, which was compressed",
+            got="none",
+            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
+        ) from None
+
+
+def latent_change(
+    model: nn.Module, layers: Sequence[LatentLayer], factors: Sequence[tuple[Tensor, Tensor]]
+) -> Change:
+    """Build one change for all layers from factors `down` (r, D) and `up` (N, r), keys before values."""
+    change = Change(model)
+    for layer, (down, up) in zip(layers, factors, strict=True):
+        own = build(model, layer.model_copy(update={"rank": down.shape[0]}))
+        projections: list[Any] = list(own.modules.values())
+        sizes = [len(channels) for _, channels in layer.projections]
+        with torch.no_grad():
+            projections[0].down.weight.copy_(down)
+            for projection, rows in zip(projections, up.split(sizes), strict=True):
+                projection.up.weight.copy_(rows)
+        change.modules |= own.modules
+        change.attributes |= own.attributes
+        change.hooks += own.hooks
+    return change
+
+
+def latent_layers(model: nn.Module) -> list[LatentLayer]:
+    """Return the records of the attention layers of a model that have a latent."""
+    return [
+        vars(module)[RECORD].model_copy(update={"module": name})
+        for name, module in model.named_modules()
+        if RECORD in vars(module)
+    ]
