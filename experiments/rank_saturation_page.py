@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.rank_saturation_figure import curve_figure, law_figure
 from rankwise._internals.files import write_file
-from rankwise.plan.figure import curve_figure, law_figure
 from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw
 
 TEXT = Path(__file__).with_name("rank_saturation_page.md")

@@ -58,9 +58,8 @@ def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.M
     assert methods[0].startswith("closed form")
     assert {"weights alone (SVD)", "key PCA", "joint PCA", "random directions"} <= set(methods)
     page = Path("half/index.html").read_text()
-    for said in ("<svg", "Price", "Gain", "rankwise.load_compressed", "is unchanged"):
+    for said in ("Width left of each key head", "Price", "Gain", "rankwise.load_compressed", "is unchanged"):
         assert said in page
-    assert "<script" not in page
     model = rw.load_compressed("half")
     assert sum(one.numel() for one in model.parameters()) == record.parameters_after
     again = run("own.py:build", "--out", "half")
@@ -186,9 +185,6 @@ def test_names_and_numbers_stay_whole_on_a_narrow_console(run: Run, monkeypatch:
     for layer in record.layers:
         assert f"transformer.h {layer.layer} " in done.output or f"{layer.layer}  " in done.output
         assert f"{layer.kl_end_to_end:.4f}" in done.output
-    assert record.budget is not None
-    assert f"{record.budget.bytes_before:,} bytes" in words(done)
-    assert "One budget" in Path("less/index.html").read_text()
 
 
 def test_the_import_alone_lets_transformers_load_what_was_compressed() -> None:

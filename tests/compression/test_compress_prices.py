@@ -8,8 +8,8 @@ import torch
 from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, opt, sharpened
 
 import rankwise as rw
-from rankwise.compression.page import render_page
 from rankwise.compression.task import measure_task
+from rankwise.report.compression_report import compression_document
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}
 
@@ -35,7 +35,9 @@ def test_accuracy_of_labels_is_told_before_and_after() -> None:
     assert done.metric_before == 0.75
     assert done.metric_after == pytest.approx(float(after))
     assert math.isfinite(done.loss_before)
-    assert "<td>accuracy</td><td>0.7500</td>" in render_page(done)
+    assert ["accuracy", "0.7500"] in [
+        row[:2] for row in compression_document(done).sections[0].tables[0].rows
+    ]
 
 
 def test_accuracy_of_tokens_is_that_of_the_next_and_skips_what_has_no_label() -> None:

@@ -1,7 +1,6 @@
 """Prices and advice hold to what was counted: no width that was not tried, no heads that are not added."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +9,9 @@ from transformers import AutoConfig, AutoModel
 import rankwise as rw
 from rankwise.plan import HeadDimPlan, plan_head_dim, with_prices
 from rankwise.plan.advice import _than
-from rankwise.plan.records import LayerCurve, LogLaw
+from rankwise.plan.records import LayerCurve
 from rankwise.plan.saturation import falls
-from rankwise.plan.tables import plan_tables
+from rankwise.report.plan_report import plan_document
 
 
 def saturating(widths: range = range(1, 65), positions: str = "none", **changed: object) -> HeadDimPlan:
@@ -41,7 +40,10 @@ def test_rotary_heads_have_even_widths_alone() -> None:
     assert plan.options[0].head_dim == 20  # 64 // 3 = 21
     assert plan.options[0].interpolated
     assert any("K of now is taken as 20" in note for note in plan.notes)
-    assert "≈" in " ".join(row[4] for row in list(plan_tables(plan))[1].rows)
+    (table,) = (
+        t for part in plan_document(plan).sections for t in part.tables if t.title.startswith("Settings")
+    )
+    assert "≈" in " ".join(row[4] for row in table.rows)
     assert [one.head_dim for one in plan.fixed_width] == [2, 4, 8, 16, 32]
     odd = with_prices(plan, 64, heads=3, head_dim=21, measure=False).options[0]
     assert math.isnan(odd.rank_share)
@@ -117,14 +119,9 @@ def test_drawn_inputs_beside_given_states_are_refused() -> None:
         plan_head_dim(torch.randn(8, 4), inputs="orthonormal", trials=2)
 
 
-def test_where_the_width_falls_with_length_it_is_said(tmp_path: Path) -> None:
+def test_where_the_width_falls_with_length_it_is_said() -> None:
     points = [(1024, 12, 11, 13), (2048, 14, 12, 15), (4096, 12, 11, 13), (8192, 9, 9, 10)]
     overlapping, apart = falls(points)
     assert "14 (12 to 15) at T = 2,048, 12 (11 to 13) at 4,096" in overlapping
     assert "intervals overlap" in overlapping
     assert "do not overlap" in apart
-    law = LogLaw(points=points, intercept=0.0, slope=1.0, residuals=[0.0] * 4, explained=1.0,
-                 half=[1.0] * 4, notes=[overlapping, apart])  # fmt: skip
-    plan = saturating().model_copy(update={"law": law})
-    assert overlapping in list(plan_tables(plan))[-1].note
-    assert overlapping in plan.to_html(tmp_path / "page.html").read_text()

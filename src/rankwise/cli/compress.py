@@ -208,25 +208,11 @@ def _show(record: "Compression", written: list[Path]) -> None:
 
     from rich.console import Console
 
-    from rankwise.compression.page import next_steps
-    from rankwise.compression.tables import compression_tables, headline, setting_words
-    from rankwise.report.terminal import line, spelled_out, table_of_words
+    from rankwise.report import print_document
+    from rankwise.report.compression_report import compression_document
 
-    with suppress(BrokenPipeError), spelled_out(Console()) as console:
-        console.print(line(("Rankwise compress", "bold"), setting_words(record), separator="  "))
-        if not record.complete:
-            console.print(line(("INCOMPLETE", "bold yellow")))
-        console.print(line((headline(record), "bold")))
-        console.print()
-        for words in compression_tables(record):
-            console.print(line((words.title, "bold")))
-            console.print(table_of_words(words.columns, words.rows))
-            if words.note:
-                console.print(line((words.note, "dim")))
-            console.print()
-        for note in record.notes:
-            console.print(line(("Note: ", "bold"), note, separator=""))
+    console = Console()
+    with suppress(BrokenPipeError):
+        print_document(compression_document(record), console)
         for kind, path in zip(("model", "page"), written, strict=False):
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
-        if written:
-            console.print(next_steps(record), highlight=False, markup=False, soft_wrap=True)

@@ -200,29 +200,16 @@ def _versions() -> dict[str, str]:
 
 
 def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
-    import json
     from contextlib import suppress
 
     from rich.console import Console
 
-    from rankwise.plan.tables import headline, plan_tables, setting_words
-    from rankwise.report.terminal import line, spelled_out, table_of_words
+    from rankwise.report import print_document
+    from rankwise.report.plan_report import plan_document
 
-    with suppress(BrokenPipeError), spelled_out(Console()) as console:
-        console.print(line(("Rankwise plan", "bold"), setting_words(plan), separator="  "))
-        console.print(line(("INCOMPLETE  ", "bold yellow"), headline(plan), separator="") if not plan.complete
-                      else line((headline(plan), "bold")))  # fmt: skip
-        console.print()
-        for words in plan_tables(plan):
-            console.print(line((words.title, "bold")))
-            console.print(table_of_words(words.columns, words.rows))
-            console.print(line((words.note, "dim")))
-            console.print()
-        if plan.recommended:
-            console.print(line(("Recommended: ", "bold"), json.dumps(plan.recommended), separator=""))
-            console.print(line(plan.reason))
-        for note in plan.notes:
-            console.print(line(("Note: ", "bold"), note, separator=""))
+    console = Console()
+    with suppress(BrokenPipeError):
+        print_document(plan_document(plan), console)
         for path in written:
             kind = "page" if path.suffix == ".html" else "plan"
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -66,7 +66,8 @@ def command(
     from rankwise.cli.load_data import inputs_for
     from rankwise.cli.load_model import load_subject
     from rankwise.cli.output import command_line, quiet_libraries
-    from rankwise.cli.skip_tables import show_certificate, show_skips
+    from rankwise.report import print_document
+    from rankwise.report.skip_report import certificate_document, skip_document
     from rankwise.skips import certify_skip, load_skips, mean_loss, skips_of, state_collapse
 
     _check(out, certify, per, lr, share, learn_on, text)
@@ -94,7 +95,8 @@ def command(
         report["loss"].append(mean_loss(subject.model, held, mask))
         report["collapse"].append(state_collapse(subject.model, held))
     console = Console()
-    show_skips(console, skips, report)
+    now = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
+    print_document(skip_document(now | report.get("scales", {}), report, skips.notes), console)
     if out is not None:
         _say(console, _write(subject, out, report))
     if not certify:
@@ -102,7 +104,7 @@ def command(
     if out is not None and not skips_of(subject.model):  # taken off to save the model
         load_skips(subject.model, out)
     certificate = certify_skip(subject.model, held[0], share)
-    show_certificate(console, certificate)
+    print_document(certificate_document(certificate), console)
     if out is not None:
         _say(console, [certificate.save(out / "certificate.json")])
 

@@ -215,9 +215,10 @@ class Compression(Record):
         Raises:
             InputError: if it cannot be written.
         """
-        from rankwise.compression.page import render_page
+        from rankwise.report import write_page
+        from rankwise.report.compression_report import compression_document
 
-        return write_file(Path(path), render_page(self), "page")
+        return write_page(compression_document(self), Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> "Compression":

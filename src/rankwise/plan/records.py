@@ -215,8 +215,7 @@ class HeadDimPlan(Record):
         Raises:
             InputError: if it cannot be written.
         """
-        from rankwise.plan.page import render_page
+        from rankwise.report import write_page
+        from rankwise.report.plan_report import plan_document
 
-        path = Path(path)
-        path = path / "index.html" if path.is_dir() else path
-        return write_file(path, render_page(self), "page")
+        return write_page(plan_document(self), Path(path))

@@ -12,7 +12,8 @@ from rankwise.auditing.findings import about
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import HeadId
-from rankwise.report.terminal import line, new_table, print_findings, spelled_out, tally
+from rankwise.report.console import ascii_fallback, line
+from rankwise.report.terminal import new_table, print_findings, tally
 from rankwise.report.text import count, model_name, plain, title
 
 _MOST_CHANGES = 20
@@ -36,7 +37,7 @@ def render_comparison(comparison: Comparison, console: Console | None = None) ->
         comparison: what `rankwise.auditing.compare` returned.
         console: where to print; the standard output where there is none.
     """
-    with spelled_out(console or Console()) as out:
+    with ascii_fallback(console or Console()) as out:
         _print_header(comparison, out)
         if comparison.structure:
             _print_structure(comparison, out)

@@ -11,7 +11,8 @@ from rankwise._internals.records import format_number
 from rankwise.auditing.history import steps_of
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
 from rankwise.auditing.result import Audit
-from rankwise.report.terminal import line, new_table, spelled_out
+from rankwise.report.console import ascii_fallback, line
+from rankwise.report.terminal import new_table
 from rankwise.report.text import SEVERITIES, count, mean, model_name, plain
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def render_history(history: "History", console: Console | None = None) -> None:
         history: the audits.
         console: where to print; the standard output where there is none.
     """
-    with spelled_out(console or Console()) as out:
+    with ascii_fallback(console or Console()) as out:
         said, names = count(len(history), "audit"), [plain(model_name(name)) for name in history.names]
         between = f"{names[0]} to {names[-1]}" if len(names) > 1 else ""
         out.print(line(("Rankwise history", "bold"), said, between, separator="  "), overflow="fold")

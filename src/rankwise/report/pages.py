@@ -6,8 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rankwise._internals.files import write_file
+from rankwise.report.document import Document
+from rankwise.report.text import SEVERITIES, pieces
+
+_SCRIPTS = ("theme.js", "save.js", "figures.js")
 CHART_FILE = "plotly-cartesian.min.js"
 CHART_VERSION = "4.1.1"
 CHART_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
@@ -42,21 +51,70 @@ def render_page(template: str, context: Mapping[str, Any], scripts: Sequence[str
     Returns:
         The HTML text.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            dict(context) | {"data": without_nan(context.get("data", {}))},
+            style=Markup(template_text("compared.css")),
+            scripts=[Markup(script) for script in scripts],
+            hashes=[script_hash(script) for script in scripts],
+        )
+    )
 
-    environment = Environment(
+
+def write_page(document: Document, path: Path) -> Path:
+    """Write a document as one HTML file that contains its scripts, styles and data.
+
+    A policy in the file forbids the browser to load anything else. An older file is replaced by a complete
+    one only.
+
+    Args:
+        document: what to write.
+        path: the file; for an existing folder, `index.html` in it.
+
+    Returns:
+        The file written.
+
+    Raises:
+        InputError: if the file cannot be written.
+    """
+    path = path / "index.html" if path.is_dir() else path
+    return write_file(path, page_text(document), "page")
+
+
+def page_text(document: Document) -> str:
+    """Return the HTML of a document; it escapes all but the style and the scripts of this package."""
+    figures = [figure for section in document.sections for figure in section.figures]
+    scripts = []
+    if figures:
+        scripts = [chart_script(), "\n".join(map(template_text, _SCRIPTS))]
+    drawn = [{"data": figure.data, "layout": figure.layout} for figure in figures]
+    data = {"model": document.heading, "figures": drawn, **document.data}
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            document.context,
+            document=document,
+            data=without_nan(data),
+            split_code=pieces,
+            severity_words={severity: word for severity, (word, _) in SEVERITIES.items()},
+            style=Markup(template_text("report.css")),
+            scripts=[Markup(script) for script in scripts],
+            hashes=[script_hash(script) for script in scripts],
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
         loader=PackageLoader("rankwise.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(
-        dict(context) | {"data": without_nan(context.get("data", {}))},
-        style=Markup(template_text("compared.css")),
-        scripts=[Markup(script) for script in scripts],
-        hashes=[script_hash(script) for script in scripts],
     )
 
 

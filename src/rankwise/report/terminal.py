@@ -1,8 +1,7 @@
 """What the console reports share: how findings look, and what to do on a console without Unicode."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -12,7 +11,8 @@ from rich.text import Text
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Finding, Severity
-from rankwise.report.text import SEVERITIES, count, is_command, plain, title
+from rankwise.report.console import line
+from rankwise.report.text import SEVERITIES, count, is_command, title
 
 _STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 
@@ -20,49 +20,6 @@ _MOST_OF_A_KIND = 3
 """Findings of one severity and code that are printed before the rest is only counted."""
 
 _INDENT = 9
-
-LONGEST_NUMBER = 24
-"""Characters of a cell, above which its column is wrapped."""
-
-_SPELLED = str.maketrans(
-    {
-        "–": "-",
-        "·": "|",
-        "…": "...",
-        "→": "->",
-        "×": "x",
-        "−": "-",
-        "‖": "|",
-        "μ": "mu",
-        "δ": "delta",
-        "σ": "sigma",
-    }
-)
-
-
-@contextmanager
-def spelled_out(console: Console) -> Iterator[Console]:
-    """Print through a console whose encoding may know no Greek: there, signs are spelled out.
-
-    Args:
-        console: where to print.
-
-    Yields:
-        The console to print with.
-    """
-    if not console.options.ascii_only:
-        yield console
-        return
-    with console.capture() as captured:
-        yield console
-    text = captured.get().translate(_SPELLED)
-    console.file.write(text.encode(console.encoding, "replace").decode(console.encoding))
-
-
-def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
-    """Join what there is to say, each part a string or a string with its style; no markup is read in it."""
-    said = [part if isinstance(part, tuple) else (part, "") for part in parts]
-    return Text(separator).join(Text(plain(words), style) for words, style in said if words)
 
 
 def tally(findings: Sequence[Finding]) -> Text:
@@ -134,26 +91,4 @@ def new_table(columns: Sequence[tuple[str, bool]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column, number in columns:
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
-def table_of_words(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose names and numbers stay whole on narrow consoles: only columns of sentences are wrapped.
-
-    Args:
-        columns: their titles; the first is of names.
-        rows: cells.
-    """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for at, column in enumerate(columns):
-        longest = max((len(row[at]) for row in rows), default=0)
-        sentence = at > 0 and longest > LONGEST_NUMBER
-        number = at > 0 and not sentence
-        width = None if sentence else max(longest, *map(len, column.split())) if column else longest
-        table.add_column(
-            column, justify="right" if number else "left", overflow="fold", min_width=width,
-            no_wrap=False,
-        )  # fmt: skip
-    for row in rows:
-        table.add_row(*row)
     return table

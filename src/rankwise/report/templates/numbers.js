@@ -19,5 +19,3 @@ const nameOf = (head) => `layer ${report.heads.layer[head]}, head ${report.heads
 const panelOf = (head) => report.heads.panel[head];
 const wordOf = (coded, head) => coded.words[coded.of[head]];
 const fullName = (head) => (report.panels.length > 1 ? `${report.panels[panelOf(head)].title}, ` : "") + nameOf(head);
-
-const bytesOf = (base64) => Uint8Array.from(atob(base64), (one) => one.charCodeAt(0));

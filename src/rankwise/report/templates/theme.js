@@ -67,3 +67,5 @@ function element(tag, fields = {}, ...inside) {
   made.append(...inside);
   return made;
 }
+
+const bytesOf = (base64) => Uint8Array.from(atob(base64), (one) => one.charCodeAt(0));

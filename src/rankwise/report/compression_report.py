@@ -1,0 +1,239 @@
+"""Describe a compression."""
+
+import html
+import math
+from collections.abc import Iterator
+
+from rankwise._internals.records import format_number
+from rankwise.auditing.records import Verdict
+from rankwise.compression.records import Compression, HeadWidth
+from rankwise.report.document import Document, Figure, Section, Table
+
+
+def compression_document(record: Compression) -> Document:
+    """Describe a compression: its cost and savings, the width left of each head, layers, and next steps."""
+    figures = [_width_map(record)] if record.heads else []
+    if record.curves and record.kl > 0:
+        figures.append(_curve(record))
+    layers = [*_latents(record), *([_layers(record)] if record.layers else []), *_left_out(record)]
+    sections = [
+        Section("costs", "Price and gain", tables=[_price(record), _gain(record)]),
+        *([Section("widths", "Where the width is", figures=figures)] if figures else []),
+        *([Section("layers", "Layers", tables=layers)] if layers else []),
+        Section("next", "Go on, or back", code=_next_steps(record)),
+    ]
+    return Document(
+        command="Rankwise compress",
+        heading=record.model,
+        setting=f"parts {', '.join(record.parts)} · calibrated on {record.sequences:,} sequences, "
+        f"{record.tokens:,} tokens",
+        verdict=Verdict(sentence=_headline(record)),
+        sections=sections,
+        notes=record.notes,
+        origin=list(record.about.items()),
+        complete=record.complete,
+    )
+
+
+def _headline(record: Compression) -> str:
+    narrowed = [head for head in record.heads if head.part != "heads"]
+    removed = [head for head in record.heads if head.part == "heads"]
+    words = []
+    if removed:
+        words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
+    if narrowed:
+        before = sum(head.before for head in narrowed) / len(narrowed)
+        words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
+    if record.latents:
+        rank, channels = (
+            sum(getattr(latent, name) for latent in record.latents) / len(record.latents)
+            for name in ("rank", "before")
+        )
+        words.append(f"keys and values out of latents of {rank:.1f} for {channels:.0f} channels on average")
+    done = "; ".join(words)
+    saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
+    price = (
+        f"attention KL {format_number(record.kl, 4)} nats"
+        if math.isfinite(record.kl)
+        else f"error of the output {format_number(record.output_error, 4)}"
+    )
+    gain = f"{saved:.1%} fewer parameters" if saved >= 0 else f"{-saved:.1%} more parameters"
+    if record.latents and record.cache_bytes_before:
+        gain += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
+    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}, {gain}."
+
+
+def _price(record: Compression) -> Table:
+    rows = [
+        [name, "0", format_number(value, 4)]
+        for name, value in (
+            ("attention KL, nats", record.kl),
+            ("attention KL end to end, nats", record.kl_end_to_end),
+            ("error of the output, ‖y′ − y‖/‖y‖", record.output_error),
+        )
+        if math.isfinite(value)
+    ]
+    if math.isfinite(record.loss_before):
+        rows.append(["loss", f"{record.loss_before:.4f}", f"{record.loss_after:.4f}"])
+        rows.append(
+            ["perplexity", f"{math.exp(record.loss_before):.3f}", f"{math.exp(record.loss_after):.3f}"]
+        )
+    if record.metric:
+        rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
+    return Table(
+        "Price",
+        ["", "before", "after"],
+        rows,
+        note=f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean "
+        "over rows, heads and layers, each layer given what the original gave it; end to end, what layers "
+        "before it give in the compressed model, on up to 2 sequences and over the heads that are left.",
+    )
+
+
+def _gain(record: Compression) -> Table:
+    rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
+    if record.cache_bytes_before:
+        rows.append(_pair("cache, bytes a token", record.cache_bytes_before, record.cache_bytes_after))
+    rows += [
+        [
+            f"{timing.phase}, {timing.tokens} tokens, ms",
+            f"{timing.before:.2f}",
+            f"{timing.after:.2f}",
+            f"{timing.ratio:.2f} ({timing.low:.2f} to {timing.high:.2f})",
+        ]
+        for timing in record.latency
+    ]
+    note = (
+        "Latency is the median of rounds that take turns on this machine, with the 10th and 90th percentile "
+        "of their ratio: a range that holds 1 tells no gain."
+    )
+    columns = ["", "before", "after", "after/before"]
+    return Table("Gain", columns, rows, note=note if record.latency else "Latency was not measured.")
+
+
+def _pair(name: str, before: int, after: int) -> list[str]:
+    return [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else "–"]
+
+
+def _width_map(record: Compression) -> Figure:
+    """Draw what is left of each head's width: layers as rows, key heads as columns, removed heads as 0."""
+    shown = [head for head in record.heads if head.part != "heads"] or record.heads
+    sites = list(dict.fromkeys(head.site for head in shown))
+    columns = list(range(max(head.head for head in shown) + 1))
+    cells = {(head.site, head.head): head for head in shown}
+    grid = [[cells.get((site, number)) for number in columns] for site in sites]
+    layers = {head.site: html.escape(f"{head.stack} {head.layer}".strip()) for head in shown}
+    trace = {
+        "type": "heatmap",
+        "z": [[None if head is None else head.width / head.before for head in row] for row in grid],
+        "text": [["" if head is None else str(head.width) for head in row] for row in grid],
+        "texttemplate": "%{text}" if len(columns) <= 32 else "",
+        "hovertext": [["" if head is None else _head_words(head) for head in row] for row in grid],
+        "hoverinfo": "text",
+        "zmin": 0,
+        "zmax": 1,
+        "xgap": 2,
+        "ygap": 2,
+        "meta": {"scale": "ramp"},
+    }
+    rows = list(range(len(sites)))
+    layout = {
+        "height": 34 * max(len(sites), 2) + 60,
+        "margin": {"l": 48, "r": 12, "t": 44, "b": 8},
+        "xaxis": {"title": {"text": "head"}, "side": "top", "tickvals": columns[:: 1 + len(columns) // 17]},
+        "yaxis": {"title": {"text": "layer"}, "tickvals": rows, "ticktext": [layers[site] for site in sites]}
+        | {"autorange": "reversed", "automargin": True},
+    }
+    return Figure(
+        "widths", "Width left of each key head", [trace], layout, "Darker: more of its width is left."
+    )
+
+
+def _head_words(head: HeadWidth) -> str:
+    words = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
+    if not math.isnan(head.kl_calibrated):
+        words += f"<br>attention KL {head.kl_calibrated:.4f} nats on the calibration data"
+    return words
+
+
+def _curve(record: Compression) -> Figure:
+    points = [point for point in record.curves[0].points if point.kl > 0]
+    line = {
+        "type": "scatter", "mode": "lines+markers", "name": html.escape(record.curves[0].method),
+        "x": [point.width for point in points], "y": [point.kl for point in points], "meta": {"series": 0},
+    }  # fmt: skip
+    dot = {
+        "type": "scatter", "mode": "markers", "name": "this model", "x": [record.mean_width],
+        "y": [record.kl], "marker": {"size": 12, "symbol": "diamond"}, "meta": {"series": 1},
+    }  # fmt: skip
+    layout = {
+        "height": 320,
+        "showlegend": True,
+        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}, "tickvals": line["x"]}
+        | {"ticktext": [f"{point.width:g}" for point in points]},
+        "yaxis": {"type": "log", "title": {"text": "attention KL, nats"}, "automargin": True},
+    }
+    return Figure(
+        "curve", "Attention KL against mean width", [line, dot], layout,
+        f"On up to 32 sequences of {record.figures}, without steps of calibration.",
+    )  # fmt: skip
+
+
+def _latents(record: Compression) -> Iterator[Table]:
+    if record.latents:
+        rows = [
+            [str(x.layer), str(x.before), str(x.full), str(x.rank), format_number(x.nats, 6)]
+            for x in record.latents
+        ]
+        yield Table(
+            "Latents",
+            ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"],
+            rows,
+            note="Predicted: of the KL of the outputs, a token, to second order, on the calibration data; "
+            "layers add up.",
+        )
+
+
+def _layers(record: Compression) -> Table:
+    ranks = {latent.site: latent for latent in record.latents}
+    rows = []
+    for layer in record.layers:
+        heads = [head for head in record.heads if head.site == layer.site]
+        heads = [head for head in heads if head.part != "heads"] or heads
+        widths = [head.width for head in heads]
+        latent = ranks.get(layer.site)
+        words = [" ".join(map(str, widths))] if widths else []
+        words += [f"latent of {latent.rank}"] if latent is not None else []
+        rows.append(
+            [
+                f"{heads[0].stack if heads else ''} {layer.layer}".strip(),
+                ", ".join(words),
+                f"{sum(widths) / len(widths):.1f}" if widths else "",
+                format_number(layer.kl, 4),
+                format_number(layer.kl_end_to_end, 4),
+                format_number(layer.output_error, 4),
+            ]
+        )
+    return Table(
+        "Layers",
+        ["layer", "widths of its heads", "mean", "attention KL", "end to end", "error of states"],
+        rows,
+        note="End to end: attention KL in the compressed model, over the heads that are left. Error of "
+        "states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
+    )
+
+
+def _left_out(record: Compression) -> Iterator[Table]:
+    if record.left_out:
+        rows = [[site, reason] for site, reason in record.left_out.items()]
+        yield Table("Left as they were", ["attention layer", "why"], rows)
+
+
+def _next_steps(record: Compression) -> str:
+    folder = record.about.get("folder", "DIR")
+    model = record.about.get("source", "the original")
+    return (
+        f'model = rankwise.load_compressed("{folder}")\n'
+        f"rankwise audit {folder} --text FILE   # then: rankwise compare BEFORE AFTER\n"
+        f"# back: {model} is unchanged, load it instead"
+    )

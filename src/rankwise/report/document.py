@@ -1,0 +1,120 @@
+"""The content of a report: six functions build a `Document`; console, page and notebook show it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rankwise.auditing.records import Severity, Verdict
+
+_LONGEST_NAME = 24
+"""Characters above which a cell is a sentence, which may be wrapped."""
+_NUMBER = re.compile(r"[≈+\-−–<|]?\s?[\d–]")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Cell of a table that has more than text."""
+
+    text: str
+    hover: str = ""
+    link: str = ""
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of text; a line break in a column title is for the console."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    facts: str = ""
+    """Properties that all rows share, printed next to the title."""
+    note: str = ""
+    """Explanation of the columns, printed below the table."""
+    console_rows: int | None = None
+    """Number of rows on the console; None: all, 0: no table."""
+
+    def column_kinds(self) -> list[Literal["number", "name", "sentence"]]:
+        """Return what each column holds: numbers are aligned to the right, sentences may be wrapped."""
+        texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
+        columns = [[row[at] for row in texts if row[at]] for at in range(len(self.columns))]
+        return [
+            "sentence"
+            if max(map(len, cells), default=0) > _LONGEST_NAME
+            else "number"
+            if cells and all(map(_NUMBER.match, cells))
+            else "name"
+            for cells in columns
+        ]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Plotly figure without colors: `meta` of a trace names its series, shade or scale."""
+
+    name: str
+    title: str
+    data: Sequence[dict[str, Any]]
+    layout: Mapping[str, Any]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A finding, or what became of a finding in another audit."""
+
+    severity: Severity
+    code: str
+    place: str
+    facts: Sequence[str]
+    meaning: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Items:
+    """List of findings under one title; if `folded`, the page hides and the console only counts them."""
+
+    title: str
+    items: Sequence[Item]
+    intro: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of a document; the page links to it by `name`."""
+
+    name: str
+    title: str
+    intro: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    lists: Sequence[Items] = ()
+    figures: Sequence[Figure] = ()
+    choice: str = ""
+    """Label of a menu of figure titles, of which the page shows one at a time; empty: the page shows all."""
+    tables: Sequence[Table] = ()
+    code: str = ""
+    include: str = ""
+    """Template of an interactive part of the page, which replaces the tables there."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A report: title, verdict, sections, and where its numbers come from."""
+
+    command: str
+    heading: str
+    setting: str
+    verdict: Verdict
+    sections: Sequence[Section]
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    origin: Sequence[tuple[str, str]] = ()
+    complete: bool = True
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the scripts of the included templates read."""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    """What the included templates print."""

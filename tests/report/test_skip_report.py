@@ -1,0 +1,87 @@
+"""λ-skips and their certificate as documents: every number under its name, and one λ to use."""
+
+import math
+
+import pytest
+
+from rankwise.report.document import Table
+from rankwise.report.skip_report import certificate_document, skip_document
+from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
+
+
+def cells(table: Table) -> dict[str, dict[str, str]]:
+    """Rows by their first cell, cells by column."""
+    rows = [[str(cell) for cell in row] for row in table.rows]
+    return {row[0]: dict(zip(table.columns[1:], row[1:], strict=True)) for row in rows}
+
+
+def test_before_comes_before_after() -> None:
+    report = {"loss": [4.0, 3.0], "collapse": [{"": [0.9, 0.8], "h": [0.7]}, {"": [0.6, 0.5], "h": [0.4]}]}
+    document = skip_document({"a.drop": [1.0, 1.5]}, report, ["mind the gap"])
+    scales, spread = document.sections[0].tables
+    assert cells(scales) == {"a.drop": {"λ before": "1.000", "λ after": "1.500"}}
+    assert spread.rows == [
+        ["model, before", "0.90 0.80"],
+        ["model, after", "0.60 0.50"],
+        ["h, before", "0.70"],
+        ["h, after", "0.40"],
+    ]
+    assert document.verdict.sentence == "loss, held out: 4.0000 → 3.0000"
+    assert document.notes == ["mind the gap"]
+
+
+def stack(**fields: float | None) -> StackCertificate:
+    known = dict.fromkeys(
+        [
+            "kept",
+            "threshold",
+            "kept_mu",
+            "threshold_mu",
+            "paper_scale",
+            "paper_scale_with_floor",
+            "sound_scale",
+        ]
+    )
+    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0, "target": 0.71} | known | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kept", "recommended", "words"),
+    [
+        (0.9, None, "h: keep the λ that are there: it keeps 0.90 of μ/‖Y‖ on this batch, wanted 0.71."),
+        (0.5, 1.28, "h: use λ = 1.28 in all its layers: the least that keeps 0.71 of μ/‖Y‖"),
+        (0.5, None, "h: no λ is recommended: it keeps 0.50 of μ/‖Y‖ on this batch, and none up to 16"),
+        (None, None, "h: no λ is recommended: its tokens are all alike where it starts."),
+    ],
+)
+def test_one_scale_is_recommended(kept: float | None, recommended: float | None, words: str) -> None:
+    only = stack(kept=kept, recommended=recommended, threshold=math.inf, sound_scale=2.5)
+    document = certificate_document(
+        SkipCertificate(a=0.5, target=0.71, sequences=1, layers=[], stacks=[only])
+    )
+    assert document.verdict.sentence.startswith(words)
+    ((_, least, use),) = document.sections[0].tables[0].rows
+    assert least == "|λ| ≥ 2.5"
+    assert "whatever way its mixer points" in str(use)
+
+
+def test_every_number_of_a_certificate_is_under_its_name() -> None:
+    numbers = [name for name, field in LayerCertificate.model_fields.items() if field.annotation is not str]
+    values = {name: 1.0 + at for at, name in enumerate(numbers)}
+    values |= dict.fromkeys(["paper_holds", "paper_guaranteed"])  # type: ignore[arg-type]
+    layer = LayerCertificate(site="h.0", norm="RMSNorm", **values)  # type: ignore[arg-type]
+    document = certificate_document(
+        SkipCertificate(
+            a=0.25, target=0.2, sequences=1, layers=[layer], stacks=[stack(sound_scale_any_mixing=0.8)]
+        )
+    )
+    uses, layers = document.sections
+    measured, least = layers.tables
+    names = {"λ": "scale", "kept": "kept", "sure": "sound_bound", "price": "price", "‖M‖": "mixing_norm"}
+    expected = {column: f"{values[name]:.3g}" for column, name in (names | {"S": "value_norm"}).items()}
+    assert cells(measured) == {"h.0": {"norm": "RMSNorm", **expected}}
+    names = {"sound": "sound_scale", "any mixing": "sound_scale_any_mixing", "Eq. 7": "paper_scale"}
+    names |= {"with b": "paper_scale_with_floor"}
+    assert cells(least) == {"h.0": {column: f"{values[name]:.3g}" for column, name in names.items()}}
+    assert "√a = 0.50" in least.note
+    assert [row[:2] for row in uses.tables[0].rows] == [["h", "|λ| ≥ 0.8"]]
