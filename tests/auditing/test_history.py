@@ -19,7 +19,7 @@ from rankwise.auditing.history import folder_name, steps_of
 from rankwise.auditing.records import BaselineRecord
 from rankwise.errors import InputError, RecordError
 from rankwise.importance.records import HeadImportance, ImportanceRecord
-from rankwise.report.history_page import charts, history_context
+from rankwise.report.comparison_report import history_document
 
 
 def of(name: str) -> rw.Audit:
@@ -142,11 +142,13 @@ def test_no_curve_leads_from_the_costs_of_one_loss_to_those_of_another() -> None
         "removal_cost of next tokens, causal (nats), exact, zero in a head's place",
         "removal_cost of masked tokens (nats), exact, zero in a head's place",
     }
-    drawn = [chart for chart in charts(history) if chart["title"] == "Cost of removal"]
-    assert [chart["quantity"].split(" (")[0] for chart in drawn] == ["next tokens, causal", "masked tokens"]
+    document = history_document(history)
+    drawn = [figure for figure in document.sections[0].figures if figure.title == "Cost of removal"]
+    captions = [figure.caption.split(" · ")[1].split(" (")[0] for figure in drawn]
+    assert captions == ["next tokens, causal", "masked tokens"]
     (said,) = history.warnings
     assert "2 quantities" in said
-    assert said in history_context(history, {})["warnings"]
+    assert said in document.warnings
     alike = History([(0, causal), (1, causal)])
     assert alike.warnings == []
     assert {key.measure for key in alike.curves()} >= {"removal_cost"}

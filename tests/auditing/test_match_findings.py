@@ -11,7 +11,7 @@ from rankwise.auditing import RULES, Unseen, compare
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import HeadId, ImportanceRecord, RemovableSet
-from rankwise.report.comparison import finding_words
+from rankwise.report.comparison_report import finding_lists
 
 LOW, SINK = {"numerical_rank": 3}, {"max_token_mass": 0.95}
 
@@ -226,7 +226,9 @@ def test_heads_that_can_be_removed_share_a_finding_whichever_is_the_cheapest() -
 
 
 def test_more_heads_that_can_be_removed_are_neither_worse_nor_better() -> None:
-    [change] = compare(removable((0, 1)), removable((3, 2), (0, 1))).findings
+    comparison = compare(removable((0, 1)), removable((3, 2), (0, 1)))
+    [change] = comparison.findings
     assert (change.outcome, change.numbers) == ("changed", ("heads", 1, 2))
-    assert finding_words(change) == "REMOVABLE, heads 1 → 2"
-    assert not compare(removable((0, 1)), removable((3, 2), (0, 1))).is_empty
+    [[item]] = [listed.items for listed in finding_lists(comparison)]
+    assert (item.code, item.place, item.facts) == ("REMOVABLE", "", ["heads 1 → 2"])
+    assert not comparison.is_empty

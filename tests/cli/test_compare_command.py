@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 import rankwise as rw
 from rankwise.auditing import Audit, compare
 from rankwise.cli import compare as compare_command
-from rankwise.report import render_comparison
+from rankwise.report import print_document
+from rankwise.report.comparison_report import comparison_document
 
 APP = typer.Typer()
 APP.command()(compare_command.command)
@@ -40,7 +41,7 @@ def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path:
     assert wanted != compare(after, before)
     assert (tmp_path / "changes.json").read_text() == wanted.model_dump_json(indent=1)
     console = Console(file=io.StringIO(), width=120)
-    render_comparison(wanted, console)
+    print_document(comparison_document(wanted), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert result.output == f"{told}comparison: {tmp_path / 'changes.json'}\n"
 

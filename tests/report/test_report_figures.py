@@ -18,9 +18,9 @@ from rankwise.operators import DenseMixing
 from rankwise.report.curves import draw_depth
 from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
+from rankwise.report.heatmap_grid import grids_of
 from rankwise.report.one_head import NONE, coarser, opening_head, pack_pictures, pack_spectra
 from rankwise.report.page import page_context
-from rankwise.report.panels import make_panels
 from rankwise.report.text import rank_share
 
 
@@ -31,7 +31,7 @@ def column(heads, name):
 def test_each_cell_is_its_own_head() -> None:
     heads = samples.encoder_decoder().heads
     met = []
-    for panel in make_panels(heads):
+    for panel in grids_of(heads):
         figure = draw_panel(panel, {})
         for index, (x, y) in figure["places"].items():
             assert figure["grid"][y][x] == index
@@ -115,7 +115,7 @@ def test_no_word_of_a_measure_judges() -> None:
 
 def test_marks_stand_in_the_cells_of_their_heads() -> None:
     heads = samples.grid(2, 3)
-    signs = draw_panel(make_panels(heads)[0], {4: "error", 0: "info"})["signs"]
+    signs = draw_panel(grids_of(heads)[0], {4: "error", 0: "info"})["signs"]
     found = {sign["meta"]["severity"]: (round(sign["x"][0]), round(sign["y"][0])) for sign in signs}
     assert found == {"error": (1, 1), "info": (0, 0)}
 

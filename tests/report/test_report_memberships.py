@@ -3,14 +3,14 @@
 import pytest
 from tests.report import samples
 
+from rankwise.report.heatmap_grid import grids_of
 from rankwise.report.memberships import membership_maps
 from rankwise.report.page import page_context
-from rankwise.report.panels import make_panels
 
 
 def maps(name: str) -> list[dict]:
     heads = samples.ALL[name]().heads
-    return membership_maps(make_panels(heads), heads)
+    return membership_maps(grids_of(heads), heads)
 
 
 def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> None:

@@ -139,9 +139,12 @@ class Comparison(Record):
         Raises:
             InputError: if the file cannot be written.
         """
-        from rankwise.report import write_comparison
+        from rankwise.report import write_page
+        from rankwise.report.comparison_report import comparison_document
 
-        return write_comparison(self, Path(path))
+        path = Path(path)
+        path = path / "comparison.html" if path.is_dir() else path
+        return write_page(comparison_document(self), path)
 
     def __repr__(self) -> str:
         counts = Counter(change.outcome for change in self.findings)

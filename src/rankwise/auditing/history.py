@@ -239,9 +239,10 @@ class History:
         Raises:
             InputError: if the file cannot be written.
         """
-        from rankwise.report import write_history
+        from rankwise.report import write_page
+        from rankwise.report.comparison_report import history_document
 
-        return write_history(self, Path(path))
+        return write_page(history_document(self), Path(path))
 
     def __repr__(self) -> str:
         if not self._entries:

@@ -76,15 +76,16 @@ def write_history_page(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> N
     from rich.console import Console
 
     from rankwise.auditing import History
-    from rankwise.report import render_history, write_history
+    from rankwise.report import print_document, write_page
+    from rankwise.report.comparison_report import history_document
 
     names = [folder for _, folder, _ in done]
     history = History.of([audit for _, _, audit in done], names)
-    links = {folder: f"{folder}/index.html" for folder in names}
+    document = history_document(history, {folder: f"{folder}/index.html" for folder in names})
     console = Console()
-    render_history(history, console)
+    print_document(document, console)
     for kind, path in (
-        ("history", write_history(history, out / "index.html", links)),
+        ("history", write_page(document, out / "index.html")),
         ("table", history.to_csv(out / "history.csv")),
     ):
         console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

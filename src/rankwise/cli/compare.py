@@ -38,7 +38,8 @@ def command(
 
     from rankwise._internals.files import write_file
     from rankwise.auditing import Audit, History, compare
-    from rankwise.report import render_comparison, render_history
+    from rankwise.report import print_document
+    from rankwise.report.comparison_report import comparison_document, history_document
 
     paths = _paths(audits)
     for path in out or []:
@@ -46,7 +47,7 @@ def command(
     console = Console()
     if len(paths) == 2:
         comparison = compare(Audit.load(paths[0]), Audit.load(paths[1]))
-        render_comparison(comparison, console)
+        print_document(comparison_document(comparison), console)
         for path in out or []:
             if path.suffix == ".html":
                 written = comparison.to_html(path)
@@ -55,7 +56,7 @@ def command(
             _say("comparison", written, console)
         return
     history = History.of([Audit.load(path) for path in paths], _names(paths))
-    render_history(history, console)
+    print_document(history_document(history), console)
     for path in out or []:
         _say("history", history.to_html(path) if path.suffix == ".html" else history.to_csv(path), console)
 

@@ -15,7 +15,7 @@ from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import ImportanceRecord
 from rankwise.report.console import ascii_fallback, line
-from rankwise.report.panels import Panel, Row, make_panels
+from rankwise.report.heatmap_grid import Grid, Row, grids_of
 from rankwise.report.terminal import new_table, print_findings, tally
 from rankwise.report.text import (
     RANK,
@@ -108,11 +108,11 @@ def _print_header(audit: Audit, console: Console) -> None:
 
 def _tables(audit: Audit) -> list[tuple[Text, Table]]:
     stacks = dict.fromkeys(layer.stack for layer in audit.layers)
-    heads = [_head_table(panel, audit.heads) for panel in make_panels(audit.heads)]
+    heads = [_head_table(panel, audit.heads) for panel in grids_of(audit.heads)]
     return heads + [_state_table(stack, audit.layers) for stack in stacks]
 
 
-def _head_table(panel: Panel, heads: Sequence[HeadRecord]) -> tuple[Text, Table]:
+def _head_table(panel: Grid, heads: Sequence[HeadRecord]) -> tuple[Text, Table]:
     """A row for each layer; what is the same in all of them is said once, in the title."""
     mine = [heads[index] for index in panel.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}

@@ -2,12 +2,12 @@
 
 import html
 import math
-from collections.abc import Iterator
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import Compression, HeadWidth
-from rankwise.report.document import Document, Figure, Section, Table
+from rankwise.report.document import Document, Figure, Section, Table, nonempty
+from rankwise.report.figures import MapCell, cell_map
 
 
 def compression_document(record: Compression) -> Document:
@@ -15,20 +15,20 @@ def compression_document(record: Compression) -> Document:
     figures = [_width_map(record)] if record.heads else []
     if record.curves and record.kl > 0:
         figures.append(_curve(record))
-    layers = [*_latents(record), *([_layers(record)] if record.layers else []), *_left_out(record)]
-    sections = [
-        Section("costs", "Price and gain", tables=[_price(record), _gain(record)]),
-        *([Section("widths", "Where the width is", figures=figures)] if figures else []),
-        *([Section("layers", "Layers", tables=layers)] if layers else []),
-        Section("next", "Go on, or back", code=_next_steps(record)),
-    ]
+    left_out = [[site, reason] for site, reason in record.left_out.items()]
+    left = Table("Left as they were", ["attention layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
         heading=record.model,
         setting=f"parts {', '.join(record.parts)} · calibrated on {record.sequences:,} sequences, "
         f"{record.tokens:,} tokens",
         verdict=Verdict(sentence=_headline(record)),
-        sections=sections,
+        sections=nonempty(
+            Section("costs", "Price and gain", tables=[_price(record), _gain(record)]),
+            Section("widths", "Where the width is", figures=figures),
+            Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
+            Section("next", "Go on, or back", code=_next_steps(record)),
+        ),
         notes=record.notes,
         origin=list(record.about.items()),
         complete=record.complete,
@@ -121,39 +121,24 @@ def _width_map(record: Compression) -> Figure:
     sites = list(dict.fromkeys(head.site for head in shown))
     columns = list(range(max(head.head for head in shown) + 1))
     cells = {(head.site, head.head): head for head in shown}
-    grid = [[cells.get((site, number)) for number in columns] for site in sites]
-    layers = {head.site: html.escape(f"{head.stack} {head.layer}".strip()) for head in shown}
-    trace = {
-        "type": "heatmap",
-        "z": [[None if head is None else head.width / head.before for head in row] for row in grid],
-        "text": [["" if head is None else str(head.width) for head in row] for row in grid],
-        "texttemplate": "%{text}" if len(columns) <= 32 else "",
-        "hovertext": [["" if head is None else _head_words(head) for head in row] for row in grid],
-        "hoverinfo": "text",
-        "zmin": 0,
-        "zmax": 1,
-        "xgap": 2,
-        "ygap": 2,
-        "meta": {"scale": "ramp"},
-    }
-    rows = list(range(len(sites)))
-    layout = {
-        "height": 34 * max(len(sites), 2) + 60,
-        "margin": {"l": 48, "r": 12, "t": 44, "b": 8},
-        "xaxis": {"title": {"text": "head"}, "side": "top", "tickvals": columns[:: 1 + len(columns) // 17]},
-        "yaxis": {"title": {"text": "layer"}, "tickvals": rows, "ticktext": [layers[site] for site in sites]}
-        | {"autorange": "reversed", "automargin": True},
-    }
-    return Figure(
-        "widths", "Width left of each key head", [trace], layout, "Darker: more of its width is left."
+    names = {head.site: f"{head.stack} {head.layer}".strip() for head in shown}
+    return cell_map(
+        "widths",
+        "Width left of each key head",
+        [[_width_cell(cells.get((site, number))) for number in columns] for site in sites],
+        [names[site] for site in sites],
+        [str(number) for number in columns],
+        caption="Darker: more of its width is left.",
     )
 
 
-def _head_words(head: HeadWidth) -> str:
-    words = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
+def _width_cell(head: HeadWidth | None) -> MapCell | None:
+    if head is None:
+        return None
+    hover = f"layer {head.layer}, head {head.head}: {head.width} of {head.before}"
     if not math.isnan(head.kl_calibrated):
-        words += f"<br>attention KL {head.kl_calibrated:.4f} nats on the calibration data"
-    return words
+        hover += f", attention KL {head.kl_calibrated:.4f} nats on the calibration data"
+    return MapCell(head.width / head.before, str(head.width), hover)
 
 
 def _curve(record: Compression) -> Figure:
@@ -179,19 +164,17 @@ def _curve(record: Compression) -> Figure:
     )  # fmt: skip
 
 
-def _latents(record: Compression) -> Iterator[Table]:
-    if record.latents:
-        rows = [
+def _latents(record: Compression) -> Table:
+    return Table(
+        "Latents",
+        ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"],
+        [
             [str(x.layer), str(x.before), str(x.full), str(x.rank), format_number(x.nats, 6)]
             for x in record.latents
-        ]
-        yield Table(
-            "Latents",
-            ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"],
-            rows,
-            note="Predicted: of the KL of the outputs, a token, to second order, on the calibration data; "
-            "layers add up.",
-        )
+        ],
+        note="Predicted: of the KL of the outputs, a token, to second order, on the calibration data; "
+        "layers add up.",
+    )
 
 
 def _layers(record: Compression) -> Table:
@@ -221,12 +204,6 @@ def _layers(record: Compression) -> Table:
         note="End to end: attention KL in the compressed model, over the heads that are left. Error of "
         "states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
     )
-
-
-def _left_out(record: Compression) -> Iterator[Table]:
-    if record.left_out:
-        rows = [[site, reason] for site, reason in record.left_out.items()]
-        yield Table("Left as they were", ["attention layer", "why"], rows)
 
 
 def _next_steps(record: Compression) -> str:

@@ -1,9 +1,8 @@
 """Print a document on a console, with signs spelled out where the console has no Unicode."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from io import StringIO
 from textwrap import wrap
 
@@ -14,9 +13,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rankwise.auditing.records import Severity
-from rankwise.report.document import Cell, Document, Item, Items, Section, Table
+from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
 from rankwise.report.text import SEVERITIES, count, is_command, plain
 
+LONGEST_FACT = 60
+"""Characters above which a fact about the origin is on the page only."""
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
 MOST_OF_A_KIND = 3
@@ -64,13 +65,13 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         for action in document.verdict.actions:
             _print_remedy(action.text, out)
         out.print()
-        for section in document.sections:
+        for section in (section for section in document.sections if section.on_console or verbose):
             _print_section(section, out, verbose)
         for note in document.notes:
             out.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-        if document.origin:
-            facts = line(*((f"{name}: {value}", "dim") for name, value in document.origin))
-            out.print(facts, overflow="fold")
+        short = [(name, value) for name, value in document.origin if len(value) <= LONGEST_FACT]
+        if short:
+            out.print(line(*((f"{name}: {value}", "dim") for name, value in short)), overflow="fold")
 
 
 def document_text(document: Document, width: int = 100) -> str:
@@ -130,7 +131,7 @@ def _print_items(listed: Items, console: Console, verbose: bool) -> None:
     kinds: dict[tuple[Severity, str], list[Item]] = {}
     for item in listed.items if verbose or not listed.folded else ():
         kinds.setdefault((item.severity, item.code), []).append(item)
-    for (_, code), items in kinds.items():
+    for (_, code), items in sorted(kinds.items(), key=lambda kind: list(SEVERITIES).index(kind[0][0])):
         shown = items if verbose else items[:MOST_OF_A_KIND]
         for at, item in enumerate(shown):
             _print_item(item, console, with_meaning=verbose or at == 0, with_remedy=verbose)
@@ -161,10 +162,11 @@ def _print_remedy(remedy: str, console: Console) -> None:
 
 def _print_table(table: Table, console: Console, verbose: bool) -> None:
     rows = table.rows if verbose else table.rows[: table.console_rows]
+    columns = None if verbose else table.console_columns
     if not rows:
         return
     console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
-    console.print(_rich_table(replace(table, rows=rows)))
+    console.print(_rich_table(table.columns[:columns], [row[:columns] for row in rows]))
     if len(rows) < len(table.rows):
         console.print(line(f"… and {len(table.rows) - len(rows)} more (see the page)"))
     if table.note:
@@ -172,11 +174,11 @@ def _print_table(table: Table, console: Console, verbose: bool) -> None:
     console.print()
 
 
-def _rich_table(table: Table) -> RichTable:
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
     """Return a table that never wraps numbers; on a narrow console, sentences and then names are wrapped."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    texts = [[plain(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in table.rows]
-    for at, (column, kind) in enumerate(zip(table.columns, table.column_kinds(), strict=True)):
+    texts = [[plain(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
+    for at, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):
         longest = max([0, *(len(row[at]) for row in texts), *map(len, column.split())])
         if kind == "number" and "\n" not in column:
             column = "\n".join(wrap(column, max(longest, _SHORT_TITLE)))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rankwise.auditing.records import Severity, Verdict
@@ -34,20 +34,25 @@ class Table:
     note: str = ""
     """Explanation of the columns, printed below the table."""
     console_rows: int | None = None
-    """Number of rows on the console; None: all, 0: no table."""
+    """Number of rows on the console; None: all."""
+    console_columns: int | None = None
+    """Number of columns on the console, from the first; None: all."""
 
-    def column_kinds(self) -> list[Literal["number", "name", "sentence"]]:
-        """Return what each column holds: numbers are aligned to the right, sentences may be wrapped."""
-        texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in self.rows]
-        columns = [[row[at] for row in texts if row[at]] for at in range(len(self.columns))]
-        return [
-            "sentence"
-            if max(map(len, cells), default=0) > _LONGEST_NAME
-            else "number"
-            if cells and all(map(_NUMBER.match, cells))
-            else "name"
-            for cells in columns
-        ]
+
+def column_kinds(
+    columns: int, rows: Sequence[Sequence[str | Cell]]
+) -> list[Literal["number", "name", "sentence"]]:
+    """Return what each column holds: numbers are aligned to the right, sentences may be wrapped."""
+    texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
+    cells = [[row[at] for row in texts if row[at]] for at in range(columns)]
+    return [
+        "sentence"
+        if max(map(len, column), default=0) > _LONGEST_NAME
+        else "number"
+        if column and all(map(_NUMBER.match, column))
+        else "name"
+        for column in cells
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Section:
     """Label of a menu of figure titles, of which the page shows one at a time; empty: the page shows all."""
     tables: Sequence[Table] = ()
     code: str = ""
+    on_console: bool = True
     include: str = ""
     """Template of an interactive part of the page, which replaces the tables there."""
 
@@ -118,3 +124,20 @@ class Document:
     """What the scripts of the included templates read."""
     context: Mapping[str, Any] = field(default_factory=dict)
     """What the included templates print."""
+
+
+def nonempty(*sections: Section) -> list[Section]:
+    """Return the sections that show something, without their tables that have no rows."""
+    found = [
+        replace(section, tables=[table for table in section.tables if table.rows]) for section in sections
+    ]
+    return [
+        section
+        for section in found
+        if section.facts
+        or section.lists
+        or section.figures
+        or section.tables
+        or section.code
+        or section.include
+    ]

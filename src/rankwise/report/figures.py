@@ -1,156 +1,157 @@
-"""Figures for notebooks: Plotly objects that their user can change, of the numbers the page draws."""
+"""Figures as Plotly dictionaries without colors, which the page and notebooks add."""
 
 import html
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measure_table import (
-    DRAWN,
-    HEAD_MEASURES,
-    LAYER_MEASURES,
-    HeadMeasure,
-    LayerMeasure,
-    Measure,
-)
-from rankwise.auditing.records import HeadRecord, LayerRecord
-from rankwise.auditing.result import Audit
-from rankwise.errors import InputError, did_you_mean
-from rankwise.report.head_columns import color_limits
-from rankwise.report.panels import Panel, make_panels
-from rankwise.report.text import model_name
+from rankwise.report.document import Figure
 
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
-
-SCALE = "Viridis"
-"""Of one hue order for every measure: no end of it says good or bad."""
-_ROW, _AROUND, _TALLEST = 26, 110, 1400
-"""Pixels of a layer, around a map, and of a figure at most."""
+_MOST_NUMBERS = 16
+"""Rows and columns up to which a cell has room for its number."""
+_LEAST_HEIGHT = 68
+"""Pixels that a map of one row needs for the label at the pointer."""
+_EDGE = 0.53
+"""Distance from the center of the last cell to the end of an axis, beyond the border that an outline has."""
 
 
-def plot_heads(audit: Audit, measure: str) -> "go.Figure":
-    """Draw a heat map of one measure of every head: a map for each stack, layers down and heads across.
+@dataclass(frozen=True)
+class MapCell:
+    """Cell of a heat map: a number, the text inside and the text at the pointer."""
 
-    Args:
-        audit: the audit.
-        measure: the name of a measure of heads.
-
-    Raises:
-        InputError: if plotly is missing, there is no such measure, or no heads.
-    """
-    go, subplots = _plotly()
-    of: HeadMeasure = _named(measure, HEAD_MEASURES)
-    _need(audit.heads, "heads", "No mixing operator was captured: see `audit.uncaptured`.")
-    panels = make_panels(audit.heads)
-    figure = subplots(
-        rows=len(panels), cols=1, subplot_titles=[html.escape(panel.title) for panel in panels],
-        row_heights=[len(panel.rows) + 2 for panel in panels],
-    )  # fmt: skip
-    for row, panel in enumerate(panels, start=1):
-        figure.add_trace(go.Heatmap(_map(panel, audit.heads, of), coloraxis="coloraxis"), row=row, col=1)
-    low, high = color_limits(of, audit.heads)
-    height = sum(_ROW * len(panel.rows) + _AROUND for panel in panels)
-    title = f"{of.title}, {html.escape(model_name(audit.provenance.model))}"
-    scale = {"colorscale": SCALE, "cmin": low, "cmax": high, "colorbar": {"title": {"text": of.head}}}
-    figure.update_layout(title=title, height=min(height, _TALLEST), coloraxis=scale)
-    figure.update_xaxes(title="head", tickformat="d", showgrid=False, type="category")
-    figure.update_yaxes(title="layer", autorange="reversed", showgrid=False, type="category")
-    return figure
+    value: float
+    text: str
+    hover: str
 
 
-def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
-    """Draw measures of the token states through depth: a line for each stack, one standard deviation around.
+def cell_map(
+    name: str,
+    title: str,
+    cells: Sequence[Sequence[MapCell | None]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    limits: tuple[float, float] = (0.0, 1.0),
+    scale: str = "ramp",
+    caption: str = "",
+) -> Figure:
+    """Draw a heat map: layers as rows, heads as columns.
+
+    The text of cells without a number is always shown, of other cells if there is room.
 
     Args:
-        audit: the audit.
-        measure: the name of one; those of the report where none is named.
-
-    Raises:
-        InputError: if plotly is missing, there is no such measure, or no token states.
+        name: name of the file if the figure is saved.
+        title: title of the figure.
+        cells: rows of cells; None for a gap.
+        rows: names of the rows.
+        columns: names of the columns.
+        limits: ends of the color scale.
+        scale: `ramp`, or `signed` for numbers around 0.
+        caption: explanation.
     """
-    go, subplots = _plotly()
-    chosen: Sequence[LayerMeasure] = DRAWN if measure is None else [_named(measure, LAYER_MEASURES)]
-    _need(audit.layers, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
-    stacks = list(dict.fromkeys(layer.stack for layer in audit.layers))
-    figure = subplots(rows=1, cols=len(chosen), subplot_titles=[measure.title for measure in chosen])
-    for column, drawn in enumerate(chosen, start=1):
-        for number, stack in enumerate(stacks):
-            line = _line(stack, audit.layers, drawn) | {"showlegend": column == 1 and len(stacks) > 1}
-            figure.add_trace(go.Scatter(line, legendgroup=str(number)), row=1, col=column)
-    figure.update_layout(title=f"Token states, {html.escape(model_name(audit.provenance.model))}", height=380)
-    figure.update_xaxes(title="blocks passed", tickformat="d")
-    return figure
+    roomy = len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
+    values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "heatmap",
+            "z": values,
+            "text": [[cell.text if cell and roomy else "" for cell in row] for row in cells],
+            "texttemplate": "%{text}" if roomy else "",
+            "hovertext": [[html.escape(cell.hover) if cell else "" for cell in row] for row in cells],
+            "hoverinfo": "text",
+            "zmin": limits[0],
+            "zmax": limits[1],
+            "xgap": 2,
+            "ygap": 2,
+            "meta": {"scale": scale},
+        }
+    ]
+    missing = [
+        (x, y, cell.text)
+        for y, row in enumerate(cells)
+        for x, cell in enumerate(row)
+        if cell and not math.isfinite(cell.value)
+    ]
+    if missing:
+        x, y, text = (list(part) for part in zip(*missing, strict=True))
+        look = {"mode": "text", "hoverinfo": "skip", "meta": {"muted": True}}
+        data.append({"type": "scatter", "x": x, "y": y, "text": text} | look)
+    return Figure(name, title, data, map_layout(rows, columns), caption)
 
 
-def _plotly() -> tuple[Any, Any]:
-    try:
-        import plotly.graph_objects as go
-        from plotly.subplots import make_subplots
-    except ImportError:
-        raise InputError(
-            "figures",
-            expected="plotly",
-            got="an environment without it",
-            fix="pip install plotly; `audit.to_html(path)` draws them in a file without it.",
-        ) from None
-    return go, make_subplots
-
-
-def _named(name: str, table: Sequence[Any]) -> Any:
-    known = {measure.name: measure for measure in table}
-    if name not in known:
-        raise InputError(
-            f"measure {name!r}", expected="a measure", got=repr(name), fix=did_you_mean(str(name), known)
-        )
-    return known[name]
-
-
-def _need(records: Sequence[Any], words: str, fix: str) -> None:
-    if not records:
-        raise InputError("the audit", expected=f"{words} to draw", got="none", fix=fix)
-
-
-def _map(panel: Panel, heads: Sequence[HeadRecord], measure: HeadMeasure) -> dict[str, Any]:
-    grid = [[row.cells.get(number) for number in panel.columns] for row in panel.rows]
-    layers = [row.layer for row in panel.rows]
-    alone = len(set(layers)) == len(layers)
-    names = [str(row.layer) if alone else f"{row.layer} {html.escape(row.site)}" for row in panel.rows]
+def map_layout(rows: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
+    """Return the layout of a heat map: heads at the top, layers at the left, at most 24 names each."""
+    height = 34 if len(rows) <= 12 else 24 if len(rows) <= 24 else 16
+    x_step, y_step = 1 + (len(columns) - 1) // 16, 1 + (len(rows) - 1) // 24
+    shared = {"showgrid": False, "zeroline": False, "fixedrange": True, "ticks": "", "automargin": True}
+    x = {"title": {"text": "head"}, "side": "top", "range": [-_EDGE, len(columns) - 1 + _EDGE]}
+    y = {"title": {"text": "layer"}, "range": [len(rows) - 1 + _EDGE, -_EDGE]}
     return {
-        "x": [str(number) for number in panel.columns],
-        "y": names,
-        "z": [[None if i is None else _finite(measure.value(heads[i])) for i in line] for line in grid],
-        "text": [["" if i is None else _said(heads[i], measure) for i in line] for line in grid],
-        "hoverinfo": "text",
-        "xgap": 1,
-        "ygap": 1,
+        "height": max(height * len(rows), _LEAST_HEIGHT) + 56,
+        "margin": {"l": 44, "r": 4, "t": 44, "b": 8},
+        "showlegend": False,
+        "dragmode": False,
+        "hovermode": "closest",
+        "xaxis": shared | x | _ticks(columns, x_step),
+        "yaxis": shared | y | _ticks(rows, y_step),
     }
 
 
-def _said(head: HeadRecord, measure: HeadMeasure) -> str:
-    said = f"{measure.head}: {measure.formatted(head)}{_around(head, measure)}"
-    return f"layer {head.layer}, head {head.head}<br>{said}"
-
-
-def _around(record: HeadRecord | LayerRecord, measure: Measure) -> str:
-    spread = record.std.get(measure.name, math.nan)
-    if measure.share and isinstance(record, HeadRecord):
-        spread /= record.smaller
-    return f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
-
-
-def _line(stack: str, layers: Sequence[LayerRecord], measure: LayerMeasure) -> dict[str, Any]:
-    mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
-    around = [layer.std.get(measure.name, math.nan) for layer in mine]
+def _ticks(names: Sequence[str], step: int) -> dict[str, Any]:
     return {
-        "x": [layer.layer for layer in mine],
-        "y": [_finite(measure.value(layer)) for layer in mine],
-        "error_y": {"type": "data", "array": [spread if math.isfinite(spread) else 0.0 for spread in around]},
-        "mode": "lines+markers",
-        "name": html.escape(stack) or "states",
+        "tickvals": list(range(0, len(names), step)),
+        "ticktext": [html.escape(name) for name in names[::step]],
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def step_curves(
+    name: str,
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    steps: Sequence[int],
+    names: Sequence[str],
+    caption: str = "",
+) -> Figure:
+    """Draw one line per layer over the steps of a history.
+
+    Args:
+        name: name of the file if the figure is saved.
+        title: title of the figure.
+        lines: value and standard deviation at each step, by the name of the line.
+        steps: steps of the audits.
+        names: names of the audits if their numbers are no steps; else empty.
+        caption: explanation.
+    """
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines" if len(steps) > 20 else "lines+markers",
+            "x": list(steps),
+            "y": [_rounded(value) for value, _ in points],
+            "customdata": [f" ± {format_number(std)}" if math.isfinite(std) else "" for _, std in points],
+            "text": [html.escape(one) for one in names],
+            "hovertemplate": f"{'%{text}' if names else 'step %{x}'}<br>{line}: %{{y:.3g}}%{{customdata}}"
+            "<extra></extra>",
+            "name": line,
+            "line": {"width": 1.6},
+            "meta": {"shade": at / max(len(lines) - 1, 1)},
+        }
+        for at, (line, points) in enumerate(lines.items())
+    ]
+    ticks: dict[str, Any] = {"nticks": 8}
+    if len(steps) <= 12:
+        ticks = {"tickvals": list(steps)}
+        if names:
+            ticks["ticktext"] = [html.escape(one[-24:]) for one in names]
+    layout = {
+        "height": 320,
+        "showlegend": len(lines) <= 12,
+        "xaxis": {"title": {"text": "audit" if names else "step"}} | ticks,
+    }
+    return Figure(name, title, data, layout, caption)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None

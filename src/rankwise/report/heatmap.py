@@ -7,7 +7,7 @@ from typing import Any
 
 from rankwise._internals.records import MISSING
 from rankwise.auditing.records import Severity
-from rankwise.report.panels import Panel, Row
+from rankwise.report.heatmap_grid import Grid, Row
 
 _MOST_NUMBERS = 16
 """Rows and columns up to which a cell is large enough to hold its number."""
@@ -21,7 +21,7 @@ _EDGE = 0.53
 _SYMBOLS: dict[Severity, str] = {"error": "diamond", "warning": "triangle-up", "info": "circle"}
 
 
-def draw_panel(panel: Panel, marks: Mapping[int, Severity]) -> dict[str, Any]:
+def draw_panel(panel: Grid, marks: Mapping[int, Severity]) -> dict[str, Any]:
     """Lay out a panel; what its cells hold, the page takes from the columns of numbers.
 
     Args:
@@ -60,7 +60,7 @@ def _signs(places: Mapping[int, tuple[int, int]], marks: Mapping[int, Severity])
     return traces
 
 
-def _layout(panel: Panel) -> dict[str, Any]:
+def _layout(panel: Grid) -> dict[str, Any]:
     columns, rows = panel.columns, panel.rows
     height = 34 if len(rows) <= 12 else 24 if len(rows) <= 24 else 16
     layers = Counter(row.layer for row in rows)

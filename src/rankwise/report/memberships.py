@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankwise.auditing.records import HeadRecord
-from rankwise.report.panels import Panel, Row
+from rankwise.report.heatmap_grid import Grid, Row
 
 
-def membership_maps(panels: Sequence[Panel], heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
+def membership_maps(panels: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[dict[str, Any]]:
     """Lay out the memberships of the first sequence, a picture for each layer of a panel that has them.
 
     A layer of a text is a grid of heads by tokens. A layer of a picture is its heads side by side, each with
@@ -46,12 +46,12 @@ def _is_whole(row: Row, heads: Sequence[HeadRecord]) -> bool:
     return len(shapes) == 1 and bool(mine[0].membership_map)
 
 
-def _layer(row: Row, panel: Panel, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+def _layer(row: Row, panel: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     grid = heads[next(iter(row.cells.values()))].membership_grid
     return {"name": _name(row, panel), "columns": grid[1] if grid else 0, "z": _grid(row, heads)}
 
 
-def _name(row: Row, panel: Panel) -> str:
+def _name(row: Row, panel: Grid) -> str:
     alone = [other.layer for other in panel.rows].count(row.layer) == 1
     return f"layer {row.layer}" if alone else f"layer {row.layer}, {row.site}"
 

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from rankwise._internals.files import write_file
-from rankwise.auditing.measure_table import DRAWN
+from rankwise._internals.records import format_number
+from rankwise.auditing.measure_table import DRAWN, mixer_kind
 from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
 from rankwise.report.curves import draw_depth, state_table
 from rankwise.report.head_columns import head_columns
 from rankwise.report.heatmap import draw_panel
+from rankwise.report.heatmap_grid import Grid, grids_of
 from rankwise.report.memberships import membership_maps
 from rankwise.report.one_head import opening_head, pack_pictures, pack_spectra
 from rankwise.report.pages import chart_script, script_hash, template_text, without_nan
-from rankwise.report.panels import Panel, make_panels, panel_words
 from rankwise.report.scatter import head_costs, importance_words, scatter
 from rankwise.report.summary import origin, summary
 from rankwise.report.targets import find_targets, finding_groups, marks_of, severity_counts
-from rankwise.report.text import SEVERITIES, model_name
+from rankwise.report.text import SEVERITIES, mean, model_name
 
 PAGE_BYTES = 1_990_000
 """That a page with matrices is not to pass: where the rest of it is large, they are coarser or fewer …"""
@@ -129,7 +130,7 @@ def page_context(audit: Audit) -> dict[str, Any]:
     Returns:
         The template's variables; among them ``data``, what the page's script draws and follows.
     """
-    panels = make_panels(audit.heads)
+    panels = grids_of(audit.heads)
     targets = find_targets(audit.findings, audit)
     marks = marks_of(audit.findings, targets)
     columns = head_columns(audit.heads)
@@ -174,7 +175,7 @@ def page_context(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _head_names(heads: Sequence[HeadRecord], panels: Sequence[Panel]) -> dict[str, Any]:
+def _head_names(heads: Sequence[HeadRecord], panels: Sequence[Grid]) -> dict[str, Any]:
     """Which heads there are: a list of each fact, one entry a head, texts as places in a list of words."""
     homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}
     return {
@@ -197,3 +198,25 @@ def _coded(texts: Sequence[str]) -> dict[str, Any]:
     words = list(dict.fromkeys(texts))
     places = {word: at for at, word in enumerate(words)}
     return {"words": words, "of": [places[text] for text in texts]}
+
+
+def panel_words(panel: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+    """What the page says of a panel: its title, and facts that its heads have in common.
+
+    Args:
+        panel: the panel.
+        heads: all heads of the audit.
+    """
+    mine = [heads[index] for index in panel.indices]
+    kinds = dict.fromkeys(head.kind for head in mine)
+    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
+    tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
+    if panel.cross:
+        tokens += f" reading {format_number(mean(head.sources for head in mine), 0)}"
+    return {
+        "title": panel.title,
+        "pattern": panel.pattern,
+        "facts": [*kinds, *masks, tokens],
+        "diagonal": "diagonal" in kinds,
+        "columns": len(panel.columns),
+    }

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankwise._internals.files import write_file
-from rankwise.report.document import Document
+from rankwise.report.document import Document, column_kinds
 from rankwise.report.text import SEVERITIES, pieces
 
 _SCRIPTS = ("theme.js", "save.js", "figures.js")
@@ -38,29 +38,6 @@ def chart_script() -> str:
     """
     path = resources.files("rankwise.report") / "vendor" / CHART_FILE
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("\r\n", "\n")
-
-
-def render_page(template: str, context: Mapping[str, Any], scripts: Sequence[str] = ()) -> str:
-    """Fill a template; everything in it is escaped but the style and the scripts of this package.
-
-    Args:
-        template: its name.
-        context: what it prints; ``data`` becomes JSON without NaN.
-        scripts: of this package; the page runs no other.
-
-    Returns:
-        The HTML text.
-    """
-    return (
-        _environment()
-        .get_template(template)
-        .render(
-            dict(context) | {"data": without_nan(context.get("data", {}))},
-            style=Markup(template_text("compared.css")),
-            scripts=[Markup(script) for script in scripts],
-            hashes=[script_hash(script) for script in scripts],
-        )
-    )
 
 
 def write_page(document: Document, path: Path) -> Path:
@@ -98,6 +75,7 @@ def page_text(document: Document) -> str:
             document.context,
             document=document,
             data=without_nan(data),
+            column_kinds=column_kinds,
             split_code=pieces,
             severity_words={severity: word for severity, (word, _) in SEVERITIES.items()},
             style=Markup(template_text("report.css")),

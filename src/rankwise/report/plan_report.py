@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.plan.records import HeadDimPlan, LayerCurve, Option
-from rankwise.report.document import Document, Figure, Section, Table
+from rankwise.report.document import Document, Figure, Section, Table, nonempty
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
     """Describe a plan: K*, rank against width, settings and their costs, widths that trained heads need."""
-    tables = [*_option_tables(plan), *([_trained(plan)] if plan.trained else [])]
     chosen = json.dumps(plan.recommended) if plan.recommended else ""
-    sections = [
-        *([Section("recommended", "Recommended", plan.reason, code=chosen)] if chosen else []),
-        Section("curve", "Rank against width", figures=[_figure(plan)], tables=[_curve(plan)]),
-        *([Section("settings", "Settings and trained heads", tables=tables)] if tables else []),
-    ]
+    costs = [_settings(plan), _costs(plan), _fixed_width(plan), _trained(plan)]
     return Document(
         command="Rankwise plan",
         heading=f"Head width for {plan.tokens:,} tokens",
@@ -28,7 +23,11 @@ def plan_document(plan: HeadDimPlan) -> Document:
             "This is a statement about random weights: what a layer can do before training. Trained heads "
             "can use more or less than it says."
         ],
-        sections=sections,
+        sections=nonempty(
+            Section("recommended", "Recommended", plan.reason, code=chosen),
+            Section("curve", "Rank against width", figures=[_figure(plan)], tables=[_curve(plan)]),
+            Section("settings", "Settings and trained heads", tables=costs),
+        ),
         notes=plan.notes,
         origin=list(plan.about.items()),
         complete=plan.complete,
@@ -116,32 +115,35 @@ def _curve(plan: HeadDimPlan) -> Table:
     return Table("Rank/T at random weights", columns, rows, note=note)
 
 
-def _option_tables(plan: HeadDimPlan) -> Iterator[Table]:
-    if plan.options:
-        yield Table(
-            "Settings of one attention layer",
-            ["setting", "heads", "K", "V", "rank/T", "all heads"],
-            [_setting(option) for option in plan.options],
-            note="Heads / key heads; K of queries and keys, V of values. All heads: H × rank/T."
-            + _unsure(plan.options),
-        )
-        timed = f"Timed on this machine, T = {plan.latency_tokens:,}, float32"
-        at = timed if plan.latency_tokens else "Not timed"
-        yield Table(
-            "What they cost",
-            ["setting", "parameters", "GFLOP", "cache B/token", "prefill ms", "decode ms"],
-            [_cost(option) for option in plan.options],
-            note=f"{at}; *: narrower widths filled up with zeros, which was faster. "
-            "Cache at 2 bytes a number.",
-        )
-    if plan.fixed_width:
-        yield Table(
-            f"Heads × width at D = {plan.width}",
-            ["heads × K", "rank/T of a head", "all heads"],
-            [[f"{option.heads} × {option.head_dim}", *_ranks(option, 2)] for option in plan.fixed_width],
-            note="Equal parameters, FLOPs and cache where values are as wide as keys."
-            + _unsure(plan.fixed_width),
-        )
+def _settings(plan: HeadDimPlan) -> Table:
+    return Table(
+        "Settings of one attention layer",
+        ["setting", "heads", "K", "V", "rank/T", "all heads"],
+        [_setting(option) for option in plan.options],
+        note="Heads / key heads; K of queries and keys, V of values. All heads: H × rank/T."
+        + _unsure(plan.options),
+    )
+
+
+def _costs(plan: HeadDimPlan) -> Table:
+    timed = f"Timed on this machine, T = {plan.latency_tokens:,}, float32"
+    at = timed if plan.latency_tokens else "Not timed"
+    return Table(
+        "What they cost",
+        ["setting", "parameters", "GFLOP", "cache B/token", "prefill ms", "decode ms"],
+        [_cost(option) for option in plan.options],
+        note=f"{at}; *: narrower widths filled up with zeros, which was faster. Cache at 2 bytes a number.",
+    )
+
+
+def _fixed_width(plan: HeadDimPlan) -> Table:
+    return Table(
+        f"Heads × width at D = {plan.width}",
+        ["heads × K", "rank/T of a head", "all heads"],
+        [[f"{option.heads} × {option.head_dim}", *_ranks(option, 2)] for option in plan.fixed_width],
+        note="Equal parameters, FLOPs and cache where values are as wide as keys."
+        + _unsure(plan.fixed_width),
+    )
 
 
 def _setting(option: Option) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.auditing.records import Verdict
-from rankwise.report.document import Document, Section, Table
+from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.skips.certificate import SkipCertificate, StackCertificate
 
 
@@ -89,14 +89,10 @@ def certificate_document(certificate: SkipCertificate) -> Document:
         heading="Certificate of λ-skips",
         setting=f"{certificate.sequences} sequences · {root}",
         verdict=Verdict(sentence=" ".join(map(_advice, certificate.stacks)) or "No λ-skips."),
-        sections=[
-            *(
-                [Section("uses", "Larger λ", tables=[Table("Other λ", ["stack", "λ", "use"], uses)])]
-                if uses
-                else []
-            ),
+        sections=nonempty(
+            Section("uses", "Larger λ", tables=[Table("Other λ", ["stack", "λ", "use"], uses)]),
             Section("layers", "Layers", tables=tables),
-        ],
+        ),
         notes=certificate.notes,
     )
 

@@ -10,7 +10,7 @@ from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
 from rankwise.auditing.records import Finding, HeadId, Severity
 from rankwise.auditing.result import Audit
-from rankwise.report.panels import HeadsByLayer, Panel
+from rankwise.report.heatmap_grid import Grid, HeadIndex
 from rankwise.report.text import SEVERITIES, pieces, title
 
 Section = Literal["heads", "states", "uncaptured", "provenance"]
@@ -60,11 +60,11 @@ def find_targets(findings: Sequence[Finding], audit: Audit) -> list[Target]:
         Token states if the finding is about them; else its heads, or all heads of its layer, site or stack;
         else the section with the details.
     """
-    layers = HeadsByLayer(audit.heads)
+    layers = HeadIndex([head.id for head in audit.heads])
     return [_target(finding, audit, layers) for finding in findings]
 
 
-def _target(finding: Finding, audit: Audit, layers: HeadsByLayer) -> Target:
+def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
     where = finding.where
     if about(finding.code) == "modules":
         return Target("uncaptured")
@@ -120,7 +120,7 @@ def severity_counts(findings: Sequence[Finding]) -> list[tuple[Severity, int, st
 
 
 def finding_groups(
-    findings: Sequence[Finding], targets: Sequence[Target], panels: Sequence[Panel]
+    findings: Sequence[Finding], targets: Sequence[Target], panels: Sequence[Grid]
 ) -> list[dict[str, Any]]:
     """Put findings of one severity and code together, the worst first."""
     homes = {index: number for number, panel in enumerate(panels) for index in panel.indices}

@@ -1,21 +1,17 @@
-"""Laws of comparing, and how a comparison looks."""
+"""Laws of comparing two audits."""
 
-import io
 import math
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tests.report import samples
 
 from rankwise.auditing import Comparison, compare
 from rankwise.auditing.records import HeadId
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import HeadImportance, ImportanceRecord
-from rankwise.report import render_comparison
 
 RANGES = {
     "numerical_rank": 128.0,
@@ -286,49 +282,3 @@ def test_a_comparison_survives_json(name: str) -> None:
     comparison = compare(samples.encoder(), samples.ALL[name]())
     text = comparison.model_dump_json()
     assert Comparison.model_validate_json(text).model_dump_json() == text
-
-
-def printed(comparison: Comparison) -> str:
-    file = io.StringIO()
-    render_comparison(comparison, Console(file=file, width=80))
-    return file.getvalue()
-
-
-def test_no_difference_is_said_in_words() -> None:
-    text = printed(compare(samples.encoder(), samples.encoder()))
-    assert "No difference." in text
-    assert "72 heads and the states of 7 layers in both" in text
-
-
-def test_a_comparison_shows_warnings_findings_and_the_largest_changes() -> None:
-    audit = samples.encoder()
-    after = with_heads(
-        audit,
-        {0: {"first_token_mass": 1.0}, 1: {"first_token_mass": audit.heads[1].first_token_mass + 0.001}},
-    )
-    after = with_provenance(after, delta=0.1).model_copy(update={"findings": audit.findings[:8]})
-    text = printed(compare(audit, after))
-    order = [
-        text.index(words)
-        for words in ("δ differs", "Resolved: 1 note", "NOT_CAPTURED", "layer 0 head 0", "layer 0 head 1")
-    ]
-    assert order == sorted(order)
-    assert "New:" not in text
-    assert "No difference." not in text
-
-
-def test_changes_beyond_the_table_are_counted() -> None:
-    audit = samples.encoder()
-    text = printed(
-        compare(audit, with_heads(audit, {index: {"first_token_mass": 1.0} for index in range(30)}))
-    )
-    assert text[text.index("Largest changes") :].count("first token mass") == 20
-    assert "… and 10 smaller ones" in text
-
-
-def test_nasty_names_and_missing_numbers_print() -> None:
-    text = printed(compare(samples.nasty(), samples.only_nan()))
-    assert "Only in the audit before" in text
-    assert "\x1b" not in text
-    assert not re.search(r"(?<!sample/)\bnan\b", text, re.IGNORECASE)
-    assert all(len(line) <= 80 for line in text.splitlines())

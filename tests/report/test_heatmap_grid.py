@@ -12,7 +12,7 @@ from rankwise.auditing.records import Finding, HeadId
 from rankwise.auditing.result import Audit
 from rankwise.report import page
 from rankwise.report.head_columns import color_limits, outer_fence
-from rankwise.report.panels import HeadsByLayer, make_panels
+from rankwise.report.heatmap_grid import HeadIndex, grids_of
 from rankwise.report.targets import Target, find_targets
 
 
@@ -21,7 +21,7 @@ def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str
     heads = samples.ALL[name]().heads
     cells = [
         (index, row.layer, number)
-        for panel in make_panels(heads)
+        for panel in grids_of(heads)
         for row in panel.rows
         for number, index in row.cells.items()
     ]
@@ -30,28 +30,28 @@ def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str
 
 @pytest.mark.parametrize("name", samples.ALL)
 def test_panels_have_different_titles(name: str) -> None:
-    titles = [panel.title for panel in make_panels(samples.ALL[name]().heads)]
+    titles = [panel.title for panel in grids_of(samples.ALL[name]().heads)]
     assert len(set(titles)) == len(titles)
 
 
 def test_encoder_decoder_and_cross_attention_are_separate() -> None:
-    panels = make_panels(samples.encoder_decoder().heads)
+    panels = grids_of(samples.encoder_decoder().heads)
     assert [panel.title for panel in panels] == ["encoder.block", "decoder.block", "decoder.block, cross"]
     assert panels[2].pattern == "decoder.block.*.layer.*.EncDecAttention"
 
 
 def test_mixers_of_one_stack_are_told_apart_by_their_last_name() -> None:
-    assert [p.title for p in make_panels(samples.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
+    assert [p.title for p in grids_of(samples.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
 
 
 def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
     heads = samples.grid(1, 3)
-    (panel,) = make_panels([*heads, *heads])
+    (panel,) = grids_of([*heads, *heads])
     assert [row.cells for row in panel.rows] == [{0: 0, 1: 1, 2: 2}, {0: 3, 1: 4, 2: 5}]
 
 
 def test_a_place_takes_what_a_place_leaves_open_as_any() -> None:
-    heads = HeadsByLayer(samples.encoder_decoder().heads)
+    heads = HeadIndex([head.id for head in samples.encoder_decoder().heads])
     assert len(heads.at(HeadId(stack="decoder.block", layer=4))) == 16
     assert len(heads.at(HeadId(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
     assert heads.at(HeadId(stack="nowhere")) == heads.at(HeadId(layer=99)) == []
@@ -132,7 +132,7 @@ def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> 
         function = getattr(page, name)
         return lambda *given: made.append(name) or function(*given)
 
-    names = ["find_targets", "make_panels", "membership_maps"]
+    names = ["find_targets", "grids_of", "membership_maps"]
     for name in names:
         monkeypatch.setattr(page, name, counted(name))
     page.render_html(samples.encoder())

@@ -1,0 +1,379 @@
+"""Describe the differences of two audits, and a history of audits."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rankwise._internals.records import format_number
+from rankwise.auditing.comparison import Change, Comparison, LayerChange
+from rankwise.auditing.findings import about
+from rankwise.auditing.history import steps_of
+from rankwise.auditing.match_findings import OUTCOMES, FindingChange
+from rankwise.auditing.measure_table import (
+    DRAWN,
+    HEAD_MEASURES,
+    LAYER_MEASURES,
+    PICTURED,
+    HeadMeasure,
+    LayerMeasure,
+    Measure,
+)
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, Provenance, Verdict
+from rankwise.auditing.result import Audit
+from rankwise.report.document import Cell, Document, Figure, Item, Items, Section, Table, nonempty
+from rankwise.report.figures import MapCell, cell_map, step_curves
+from rankwise.report.heatmap_grid import make_grids
+from rankwise.report.text import SEVERITIES, count, mean, model_name, title
+
+if TYPE_CHECKING:
+    from rankwise.auditing.history import History
+
+MOST_CELLS = 2**15
+"""Cells of all maps of a comparison: the maps of the measures that changed most come first."""
+MOST_CHANGES, MOST_PLACES, MOST_FINDINGS = 50, 10, 60
+_OUTCOMES = {
+    "new": "Only in the second audit.",
+    "worse": "More severe, earlier, about more heads, or farther beyond its threshold.",
+    "better": "The opposite of worse.",
+    "changed": "Its number differs; neither direction is worse.",
+    "unchanged": "The same within two standard errors over the sequences.",
+    "resolved": "Only in the first audit.",
+}
+_FIRST = {
+    "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
+    "states": ("relative_spread", "effective_rank"),
+}
+"""Measures of the first columns of the tables of layers."""
+_HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
+_HISTORY_STATES = [m for m in LAYER_MEASURES if m.name in ("relative_spread", "mean_cosine")]
+_SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
+
+
+def comparison_document(comparison: Comparison) -> Document:
+    """Describe a comparison: structure, findings, maps of the changes of heads, layers, largest changes."""
+    maps, omitted = _maps(comparison)
+    only = [
+        (f"Only in the audit {when}", _places(places))
+        for when, places in (("before", comparison.only_before), ("after", comparison.only_after))
+        if places
+    ]
+    colors = (
+        "Blue: higher than before, brown: lower; the deeper, the larger the share of the range of the "
+        "measure. Neither is better in itself. ╱: a number came or went."
+    )
+    not_drawn = f" Not drawn, for the size of the page: {', '.join(omitted)}." if omitted else ""
+    layers = [_layer_table(comparison.by_layer, of) for of in ("heads", "states")]
+    before, after = comparison.before, comparison.after
+    heads, states = count(comparison.heads, "head"), count(comparison.layers, "layer")
+    return Document(
+        command="Rankwise comparison",
+        heading=f"{model_name(before.model)} → {model_name(after.model)}",
+        setting=f"{heads} and the states of {states} in both",
+        verdict=Verdict(sentence=_verdict(comparison)),
+        sections=nonempty(
+            Section("structure", "The architectures differ", tables=[_structure(comparison)]),
+            Section("totals", "Totals", tables=[_totals(comparison)], on_console=bool(comparison.structure)),
+            Section("findings", "Findings", lists=finding_lists(comparison)),
+            Section("maps", "Where heads changed", colors + not_drawn, figures=maps, choice="Measure"),
+            Section("layers", "Layers", tables=layers),
+            Section("changes", "Largest changes", tables=[_changes(comparison.changes)]),
+            Section("only", "In one audit alone", facts=only),
+        ),
+        warnings=comparison.warnings,
+        origin=[*_origin("Before", before), *_origin("After", after)],
+    )
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.is_empty:
+        return "No difference."
+    counts = [
+        f"{sum(change.outcome == outcome for change in comparison.findings)} {outcome}"
+        for outcome in OUTCOMES
+        if any(change.outcome == outcome for change in comparison.findings)
+    ]
+    changes = count(len(comparison.changes), "number") + " of heads and token states changed"
+    return f"Findings: {', '.join(counts) or 'none'}. {changes}."
+
+
+def _origin(when: str, provenance: Provenance) -> list[tuple[str, str]]:
+    facts = {"model": provenance.model, "data": provenance.data, "command": provenance.command}
+    return [(f"{when}, {name}", value) for name, value in facts.items() if value]
+
+
+def _structure(comparison: Comparison) -> Table:
+    rows = [[sentence] for sentence in comparison.structure]
+    return Table("The architectures differ", ["difference"], rows, console_rows=8)
+
+
+def _totals(comparison: Comparison) -> Table:
+    rows = [
+        [total.name, format_number(total.before), format_number(total.after)]
+        for total in comparison.totals
+        if not (math.isnan(total.before) and math.isnan(total.after))
+    ]
+    return Table("Totals", ["", "before", "after"], rows)
+
+
+def finding_lists(comparison: Comparison) -> list[Items]:
+    """List findings by what became of them; unchanged ones are folded."""
+    return [
+        Items(
+            outcome.capitalize(),
+            [_finding_item(change) for change in comparison.findings if change.outcome == outcome],
+            _OUTCOMES[outcome],
+            folded=outcome == "unchanged",
+        )
+        for outcome in OUTCOMES
+        if any(change.outcome == outcome for change in comparison.findings)
+    ]
+
+
+def _finding_item(change: FindingChange) -> Item:
+    finding, old, new = change.finding, change.before, change.after
+    facts = []
+    if old and new and old.severity != new.severity:
+        facts.append(f"{old.severity} → {new.severity}")
+    if old and new and old.where.layer != new.where.layer and about(finding.code) != "model":
+        facts.append(f"from layer {old.where.layer} → {new.where.layer}")
+    if change.numbers is not None:
+        name, before, after = change.numbers
+        was = f"{format_number(before)} → " if old and new else ""
+        facts.append(f"{title(name)} {was}{format_number(after if new else before)}")
+    place = "" if about(finding.code) == "model" else str(finding.where)
+    return Item(finding.severity, finding.code, place, facts, finding.meaning)
+
+
+def _places(places: Sequence[HeadId]) -> str:
+    names = [str(place) if place.head is not None else f"{place}, states" for place in places[:MOST_PLACES]]
+    rest = f" … and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
+    return "; ".join(names) + rest
+
+
+def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
+    """Draw each measure of heads that changed, the most changed first, and list the measures left out."""
+    changed: dict[str, dict[HeadId, Change]] = {}
+    for (
+        change
+    ) in comparison.changes:  # sorted by size, so that the first change decides the order of measures
+        if change.where.head is not None:
+            changed.setdefault(change.measure, {})[change.where] = change
+    known = {measure.name: measure for measure in HEAD_MEASURES if measure.name in changed}
+    room = max(MOST_CELLS // max(1, len(comparison.matched)), 1)
+    names = [name for name in changed if name in known]
+    figures = [
+        cell_map(
+            f"changes-{name}",
+            known[name].title,
+            [
+                [None if at is None else _map_cell(comparison.matched[at], changed[name]) for at in row]
+                for row in grid.cells
+            ],
+            grid.row_names,
+            [str(number) for number in grid.columns],
+            limits=(-1.0, 1.0),
+            scale="signed",
+            caption=f"{grid.title} · {known[name].formula}",
+        )
+        for name in names[:room]
+        for grid in make_grids(comparison.matched)
+    ]
+    return figures, [known[name].title for name in names[room:]]
+
+
+def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
+    """Return a cell: the root of the size of a change with its sign, so that small changes can be seen."""
+    where, change = f"layer {head.layer}, head {head.head}", changed.get(head)
+    if change is None:
+        return MapCell(0.0, "", f"{where}: the same")
+    hover = f"{where}: {format_number(change.before)} → {format_number(change.after)}"
+    if math.isnan(change.change):
+        return MapCell(math.nan, "╱", hover)
+    hover += f" ({100 * change.size:.0f} % of the range)"
+    return MapCell(math.copysign(math.sqrt(change.size), change.change), "", hover)
+
+
+def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
+    """Return a row per layer and a column per measure that changed anywhere."""
+    mine = [change for change in changes if change.of == of]
+    known: Sequence[HeadMeasure] | Sequence[LayerMeasure] = HEAD_MEASURES if of == "heads" else LAYER_MEASURES
+    moved = {change.measure for change in mine if change.change}
+    measures = sorted((m for m in known if m.name in moved), key=lambda m: m.name not in _FIRST[of])
+    rows: dict[str, dict[str, LayerChange]] = defaultdict(dict)
+    for change in mine:
+        name = f"{change.stack} {change.layer}{', cross' if change.cross else ''}".strip()
+        rows[name][change.measure] = change
+    first = sum(measure.name in _FIRST[of] for measure in measures)
+    return Table(
+        f"Changes by layer, {'means of the heads' if of == 'heads' else 'token states'}",
+        ["layer", *(measure.head for measure in measures)],
+        [
+            [name, *(_change_cell(row.get(m.name)) for m in measures)]
+            for name, row in rows.items()
+            if measures
+        ],
+        note="In brackets: changes in standard deviations over the sequences; bold from 1 on.",
+        console_columns=1 + first if first else None,
+    )
+
+
+def _change_cell(change: LayerChange | None) -> Cell | str:
+    if change is None:
+        return "–"
+    ratio = f" ({abs(change.ratio):.1f})" if math.isfinite(change.ratio) else ""
+    spread = f", standard deviation over sequences {format_number(change.std)}" if change.std > 0 else ""
+    hover = f"{format_number(change.before)} → {format_number(change.after)}{spread}"
+    return Cell(_signed(change.change) + ratio, hover, strong=abs(change.ratio) >= 1)
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value > 0 else ''}{format_number(value)}"
+
+
+def _changes(changes: Sequence[Change]) -> Table:
+    rows = [
+        [
+            str(change.where) if change.where.head is not None else f"{change.where}, states",
+            title(change.measure),
+            format_number(change.before),
+            format_number(change.after),
+            _signed(change.change),
+            f"{100 * change.size:.0f} %",
+        ]
+        for change in changes[:MOST_CHANGES]
+    ]
+    smaller = len(changes) - len(rows)
+    return Table(
+        "Largest changes",
+        ["place", "measure", "before", "after", "change", "share"],
+        rows,
+        note="Share: of the range that the measure can have there; of a cost, of the model's loss."
+        + (f" {smaller} smaller changes are not listed." if smaller else ""),
+        console_rows=20,
+    )
+
+
+def history_document(history: "History", links: Mapping[str, str] | None = None) -> Document:
+    """Describe a history: curves over the steps, a table of the audits, and what became of findings.
+
+    Args:
+        history: the audits.
+        links: addresses of the pages of single audits, by name.
+    """
+    names = [model_name(name) for name in history.names]
+    between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
+    numbered = (
+        "The names contain no steps: the audits are numbered in their order. " if history.counted else ""
+    )
+    comparison = history.comparison if len(history) > 1 else None
+    structure = [_structure(comparison)] if comparison else []
+    ends = finding_lists(comparison) if comparison else []
+    heads, states = _charts(history, names, "heads", PICTURED), _charts(history, names, "states", DRAWN)
+    curves = "One line per layer, from the first to the last; for heads the mean of the layer."
+    return Document(
+        command="Rankwise history",
+        heading=f"{count(len(history), 'audit')}{between}",
+        setting=f"{numbered}Means over all heads; states: at the end; findings: errors/warnings/notes.",
+        verdict=Verdict(
+            sentence=f"Last audit: {history.audits[-1].verdict.sentence}" if names else "No audits."
+        ),
+        sections=nonempty(
+            Section("heads", "Heads over the steps", curves, figures=heads, choice="Measure"),
+            Section("states", "Token states over the steps", figures=states),
+            Section("audits", "Audits", tables=[_audits(history, names, links or {})]),
+            Section("findings", "Findings by step", tables=[_marks(history, names)], on_console=False),
+            Section("structure", "The first and the last audit differ in architecture", tables=structure),
+            Section("ends", "The last audit against the first", lists=ends, on_console=False),
+        ),
+        warnings=history.warnings,
+    )
+
+
+def _charts(history: "History", names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
+    """Draw a figure per measure, stack and, for costs of different losses, quantity."""
+    known = {measure.name: measure for measure in measures}
+    lines: dict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
+    for key, points in history.curves().items():
+        if key.of == of and key.measure.split(" of ")[0] in known:
+            lines[key.measure, key.stack, key.cross][f"layer {key.layer}"] = points
+    order = list(known)
+    return [
+        step_curves(
+            f"history-{of}-{name}",
+            known[name].title,
+            points,
+            history.steps,
+            names if history.counted else (),
+            " · ".join(filter(None, [f"{stack}{', cross' if cross else ''}", quantity])),
+        )
+        for (measure, stack, cross), points in sorted(
+            lines.items(), key=lambda item: order.index(item[0][0].split(" of ")[0])
+        )
+        for name, _, quantity in [measure.partition(" of ")]
+    ]
+
+
+def _audits(history: "History", names: Sequence[str], links: Mapping[str, str]) -> Table:
+    name_is_step = not history.counted and steps_of(history.names) == history.steps
+    first = ["step"] if name_is_step else ["audit"] if history.counted else ["audit", "step"]
+    measures: list[Measure] = [*_HISTORY_HEADS, *_HISTORY_STATES]
+    columns = [
+        *first,
+        "heads",
+        *((m.console or m.head.lower().replace(" ", "\n")) for m in measures),
+        "findings",
+    ]
+    rows: list[list[str | Cell]] = []
+    for step, name, full_name, audit in zip(history.steps, names, history.names, history.audits, strict=True):
+        who = Cell(str(step) if name_is_step else name, hover=full_name, link=links.get(full_name, ""))
+        rows.append([who, *([str(step)] if len(first) > 1 else []), *_audit_cells(audit)])
+    return Table("Audits", columns, rows)
+
+
+def _audit_cells(audit: Audit) -> list[str]:
+    last = list({layer.stack: layer for layer in sorted(audit.layers, key=lambda x: x.layer)}.values())
+    means = [(measure, mean(map(measure.value, audit.heads))) for measure in _HISTORY_HEADS]
+    means += [(measure, mean(map(measure.value, last))) for measure in _HISTORY_STATES]  # type: ignore[misc]
+    return [
+        str(len(audit.heads)) + ("" if audit.complete else ", incomplete"),
+        *(format_number(value, measure.digits) for measure, value in means),
+        "/".join(str(sum(f.severity == severity for f in audit.findings)) for severity in SEVERITIES),
+    ]
+
+
+def finding_marks(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
+    """Return findings by code and layer: for each audit the sign of the most severe one.
+
+    Args:
+        findings: findings of each audit.
+
+    Returns:
+        Names and signs, first those that some audits do not have.
+    """
+    rows: dict[tuple[str, str, int], dict[int, str]] = {}
+    for at, own in enumerate(findings):
+        for finding in sorted(own, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
+            layer = -1 if finding.where.layer is None else finding.where.layer
+            key = (finding.code, finding.where.stack or finding.where.site, layer)
+            key = (finding.code, "", -1) if about(finding.code) == "model" else key
+            rows.setdefault(key, {})[at] = _SIGNS[finding.severity]
+    ordered = sorted(rows, key=lambda key: (len(rows[key]) == len(findings), key))
+    return [
+        (
+            " ".join([code, *([stack] if stack else []), *([f"layer {layer}"] if layer >= 0 else [])]),
+            [rows[code, stack, layer].get(at, "") for at in range(len(findings))],
+        )
+        for code, stack, layer in ordered
+    ]
+
+
+def _marks(history: "History", names: Sequence[str]) -> Table:
+    marks = finding_marks([audit.findings for audit in history.audits])
+    more = len(marks) - MOST_FINDINGS
+    return Table(
+        "Findings by code and layer",
+        ["finding", *(names if history.counted else map(str, history.steps))],
+        [[name, *signs] for name, signs in marks[:MOST_FINDINGS]],
+        note="◆ error, ▲ warning, ● note." + (f" {more} more hardly change." if more > 0 else ""),
+    )
