@@ -108,7 +108,8 @@ import io, math, torch, rankwise as rw
 from pathlib import Path
 from rich.console import Console
 from rankwise.measures import attention_distance
-from rankwise.report import render_comparison, render_console
+from rankwise.report import print_document, render_console
+from rankwise.report.comparison_report import comparison_document
 
 torch.manual_seed(0)
 layer = torch.nn.TransformerEncoderLayer(24, 3, 16, batch_first=True).eval()
@@ -148,7 +149,7 @@ changes = rw.compare(audit, other).changes
 assert any(change.measure == "attention_distance" for change in changes)
 out = Console(file=io.StringIO(), width=100)
 render_console(audit, out)
-render_comparison(rw.compare(audit, other), out)
+print_document(comparison_document(rw.compare(audit, other)), out)
 assert "looks" in out.file.getvalue()
 assert "attention distance" in out.file.getvalue()
 assert "Attention distance" in audit.to_html(Path("page.html")).read_text(encoding="utf-8")

@@ -16,7 +16,8 @@ from tests.report import samples
 
 from rankwise.auditing import Audit, compare
 from rankwise.errors import RecordError
-from rankwise.report import page, render_comparison, render_console
+from rankwise.report import page, print_document, render_console
+from rankwise.report.comparison_report import comparison_document
 
 Content = dict[str, Any]
 NAN, INFINITY = math.nan, math.inf
@@ -52,7 +53,7 @@ def shown_everywhere(audit: Audit, original: Audit, folder: Path) -> str:
     json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} in the data of the page"))
     for before, after in ((audit, original), (original, audit)):
         comparison = compare(before, after)
-        render_comparison(comparison, console)
+        print_document(comparison_document(comparison), console)
         comparison.model_dump_json()
     assert compare(audit, audit).is_empty
     again = Audit.load(audit.save(folder / "again.json"))
