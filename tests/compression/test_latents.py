@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,23 @@ from tests.compression.compression_cases import VOCABULARY, bert, bigcode, gpt2,
 from torch import nn
 
 import rankwise as rw
+from rankwise._internals.rotary import apply_rope
 from rankwise.compression import Compression, save_compressed
-from rankwise.compression.keys_values import full_factors
+from rankwise.compression.kv_find import find_cached_layers, full_factors, layer_weight
 from rankwise.compression.kv_modules import (
     LatentLayer,
     LatentProjection,
+    LatentState,
     latent_change,
     latent_layers,
 )
-from rankwise.compression.latent_moments import layer_moments, layer_weight, spectrum
-from rankwise.compression.latent_ranks import ranks_for_keep, ranks_for_tolerance
+from rankwise.compression.kv_solve import (
+    collect_moments,
+    prepare,
+    ranks_for_keep,
+    ranks_for_tolerance,
+    weighted_svd,
+)
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"parts": ("kv",), "time": False, "nulls": False}
@@ -146,13 +154,13 @@ def price(gap: torch.Tensor, tokens: torch.Tensor, gradients: torch.Tensor) -> f
 @pytest.mark.parametrize("rank", [1, 4, 8])
 def test_no_factors_of_a_rank_are_better_weighted(rank: int) -> None:
     weight, tokens, gradients = drawn()
-    found = spectrum(weight, tokens, gradients)
+    found = weighted_svd(weight, tokens, gradients)
     down, up = found.factors(rank)
     least = price(weight - up @ down, tokens, gradients)
     # the ridges add at most 1e-6 of the mean eigenvalue of G, and 1e-9 of that of A, to each direction
     assert least == pytest.approx(float(found.nats[rank:].sum()), rel=1e-3)
     assert torch.allclose(down @ down.mT, torch.eye(rank, dtype=torch.float64), atol=1e-12)
-    plain_down, plain_up = spectrum(weight).factors(rank)
+    plain_down, plain_up = weighted_svd(weight).factors(rank)
     assert price(weight - plain_up @ plain_down, tokens, gradients) > least
     generator = torch.Generator().manual_seed(1)
     for size in (1e-3, 1e-1, 1.0):  # and near it nothing is better either
@@ -164,10 +172,10 @@ def test_no_factors_of_a_rank_are_better_weighted(rank: int) -> None:
 
 def test_full_rank_is_the_map_itself_and_scales_of_moments_are_nothing() -> None:
     weight, tokens, gradients = drawn()
-    down, up = spectrum(weight, tokens, gradients).factors(9)
+    down, up = weighted_svd(weight, tokens, gradients).factors(9)
     assert torch.allclose(up @ down, weight, atol=1e-6)
-    one = spectrum(weight, tokens, gradients).factors(4)
-    other = spectrum(weight, 7 * tokens, 0.01 * gradients).factors(4)
+    one = weighted_svd(weight, tokens, gradients).factors(4)
+    other = weighted_svd(weight, 7 * tokens, 0.01 * gradients).factors(4)
     assert torch.allclose(one[1] @ one[0], other[1] @ other[0], atol=1e-6)
     for shape in ((12, 9), (9, 12)):
         matrix = torch.randn(shape, dtype=torch.float64)
@@ -192,19 +200,17 @@ def test_bytes_go_where_they_are_importance_most() -> None:
 
 
 def test_moments_know_neither_the_order_of_sequences_nor_padding() -> None:
-    from rankwise.compression.cached_layers import find_cached_layers
-
     model, batch = llama(), ids(6, 12)
-    layers = list(find_cached_layers(model, batch)[0].values())
+    layers = find_cached_layers(model, batch)[0]
     said: list[str] = []
-    one = layer_moments(model, layers, [batch], 0, said.append)[0]
+    one = collect_moments(model, layers, [batch], 0, said.append)[0]
     turned = {"input_ids": batch["input_ids"].flip(0)}
-    assert torch.allclose(layer_moments(model, layers, [turned], 0, said.append)[0].tokens, one.tokens)
+    assert torch.allclose(collect_moments(model, layers, [turned], 0, said.append)[0].tokens, one.tokens)
     padded = {
         "input_ids": torch.cat([batch["input_ids"], torch.ones(6, 5, dtype=torch.long)], 1),
         "attention_mask": torch.cat([torch.ones(6, 12), torch.zeros(6, 5)], 1).long(),
     }
-    other = layer_moments(model, layers, [padded], 0, said.append)[0]
+    other = collect_moments(model, layers, [padded], 0, said.append)[0]
     assert other.count == one.count == 72
     assert torch.allclose(other.tokens, one.tokens, rtol=1e-5, atol=1e-6 * float(one.tokens.abs().max()))
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -218,17 +224,14 @@ def test_moments_know_neither_the_order_of_sequences_nor_padding() -> None:
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
-    from rankwise.compression.cached_layers import find_cached_layers
-
     model, batch = DECODERS[family](), ids(3, 14)
     mask = torch.ones(3, 14, dtype=torch.long)
     mask[0, :4] = mask[1, :1] = 0
     batch["attention_mask"] = mask
     batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     before = logits(model, batch)
-    found, reasons = find_cached_layers(model, ids(2, 9))
+    layers, reasons = find_cached_layers(model, ids(2, 9))
     assert not reasons
-    layers = list(found.values())
     latent_change(
         model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]
     ).apply()
@@ -236,7 +239,7 @@ def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
     assert torch.allclose(logits(model, batch)[mask.bool()], before[mask.bool()], **close)
     stepped, cache = in_steps(model, batch)
     assert torch.allclose(stepped[mask.bool()], before[mask.bool()], **close)
-    assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in found.values()]
+    assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in layers]
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -275,11 +278,10 @@ def test_caches_of_latents_give_what_no_cache_gives(family: str, tmp_path: Path)
 def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     model, batch = llama(), ids()
     before = logits(model, batch)
-    from rankwise.compression.keys_values import prepare_keys_values
     from rankwise.compression.parts import Job
 
     job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False)
-    result = prepare_keys_values(job).finish(job)
+    result = prepare(job).finish(job)
     changed = logits(model, batch)
     result.undo()
     assert torch.equal(logits(model, batch), before)
@@ -453,7 +455,13 @@ def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     long = llama()
     long.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     long = type(long)(long.config).eval()
+    lengthened = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    lengthened |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+    longrope = llama()
+    longrope.config.rope_parameters = lengthened
+    longrope = type(longrope)(longrope.config).eval()
     for model, said in (
+        (longrope, "changes with the length"),
         (window, "a window of fixed length"),
         (bert(), "does not generate"),
         (T5ForConditionalGeneration(t5).eval(), "encoder-decoder"),
@@ -468,10 +476,138 @@ def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
     with pytest.raises(CompressionError, match="Keep more"):
         rw.compress(model, [ids(8, 30)], keep=0.01, **QUICK)
     done = rw.compress(model, [ids(1, 20)], keep=0.5, calibrate=5, **QUICK)
-    assert any("lack full rank" in note for note in done.notes)
+    assert any("do not have full rank" in note for note in done.notes)
     assert any("closed form" in note for note in done.notes)
     with pytest.raises(CompressionError, match="not compressed yet"):
         rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
+
+
+class ToyAttention(nn.Module):
+    """Attention with a cache. Tests change `project`, which returns queries, keys and values."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def project(self, x: torch.Tensor, **_: Any) -> list[torch.Tensor]:
+        return [part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v)]
+
+    def forward(self, x: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> torch.Tensor:
+        query, key, value = self.project(x, **kwargs)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class ToyBlock(nn.Module):
+    """The block is given the cache and has a number, too."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.attention = layer_idx, ToyAttention(layer_idx)
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return x + self.attention(x, **kwargs)
+
+
+class ToyRotary(nn.Module):
+    """The same tiny angle for all channels: both pairings fit its layout, within rounding."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = 1e-6 * position_ids[..., None].expand(-1, -1, 8)
+        return angles.cos(), angles.sin()
+
+
+class ToyDecoder(nn.Module):
+    def __init__(self, rotated: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config, self.rotated = SimpleNamespace(), rotated
+        self.embed, self.rotary = nn.Embedding(VOCABULARY, 16), ToyRotary()
+        self.blocks = nn.ModuleList(ToyBlock(at) for at in range(2))
+
+    def can_generate(self) -> bool:
+        return True
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+        from transformers import DynamicCache
+
+        x, cache = self.embed(input_ids), DynamicCache()
+        more: dict[str, Any] = {"past_key_values": cache}
+        if self.rotated:
+            more["position_ids"] = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+            more["position_embeddings"] = self.rotary(x, position_ids=more["position_ids"])
+        for block in self.blocks:
+            x = block(x, **more)
+        return SimpleNamespace(logits=x, past_key_values=cache)
+
+
+def found_in(model: nn.Module) -> tuple[list[LatentLayer], dict[str, str]]:
+    with torch.no_grad():
+        return find_cached_layers(model, ids(2, 9))
+
+
+def test_the_innermost_module_with_a_cache_is_the_layer() -> None:
+    layers, reasons = found_in(ToyDecoder())
+    assert [(one.module, one.key, one.value) for one in layers] == [
+        (f"blocks.{at}.attention", "k", "v") for at in range(2)
+    ]
+    assert not reasons
+
+
+def test_shared_projections_and_different_tokens_are_refused() -> None:
+    model = ToyDecoder()
+    model.blocks[1].attention.k = model.blocks[0].attention.k
+    layers, reasons = found_in(model)
+    assert not layers
+    assert set(reasons) == {"blocks.0.attention", "blocks.1.attention"}
+    model = ToyDecoder()
+    first = model.blocks[0].attention
+    first.v.register_forward_pre_hook(lambda _module, given: (2 * given[0],))
+    layers, reasons = found_in(model)
+    assert [one.module for one in layers] == ["blocks.1.attention"]
+    assert reasons == {"blocks.0.attention": "its keys and its values are made from different tokens"}
+
+
+def test_of_two_rotations_that_fit_the_closer_one_is_taken() -> None:
+    model = ToyDecoder(rotated=True)
+    for block in model.blocks:
+
+        def project(x: torch.Tensor, own: Any = block.attention, **kwargs: Any) -> list[torch.Tensor]:
+            query, key, value = ToyAttention.project(own, x)
+            cos, sin = (one[:, None, :, ::2] for one in kwargs["position_embeddings"])
+            return [query, apply_rope(key, cos, sin, "neighbors"), value]
+
+        block.attention.project = project
+    layers, reasons = found_in(model)
+    assert not reasons
+    assert {(one.rotary, one.rotation) for one in layers} == {("rotary", "pairs")}
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_factors_within_rounding_of_one_are_one(family: str) -> None:
+    layers, _ = found_in(DECODERS[family]())
+    assert {one.key_factor for one in layers} == {one.value_factor for one in layers} == {1.0}
+
+
+def test_a_layer_is_left_out_if_only_its_decoding_from_the_cache_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = LatentState.decode
+
+    def wrong(self: LatentState, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = right(self, *given)
+        return keys, values * (1.01 if self.layer.module.endswith("0.self_attn") else 1)
+
+    monkeypatch.setattr(LatentState, "decode", wrong)
+    mask = torch.ones(8, 30, dtype=torch.long)
+    mask[::2, :5] = 0  # padding, whose outputs mean nothing, does not count
+    done = rw.compress(qwen3(), [{**ids(8, 30), "attention_mask": mask}], keep=0.4, **QUICK)
+    assert set(done.left_out) == {"model.layers.0.self_attn"}
+    assert [one.site for one in done.latents] == ["model.layers.1.self_attn"]
 
 
 def test_a_layer_with_nan_is_refused_by_name() -> None:

@@ -13,9 +13,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import save_compressed
-from rankwise.compression.keys_values import full_factors
+from rankwise.compression.kv_find import find_cached_layers, full_factors, layer_weight
 from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_change, latent_layers
-from rankwise.compression.latent_moments import layer_weight
 from rankwise.compression.narrow import NarrowProjection, narrow_projections
 from rankwise.compression.parts import Job, parts
 from rankwise.errors import CompressionError
@@ -39,16 +38,13 @@ def job(model: nn.Module) -> Job:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: str) -> None:
-    from rankwise.compression.cached_layers import find_cached_layers
-
     make, part = FAMILIES[family]
     model, batch = make(), ids(3, 14)
     before = logits(model, batch)
     change = parts()[part](job(model)).change(1.0)
     change.apply()
-    found, reasons = find_cached_layers(model, batch)
+    layers, reasons = find_cached_layers(model, batch)
     assert not reasons
-    layers = list(found.values())
     assert all(layer.key.endswith(".narrow") for layer in layers)
     latents = latent_change(
         model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]

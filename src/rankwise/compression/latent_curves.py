@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.compression.kv_modules import LatentLayer, channels_of
-from rankwise.compression.latent_moments import Moments, Spectrum, spectrum
-from rankwise.compression.latent_ranks import ranks_for_keep
+from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job
 from rankwise.compression.records import LatentCurve, LatentPoint
@@ -20,7 +19,7 @@ SHARES = (0.125, 0.25, 0.5)
 
 
 def latent_curves(
-    job: Job, layers: list[LatentLayer], moments: list[Moments], found: list[Spectrum], size: int
+    job: Job, layers: list[LatentLayer], moments: list[SecondMoments], found: list[WeightedSVD], size: int
 ) -> list[LatentCurve]:
     """KL of the outputs against bytes kept: ours with and without ranks per layer, and two nulls.
 
@@ -34,8 +33,8 @@ def latent_curves(
     ways = {
         "tokens and gradients, ranks per layer": (found, True),
         "tokens and gradients, one rank": (found, False),
-        "tokens alone, one rank": ([spectrum(moment.weight, moment.tokens) for moment in moments], False),
-        "weights alone (SVD), one rank": ([spectrum(moment.weight) for moment in moments], False),
+        "tokens alone, one rank": ([weighted_svd(moment.weight, moment.tokens) for moment in moments], False),
+        "weights alone (SVD), one rank": ([weighted_svd(moment.weight) for moment in moments], False),
     }
     price = OutputPrice(job.model, job.figures)
     curves = []

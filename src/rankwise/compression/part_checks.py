@@ -1,9 +1,10 @@
 """What every part checks of the layers it found, before and while it does them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float64
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, to_device
@@ -100,16 +101,10 @@ def check_width(width: int | float | None, least: int) -> None:
         )
 
 
-def check_tokens(tokens: int, width: int) -> None:
-    """Refuse too little text.
-
-    Args:
-        tokens: real ones in the calibration data.
-        width: the largest of a head.
-
-    Raises:
-        CompressionError: if there are too few.
-    """
+def check_moments(
+    moments: Iterable[Float64[Tensor, "*G K K"]], kinds: str, tokens: int, width: int
+) -> list[str]:
+    """Raise if there are too few tokens for the widest latent or head; note second moments of lower rank."""
     if tokens < LEAST_TOKENS * width:
         raise CompressionError(
             "the calibration data",
@@ -117,3 +112,11 @@ def check_tokens(tokens: int, width: int) -> None:
             got=f"{tokens}",
             fix="Give more text.",
         )
+    ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
+    singular = sum(int(below.sum()) for below in ranks)
+    if not singular:
+        return []
+    return [
+        f"{singular} second moments of {kinds} do not have full rank on {tokens} tokens: a ridge was added, "
+        "and directions without data are dropped first. Use more text."
+    ]

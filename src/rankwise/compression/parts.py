@@ -87,7 +87,7 @@ Part = Callable[[Job], Prepared]
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
     from rankwise.compression.heads import prepare_heads
-    from rankwise.compression.keys_values import prepare_keys_values
+    from rankwise.compression.kv_solve import prepare as prepare_keys_values
     from rankwise.compression.query_keys import prepare_query_keys
     from rankwise.compression.rotary import prepare_rotary
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from rankwise.compression.layers import AttentionLayer, Found, find_layers, linear_names, see
@@ -21,8 +20,8 @@ from rankwise.compression.narrowing import narrowed_heads
 from rankwise.compression.null_ways import null_curves
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import (
+    check_moments,
     check_some,
-    check_tokens,
     check_width,
     keep_sound,
     no_finite_layer,
@@ -43,7 +42,9 @@ def prepare_query_keys(job: Job) -> Prepared:
     check_width(job.width, min(layer.width for layer in found))
     layers = see(job.model, found, job.batches, job.on_step)
     layers, left_out = _sound(layers, left_out)
-    notes = _check_tokens(layers)
+    stacks = [stack for layer in layers for stack in (layer.query_moments, layer.key_moments)]
+    width = max(layer.found.width for layer in layers)
+    notes = check_moments(stacks, "queries or keys", min(layer.tokens for layer in layers), width)
     curves = []
     for layer in layers:
         with naming_layer(layer.found.name):
@@ -103,20 +104,3 @@ def _sound(
     if not sound:
         raise no_finite_layer(broken)
     return sound, {**left_out, **broken}
-
-
-def _check_tokens(layers: list[AttentionLayer]) -> list[str]:
-    """Refuse too little text, and say where second moments lack rank."""
-    width, tokens = max(layer.found.width for layer in layers), min(layer.tokens for layer in layers)
-    check_tokens(tokens, width)
-    poor = sum(
-        int((torch.linalg.matrix_rank(layer.query_moments, hermitian=True) < layer.found.width).sum())
-        + int((torch.linalg.matrix_rank(layer.key_moments, hermitian=True) < layer.found.width).sum())
-        for layer in layers
-    )
-    if not poor:
-        return []
-    return [
-        f"Second moments of {poor} sets of queries or keys lack full rank on {tokens} tokens: a ridge of "
-        "1e-9 was added; directions never seen are dropped first. More text says more."
-    ]

@@ -14,8 +14,8 @@ from rankwise.compression.narrow_heads import Factors, narrow_layers
 from rankwise.compression.narrowing import narrowed_heads
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import (
+    check_moments,
     check_some,
-    check_tokens,
     check_width,
     keep_sound,
     no_finite_layer,
@@ -52,7 +52,7 @@ def prepare_rotary(job: Job) -> Prepared:
     if not layers:
         raise no_finite_layer(left_out)
     check_width(job.width, min(layer.found.width for layer in layers))
-    check_tokens(min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
+    check_moments([], "", min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
     for layer, whole in zip(layers, wholes, strict=True):

@@ -1,0 +1,281 @@
+r"""The part ``kv``: the factors of least output KL for keys and values, and one budget of cache bytes.
+
+To second order, other keys and values change the outputs by a KL divergence of ½ Σ_s tr(F_s δ_s δ_sᵀ), summed
+over tokens s, if the errors δ_s of different tokens are uncorrelated. F_s is the Fisher information of the
+outputs about [key; value] of token s: the second moment of the gradient of log p(y), with y drawn from the
+model itself. With δ_s = (W − W')x_s, and F and x uncorrelated,
+
+    KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean x xᵀ,   G = mean g gᵀ
+
+(the Kronecker factors of K-FAC, arXiv 1503.05671). By the chain rule, g of a key is Σ_t a_ts q_t over the
+queries that read it, and g of a value is Σ_t p_ts Oᵀ e_t through the output projection. So G weighs keys,
+values, heads and layers in one unit.
+
+Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young). The
+σ_i²/2 of all layers are nats, so one budget over layers goes to the largest of them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
+from rankwise.compression.kv_find import find_latent_layers, layer_weight
+from rankwise.compression.kv_modules import LatentLayer, channels_of, latent_change
+from rankwise.compression.output_price import real_tokens
+from rankwise.compression.part_checks import check_moments
+from rankwise.compression.parts import Job, PartResult, Prepared
+from rankwise.compression.records import LatentRank
+from rankwise.errors import CompressionError
+from rankwise.tracing import record_calls
+
+RIDGE = 1e-9
+"""Added to A, relative to its mean eigenvalue, so that directions without data stay finite."""
+GRADIENT_RIDGE = 1e-6
+"""Added to G, which is noisier: one label is drawn per token."""
+
+
+def prepare(job: Job) -> Prepared:
+    """Find the layers with latents, collect their second moments, and factor their weights."""
+    layers, skipped = find_latent_layers(job.model, job.batches[0])
+    moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
+    stacks = [matrix for moment in moments for matrix in (moment.tokens, moment.gradients)]
+    notes = check_moments(stacks, "tokens or gradients", moments[0].count, max(one.rank for one in layers))
+    if job.calibrate:
+        notes.append("Keys and values are factored in closed form: `calibrate` is for qk and rotary alone.")
+    spectra = []
+    for layer, moment in zip(layers, moments, strict=True):
+        job.on_step(f"factoring keys and values of {layer.module}")
+        spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
+    nats = [spectrum.nats for spectrum in spectra]
+    size = next(job.model.parameters()).element_size()
+
+    def chosen(ranks: list[int]) -> Change:
+        factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
+        return latent_change(job.model, layers, factors)
+
+    def change(keep: float) -> Change:
+        return chosen(ranks_for_keep(layers, nats, keep, size))
+
+    def finish(wanted: Job) -> PartResult:
+        if wanted.keep is not None:
+            ranks = ranks_for_keep(layers, nats, wanted.keep, size)
+        else:
+            assert wanted.tolerance is not None, "`compress` gives a share or a tolerance"
+            ranks = ranks_for_tolerance(nats, wanted.tolerance)
+        from rankwise.compression.latent_curves import latent_curves
+
+        curves = latent_curves(job, layers, moments, spectra, size) if job.nulls else []
+        latents = chosen(ranks)
+        latents.apply()
+        return PartResult(
+            latents=[
+                LatentRank(
+                    part="kv",
+                    site=layer.module,
+                    layer=_cache_index(job.model, layer),
+                    before=layer.full,
+                    full=layer.rank,
+                    rank=rank,
+                    nats=float(own[rank:].sum()),
+                )
+                for layer, own, rank in zip(layers, nats, ranks, strict=True)
+            ],
+            latent_curves=curves,
+            tokens=moments[0].count,
+            left_out=skipped,
+            notes=notes,
+            undo=latents.undo,
+            redo=latents.apply,
+        )
+
+    linear = {layer.path(name) for layer in layers for name in (layer.key, layer.value)}
+    return Prepared(linear, change, finish)
+
+
+def _cache_index(model: nn.Module, layer: LatentLayer) -> int:
+    at: Any = model.get_submodule(layer.module).layer_idx
+    return int(at)
+
+
+# --- second moments --------------------------------------------------------------------------------------
+
+
+@dataclass
+class SecondMoments:
+    """Second moments of one attention layer: A of its tokens and G of the gradients, with its weight W."""
+
+    tokens: Float64[Tensor, "D D"]
+    gradients: Float64[Tensor, "N N"]
+    """Keys before values, as the linear layers return them."""
+    weight: Float64[Tensor, "N D"]
+    count: int = 0
+    """Number of tokens."""
+
+
+def collect_moments(
+    model: nn.Module, layers: list[LatentLayer], batches: list[Any], seed: int, on_step: Any
+) -> list[SecondMoments]:
+    """Return the second moments of all layers; costs one forward and one backward pass per batch."""
+    moments = []
+    for weight in (layer_weight(model, layer) for layer in layers):
+        zeros = [torch.zeros(size, size, dtype=torch.float64) for size in reversed(weight.shape)]
+        moments.append(SecondMoments(*zeros, weight))
+    device = device_of(model)
+    generator = torch.Generator(device).manual_seed(seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for count, batch in enumerate(batches, start=1):
+            on_step(f"gradients of batch {count}")
+            _add_batch(model, layers, moments, to_device(batch, device), generator)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    for layer, moment in zip(layers, moments, strict=True):
+        moment.tokens /= max(moment.count, 1)
+        moment.gradients /= max(moment.count, 1)
+        if not bool(moment.tokens.isfinite().all() and moment.gradients.isfinite().all()):
+            raise _not_finite(f"attention layer {layer.module!r}", "tokens and gradients")
+    return moments
+
+
+def _add_batch(
+    model: nn.Module,
+    layers: list[LatentLayer],
+    moments: list[SecondMoments],
+    batch: Any,
+    generator: torch.Generator,
+) -> None:
+    sides = [
+        [(layer.path(layer.key), layer.key_channels), (layer.path(layer.value), layer.value_channels)]
+        for layer in layers
+    ]
+    names = {name for side in sides for name, _ in side}
+    hooks = [AddedHook(name, "after", _differentiable) for name in names]
+    recording = record_calls(model, names, detach=False)
+    with Change(model, hooks=hooks), recording as calls, torch.enable_grad():
+        logits = getattr(run_model(model, batch), "logits", None)
+        if logits is None or logits.dim() != 3:
+            raise CompressionError(
+                f"model {type(model).__name__}",
+                expected="logits (B, T, V), whose divergence is the cost of other keys and values",
+                got="none" if logits is None else f"logits of shape {tuple(logits.shape)}",
+                fix="Load it with its language-modelling head: AutoModelForCausalLM.",
+            )
+        real = real_tokens(batch, logits)
+        probabilities = logits.detach()[real].float().softmax(-1)
+        if not bool(probabilities.isfinite().all()):
+            raise _not_finite(f"model {type(model).__name__}", "logits")
+        labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        loss = F.cross_entropy(logits[real].float(), labels, reduction="sum")
+        outputs = {call.name: call.output for call in calls}
+        gradients = dict(zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True))
+    inputs = {call.name: call.args[0].detach() for call in calls}
+    for side, moment in zip(sides, moments, strict=True):
+        x = inputs[side[0][0]].reshape(real.numel(), -1)[real.flatten()].double()
+        pieces = [gradients[name].reshape(real.numel(), -1)[:, channels_of(runs)] for name, runs in side]
+        g = torch.cat(pieces, -1)[real.flatten()].double()
+        moment.tokens += (x.mT @ x).cpu()
+        moment.gradients += (g.mT @ g).cpu()
+        moment.count += x.shape[0]
+
+
+def _differentiable(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:
+    """Hook that makes the output of a linear layer require a gradient although no parameter does."""
+    return output if output.requires_grad else output.detach().requires_grad_()
+
+
+def _not_finite(subject: str, what: str) -> CompressionError:
+    return CompressionError(
+        subject,
+        expected=f"finite {what}",
+        got="NaN or infinity",
+        fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
+    )
+
+
+# --- factors ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightedSVD:
+    """Singular directions of G^½ W A^½, mapped back to W, and what each one is worth."""
+
+    left: Float64[Tensor, "N m"]
+    """G^−½ U Σ."""
+    right: Float64[Tensor, "m D"]
+    """Vᵀ A^−½."""
+    nats: Float64[Tensor, "m"]
+    """σ²/2, descending: output KL per token without this direction."""
+
+    def factors(self, rank: int) -> tuple[Float64[Tensor, "r D"], Float64[Tensor, "N r"]]:
+        """Return `down` with orthonormal rows, so that no value grows large, and `up`, of one rank."""
+        basis, triangle = torch.linalg.qr(self.right[:rank].mT)
+        return basis.mT, self.left[:, :rank] @ triangle.mT
+
+
+def weighted_svd(
+    weight: Float64[Tensor, "N D"],
+    inputs: Float64[Tensor, "D D"] | None = None,
+    gradients: Float64[Tensor, "N N"] | None = None,
+) -> WeightedSVD:
+    """Return the SVD of G^½ W A^½; a side without second moments is not weighted."""
+    root_a, inverse_a = _roots(inputs, weight.shape[1], RIDGE)
+    root_g, inverse_g = _roots(gradients, weight.shape[0], GRADIENT_RIDGE)
+    left, values, right = torch.linalg.svd(root_g @ weight @ root_a, full_matrices=False)
+    return WeightedSVD(inverse_g @ (left * values), right @ inverse_a, values.square() / 2)
+
+
+def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Tensor]:
+    """Return the square root of second moments with a ridge, and its inverse."""
+    eye = torch.eye(size, dtype=torch.float64)
+    if moments is None:
+        return eye, eye
+    least = ridge * moments.trace().clamp(min=1e-300) / size
+    values, vectors = torch.linalg.eigh(moments + least * eye)
+    roots = values.clamp(min=least).sqrt()
+    return (vectors * roots) @ vectors.mT, (vectors / roots) @ vectors.mT
+
+
+# --- ranks -----------------------------------------------------------------------------------------------
+
+
+def ranks_for_keep(
+    layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
+) -> list[int]:
+    """Return the ranks of least KL whose cache has a share of the bytes, at least 1 per layer.
+
+    `size` is bytes per number. Positions count as bytes of the cache.
+    """
+    full = size * sum(layer.full for layer in layers)
+    positions = sum(layer.position_bytes for layer in layers)
+    count = int((keep * full - positions) // size)
+    if count < len(layers):
+        least = (positions + size * len(layers)) / full
+        raise CompressionError(
+            "`keep`", expected=f"at least {least:.3g} of the cache", got=f"{keep:g}", fix="Keep more."
+        )
+    return _largest(nats, count)
+
+
+def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
+    """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
+    worth = torch.cat(nats).sort(descending=True).values
+    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost if n directions are kept
+    return _largest(nats, max(int((lost > tolerance).sum()), len(nats)))
+
+
+def _largest(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
+    """Return ranks that take the `count` largest directions of all layers, at least 1 per layer."""
+    ranks = [1] * len(nats)
+    rest = [(float(value), layer) for layer, values in enumerate(nats) for value in values[1:]]
+    rest.sort(key=lambda direction: (-direction[0], direction[1]))
+    for _, layer in rest[: max(0, count - len(nats))]:
+        ranks[layer] += 1
+    return ranks
