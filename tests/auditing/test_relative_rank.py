@@ -13,7 +13,7 @@ from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
-from rankwise.report.console import console_text
+from rankwise.report.audit_report import console_text
 from rankwise.report.text import rank_share
 from rankwise.tracing import MixerSite
 
