@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from importance_cases import encoder, ids, language_model, measure, run_scaled
+from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
@@ -136,3 +137,30 @@ def test_bfloat16_is_within_its_rounding_error():
     two = np.concatenate([site.first_order for site in half.sites])
     # bfloat16 keeps 8 bits: 2^-8 each of some 20 roundings on the way through two blocks and back
     assert np.abs(two - one).max() <= 20 * 2**-8 * one.max()
+
+
+class Encoder(nn.Module):
+    """Two layers over states (T, B, C), or (B, T, C) with the same weights; inputs and outputs (B, T, C)."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+        self.axes, self.layers = (
+            (0, int(not batch_first)),
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        )
+
+    def forward(self, x):
+        return self.layers(x.transpose(*self.axes)).transpose(*self.axes)
+
+
+def test_gates_of_blocks_follow_a_batch_axis_of_1():
+    states = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    settings = ImportanceSettings(loss=lambda output, batch: output.sin().sum((1, 2)), tolerance=None)
+    first, second = (measure(Encoder(axis).eval().double(), [states], settings) for axis in (True, False))
+    assert len(first.blocks) == 2
+    for one, other in zip(first.blocks, second.blocks, strict=True):
+        assert one.first_order > abs(one.gradient)  # sequences with both signs: one gate would add them up
+        for name in ("gradient", "first_order", "fisher"):
+            assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10)

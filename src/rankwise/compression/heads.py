@@ -150,7 +150,7 @@ def _cheapest(
     plan = {} if plan is None else plan
     groups = {site.name: site.group for site in sites}
     gone = sum(len(units) * groups[name] for name, units in plan.items())
-    for unit in sort_by_cost(importance, exact=False, group=_together(sites, plan)):
+    for unit in sort_by_cost(importance.heads, exact=False, group=_together(sites, plan)):
         if gone + len(unit) <= room + 1e-9:
             plan.setdefault(unit[0].site, set()).add(number_of(unit[0]) // groups[unit[0].site])
             gone += len(unit)

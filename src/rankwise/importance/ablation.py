@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from rankwise.importance.records import (
     rank_correlation,
 )
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import CallId, HeadId, SiteAdapter, StateSite, capture
+from rankwise.tracing import HeadId, SiteAdapter, StateSite, capture
 
 UNGATED = (
     "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
@@ -106,14 +107,13 @@ def measure(
         passes, placed = _start(model, every, settings, capturing, say)  # sums are half filled
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
-    found = _estimated_heads(passes, settings, notes)
-    known_blocks = _estimated_blocks(passes, settings, placed)
+    found, known_blocks = _estimates(passes, placed, notes)
     removable = None
     try:
         if settings.exact:
             _remove_each(passes, heads, found, known_blocks)
         if settings.tolerance is not None:
-            removable = _search(passes, found, settings.tolerance, notes, group)
+            removable = _search(passes, found, group, notes)
     except KeyboardInterrupt:
         notes.append("interrupted from the keyboard: not all removals were run")
     record = ImportanceRecord(
@@ -172,32 +172,18 @@ def ablation_cost(
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, _ = _start(model, list(batches), settings or ImportanceSettings(), capturing, lambda what: None)
     passes.whole()
-    calls = {gated.mixer: (key, gated.heads) for key, gated in passes.mixers.items()}
-    chosen: dict[CallId, list[int]] = {}
-    for head in heads:
-        key, count = calls.get(head.at(None), (None, 0))
-        if key is None or head.head is None or head.head >= count:
-            raise InputError(
-                f"head {head.head} of {head.site!r}", expected="a head of the model that can be gated",
-                got="none", fix=f"Mixers with gates: {', '.join(mixer.site for mixer in calls) or 'none'}.",
-            )  # fmt: skip
-        chosen.setdefault(key, []).append(head.head)
-    loss, _ = passes.without(chosen)
+    loss, _ = passes.without(passes.by_call(heads))
     cost = loss - passes.value
     return AblationCost(loss, cost, cost / passes.reference if passes.reference else math.nan)
 
 
-def sort_by_cost(importance: Importance, *, exact: bool, group: Group | None = None) -> list[list[HeadId]]:
+def sort_by_cost(
+    heads: Mapping[HeadId, HeadImportance], *, exact: bool, group: Group | None = None
+) -> list[list[HeadId]]:
     """Return groups of heads, cheapest first; costs within a group add up.
 
     Groups with a head of unknown cost are left out. ``exact`` takes exact costs instead of estimates.
     """
-    return _sorted_groups(importance.heads, exact, group)
-
-
-def _sorted_groups(
-    heads: Mapping[HeadId, HeadImportance], exact: bool, group: Group | None
-) -> list[list[HeadId]]:
     members: dict[Hashable, list[HeadId]] = {}
     costs: dict[Hashable, float] = {}
     for head, known in heads.items():
@@ -233,10 +219,7 @@ def _start(
 
     with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
         output = run_model(model, to_device(inputs[0], device_of(model)))
-    loss = choose_loss(
-        model, LossBatch(inputs[0], every[0]), output, settings.loss,
-        mask_token=settings.mask_token, seed=settings.seed,
-    )  # fmt: skip
+    loss = choose_loss(model, LossBatch(inputs[0], every[0]), output, settings)
     both = enumerate(zip(inputs, every, strict=True))
     batches = [loss.prepare(batch, original, number) for number, (batch, original) in both]
     loss.check(batches, output)
@@ -248,11 +231,13 @@ def _start(
     return passes, placed
 
 
-def _estimated_heads(
-    passes: GatedPasses, settings: ImportanceSettings, notes: list[str]
-) -> dict[HeadId, HeadImportance]:
-    """Return the estimates of every head, mixers with gates first; a note lists mixers without estimates."""
+def _estimates(
+    passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
+) -> tuple[dict[HeadId, HeadImportance], dict[str, BlockImportance]]:
+    """Return the estimates of every head and of every block; add a note on mixers without estimates."""
     found: dict[HeadId, HeadImportance] = {}
+    blocks: dict[str, BlockImportance] = {}
+    settings = passes.settings
     unreached = []
     for key, (mixer, heads) in passes.mixers.items():
         estimates = passes.estimates(passes.heads.get(key), heads)
@@ -265,21 +250,13 @@ def _estimated_heads(
         found |= {mixer.at(head): HeadImportance(why_not=UNGATED) for head in range(heads)}
     if unreached:
         notes.append(f"no estimates of {quoted(unreached)}: {UNREACHED.removesuffix(' it')} them")
-    return found
-
-
-def _estimated_blocks(
-    passes: GatedPasses, settings: ImportanceSettings, placed: Mapping[str, tuple[str, int]]
-) -> dict[str, BlockImportance]:
-    """Return the estimates of every block by its name."""
-    found = {}
     for name, (stack, layer) in placed.items():
         calls = [sums for key, sums in passes.blocks.items() if key.module == name]
         reached = bool(calls) and not any(sums.unreached for sums in calls)
         (fields,) = passes.estimates(calls[0] if reached else None, 1)
         why_not = UNREACHED if settings.estimates and not reached else ""
-        found[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
-    return found
+        blocks[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
+    return found, blocks
 
 
 def _remove_each(
@@ -306,11 +283,7 @@ def _remove_each(
 
 
 def _search(
-    passes: GatedPasses,
-    heads: Mapping[HeadId, HeadImportance],
-    tolerance: float,
-    notes: list[str],
-    group: Group | None,
+    passes: GatedPasses, heads: Mapping[HeadId, HeadImportance], group: Group | None, notes: list[str]
 ) -> RemovableSet | None:
     """Find the largest set of heads that can be removed within the tolerance; every set that counts was run.
 
@@ -318,8 +291,10 @@ def _search(
     as if costs rose with it; then the next heads are tried one by one. None if no cost is known, or if there
     is nothing to compare costs with.
     """
+    tolerance = passes.settings.tolerance
+    assert tolerance is not None
     exact = all(not math.isnan(head.exact) for head in heads.values() if not head.why_not)
-    groups = _sorted_groups(heads, exact, group)
+    groups = sort_by_cost(heads, exact=exact, group=group)
     if groups and not passes.reference:
         notes.append(
             f"no set of heads was searched for: {passes.loss.reference}, of which {tolerance:.2%} may be "
@@ -327,18 +302,13 @@ def _search(
         )
     if not (groups and passes.reference):
         return None
-    calls = {gated.mixer: key for key, gated in passes.mixers.items()}
     limit, runs = tolerance * passes.reference, 0
 
     def cost(units: Sequence[Sequence[HeadId]]) -> float:
         nonlocal runs
-        chosen: dict[CallId, list[int]] = {}
-        for head in (head for unit in units for head in unit):
-            assert head.head is not None
-            chosen.setdefault(calls[head.at(None)], []).append(head.head)
         passes.say(f"without {sum(map(len, units))} heads together")
         runs += 1
-        return passes.without(chosen)[0] - passes.value
+        return passes.without(passes.by_call(chain(*units)))[0] - passes.value
 
     fits, spent, fails = 0, 0.0, len(groups) + 1
     while fails - fits > 1:
@@ -354,7 +324,7 @@ def _search(
         if found <= limit:
             removed, spent = [*removed, unit], found
     return RemovableSet(
-        heads=[head for unit in removed for head in unit],
+        heads=[*chain(*removed)],
         tolerance=tolerance,
         loss=passes.value + spent,
         cost=spent,

@@ -16,7 +16,6 @@ from rankwise.importance.losses import (
     LabelLoss,
     Loss,
     LossBatch,
-    LossFunction,
     StateLoss,
     first_floating,
     invalid_label,
@@ -24,7 +23,7 @@ from rankwise.importance.losses import (
     real_tokens,
     token_ids,
 )
-from rankwise.importance.settings import LOSSES, LossName
+from rankwise.importance.settings import LOSSES, ImportanceSettings
 
 MASKED_SHARE = 0.15
 """Share of tokens that are masked, as in the training of masked language models."""
@@ -33,28 +32,21 @@ CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
-def choose_loss(
-    model: nn.Module,
-    batch: LossBatch,
-    output: Any,
-    loss: LossName | LossFunction = "auto",
-    *,
-    mask_token: int | None = None,
-    seed: int = 0,
-) -> Loss:
-    """Return a loss by name, or the loss that fits the model's first batch and the output for it.
+def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
+    """Return the loss of the settings, or the loss that fits the model's first batch and the output for it.
 
     ``auto`` is, in this order: the next tokens of causal and encoder-decoder language models; labels of the
     batch; masked tokens of masked language models, if the mask token is known; how far the output moves, as
     a divergence of ``logits`` or as a squared change.
     """
+    loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
         return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
     name = _fitting(model, batch, output, mask_token) if loss == "auto" else one_of("loss", loss, LOSSES)
     makers: dict[str, Callable[[], Loss]] = {
         "causal": lambda: _next_tokens(batch, output, "input_ids", "causal"),
         "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder"),
-        "masked": lambda: _masked(batch, mask_token, seed),
+        "masked": lambda: _masked(batch, mask_token, settings.seed),
         "labels": lambda: _labels(batch, output),
         "own": lambda: _own(output),
         "output": lambda: _moved(output),
@@ -67,8 +59,9 @@ def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | 
     logits, labels, ids = _named(output, "logits"), _given(batch), token_ids(batch.batch)
     if logits is None:
         return "labels" if labels is not None and _of_places(labels, output) else "output"
+    ask = getattr(model, "can_generate", None)
     decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or _can_generate(model)
+    generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
     masked = any(name.endswith(MASKED_CLASSES) for name in names)
@@ -80,11 +73,6 @@ def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | 
         classes = _of_places(labels, output) and not invalid_label(labels, logits.shape[-1])
         return "labels" if classes else "own"
     return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
-
-
-def _can_generate(model: nn.Module) -> bool:
-    ask = getattr(model, "can_generate", None)
-    return bool(ask()) if callable(ask) else False
 
 
 def _named(output: Any, name: str) -> Tensor | None:
@@ -114,8 +102,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
     if token_ids(batch.batch, name) is None and _given(batch) is None:
         raise InputError(
             f"loss {kind!r}", expected=f"token ids in the batch, or `{name}` or `labels` of a dict",
-            got="none",
-            fix=LOSS_HINT,
+            got="none", fix=LOSS_HINT,
         )  # fmt: skip
     if logits_of(output).dim() != 3:
         raise InputError(
@@ -127,10 +114,8 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
         given, ids = _given(batch), token_ids(batch.batch, name)
         if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
             given = None  # labels of sequences, not of tokens
-        if given is not None and name == "decoder_input_ids":
-            return given  # the model shifts its inputs, not the labels
-        if given is not None:
-            return given[:, 1:]
+        if given is not None:  # encoder-decoder models shift their inputs, not the labels
+            return given if name == "decoder_input_ids" else given[:, 1:]
         assert ids is not None
         real = real_tokens(batch.batch, ids.shape, name == "decoder_input_ids").to(ids.device)
         return ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)

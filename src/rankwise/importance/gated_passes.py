@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,14 +77,11 @@ class UnitGate(torch.autograd.Function):
 class Gates(Intervention):
     """Put a gate on the output of every head, (B, H), and on the update of every block, (B,).
 
-    At ξ = 0 the outputs of a head are its row of `means` (H, V), or zero.
+    At ξ = 0 the outputs of a head are its row of `means` (H, V), or zero if there are no means.
     """
 
-    def __init__(
-        self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor] | None = None
-    ) -> None:
-        self.blocks = frozenset(blocks)
-        self._sequences, self._means = sequences, means
+    def __init__(self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor]) -> None:
+        self.blocks, self._sequences, self._means = frozenset(blocks), sequences, means
         self.of_heads: dict[CallId, Tensor] = {}
         self.of_blocks: dict[CallId, Tensor] = {}
 
@@ -94,7 +91,7 @@ class Gates(Intervention):
         gate = _ones(values, values.shape[:2])
         self.of_heads[heads.call_id] = gate
         part = values.detach()
-        if self._means is not None:
+        if self._means:
             part = part - self._means[heads.call_id].to(part)[:, None]
         return UnitGate.apply(gate, values, part)
 
@@ -119,24 +116,21 @@ def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
 class MeanRecorder(Intervention):
     """Sum the outputs of every head over real tokens into `sums`: (H, V) and number of tokens per call."""
 
-    def __init__(self, sums: dict[CallId, tuple[Tensor, int]]) -> None:
-        self._sums = sums
+    def __init__(self) -> None:
+        self.sums: dict[CallId, tuple[Tensor, int]] = {}
 
     def on_heads(self, heads: HeadOutputs) -> None:
         """Add the outputs of one call."""
         summed = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0).double().sum((0, 2))
-        before, tokens = self._sums.get(heads.call_id, (torch.zeros_like(summed), 0))
-        self._sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
+        before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
+        self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
 
 class Removal(Intervention):
-    """Replace the outputs of some heads by zero or their means (H, V), and let blocks return their input."""
+    """Replace outputs of heads by `means` (H, V), or by zero without means; blocks return their input."""
 
     def __init__(
-        self,
-        heads: Mapping[CallId, Iterable[int]],
-        means: Mapping[CallId, Tensor] | None,
-        blocks: Iterable[str],
+        self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]
     ) -> None:
         self.blocks, self._means = frozenset(blocks), means
         self._heads = {key: sorted(chosen) for key, chosen in heads.items()}
@@ -148,7 +142,7 @@ class Removal(Intervention):
             return None
         values = heads.values.clone()
         values[:, chosen] = 0
-        if self._means is not None:
+        if self._means:
             values[:, chosen] += self._means[heads.call_id][chosen].to(values)[:, None]
         return values
 
@@ -182,13 +176,6 @@ def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
 # --- passes ------------------------------------------------------------------------------------------------
 
 
-class GatedMixer(NamedTuple):
-    """Address and number of heads of a mixer call."""
-
-    mixer: HeadId
-    heads: int
-
-
 class GateSums:
     """Sums over sequences of gradients, absolute values, squares and squares of probes, (gates,) each."""
 
@@ -198,15 +185,15 @@ class GateSums:
         self.unreached = False
         """True if no gradient, or only a part of it, reached the gates."""
 
-    def add(self, rows: Floats) -> None:
-        """Add gradients of the totals of sequences (B, gates)."""
+    def add(self, rows: Floats, probes: int = 0) -> None:
+        """Add gradients (B, gates) of the sequences' losses, or of one of several random projections."""
+        squares = np.square(rows).sum(0)
+        if probes:
+            self.curvature += squares / probes
+            return
         self.gradient += rows.sum(0)
         self.absolute += np.abs(rows).sum(0)
-        self.squares += np.square(rows).sum(0)
-
-    def add_probe(self, rows: Floats, probes: int) -> None:
-        """Add gradients of one of several random projections (B, gates)."""
-        self.curvature += np.square(rows).sum(0) / probes
+        self.squares += squares
 
 
 class GatedPasses:
@@ -227,24 +214,23 @@ class GatedPasses:
     ) -> None:
         self.model, self.batches, self.loss, self.say = model, batches, loss, say
         self.probes = settings.probes if isinstance(loss, ProbedLoss) else 0
-        self._seed, self._capturing, self._device = settings.seed, dict(capturing), device_of(model)
+        self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
         self.value = self.reference = math.nan
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
-        self.mixers: dict[CallId, GatedMixer] = {}
-        """Mixer calls with gates."""
-        self.ungated: dict[GatedMixer, None] = {}
+        self.mixers: dict[CallId, tuple[HeadId, int]] = {}
+        """Address and number of heads of each mixer call with gates."""
+        self.ungated: dict[tuple[HeadId, int], None] = {}
         self.heads: dict[CallId, GateSums] = {}
         self.blocks: dict[CallId, GateSums] = {}
         self._finite: list[Tensor] = []
-        self._means: dict[CallId, Tensor] | None = None
-        if settings.ablation == "mean":
-            sums: dict[CallId, tuple[Tensor, int]] = {}
-            for number, batch in enumerate(batches):
-                say(f"means of batch {number + 1} of {len(batches)}")
-                with torch.no_grad():
-                    self._run(batch, MeanRecorder(sums))
-            self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in sums.items()}
+        recorder = MeanRecorder()
+        for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
+            say(f"means of batch {number + 1} of {len(batches)}")
+            with torch.no_grad():
+                self._run(batch, recorder)
+        self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in recorder.sums.items()}
+        """Mean output (H, V) of every head; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates, and backward from the loss and from random projections.
@@ -255,7 +241,7 @@ class GatedPasses:
         """
         if gradients and torch.is_inference_mode_enabled():
             raise NotDifferentiableError(self.model, "torch.inference_mode around the call")
-        generator = torch.Generator().manual_seed(self._seed)
+        generator = torch.Generator().manual_seed(self.settings.seed)
         for number, batch in enumerate(self.batches):
             self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
@@ -283,30 +269,29 @@ class GatedPasses:
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
         """Run a batch with gates, and add its losses, gradients and mixers to what is known."""
-        gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, GatedMixer]()
+        gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, tuple[HeadId, int]]()
 
         def note(site: MixerSite) -> None:
-            found[site.call_id] = GatedMixer(site.head_id(), site.operator.shape[-3])
+            found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
             with torch.set_grad_enabled(gradients):  # whatever surrounds the call
                 output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
-                finite = losses.total.detach().isfinite() & (losses.count > 0)
                 if gradients:
-                    self._backward(gates, output, losses, batch, finite, generator)
+                    self._backward(gates, output, losses, batch, generator)
         except RuntimeError as error:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
             raise NotDifferentiableError(self.model, first_line(error)) from error
         for key, mixer in found.items():
             gate = gates.of_heads.get(key)
-            if gate is None or gate.shape[1] != mixer.heads:
+            if gate is None or gate.shape[1] != mixer[1]:
                 self.ungated[mixer] = None
             else:
                 self.mixers.setdefault(key, mixer)
-        total = losses.total.detach()
+        total, finite = losses.total.detach(), losses.finite
         self.sequences += len(finite)
         self.nonfinite += int((~total.isfinite()).sum())
         self._finite.append(finite)
@@ -316,20 +301,15 @@ class GatedPasses:
             self._reference_sum += float(losses.reference[finite].sum())
 
     def _backward(
-        self,
-        gates: Gates,
-        output: Any,
-        losses: SequenceLosses,
-        batch: LossBatch,
-        finite: Tensor,
-        generator: torch.Generator,
+        self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
     ) -> None:
         """Add the gradients of the loss and of random projections of one output."""
+        finite = losses.finite
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
         totals = [] if self.loss.compares_outputs else [(losses.total[finite].sum(), 0)]
         probe_of = self.loss.probe if isinstance(self.loss, ProbedLoss) else None
         projected = (probe_of(output, batch, generator)[finite].sum() for _ in range(self.probes) if probe_of)
-        for scalar, probe in chain(totals, ((product, self.probes) for product in projected)):
+        for scalar, probes in chain(totals, ((product, self.probes) for product in projected)):
             if not (bool(finite.any()) and every):
                 return
             if not scalar.requires_grad:
@@ -344,8 +324,7 @@ class GatedPasses:
                     if gradient is None or id(gate) in incomplete:
                         known.unreached = True
                         continue
-                    rows = _by_sequence(gradient, finite)
-                    known.add_probe(rows, probe) if probe else known.add(rows)
+                    known.add(_by_sequence(gradient, finite), probes)
 
     def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
         """Return the estimates of each gate as fields of `HeadImportance`; no fields if nothing is known."""
@@ -363,6 +342,21 @@ class GatedPasses:
             found["curvature"] = self.loss.half * sums.curvature / self.count
         found["estimate"] = found.get("curvature", found.get("fisher", math.nan)) - found["gradient"]
         return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]
+
+    def by_call(self, heads: Iterable[HeadId]) -> dict[CallId, list[int]]:
+        """Return the numbers of heads per mixer call; raise if the model has no such head with a gate."""
+        calls = {mixer: (key, count) for key, (mixer, count) in self.mixers.items()}
+        chosen: dict[CallId, list[int]] = {}
+        for head in heads:
+            key, count = calls.get(head.at(None), (None, 0))
+            if key is None or head.head is None or head.head >= count:
+                raise InputError(
+                    f"head {head.head} of {head.site!r}", expected="a head of the model that can be gated",
+                    got="none",
+                    fix=f"Mixers with gates: {', '.join(mixer.site for mixer in calls) or 'none'}.",
+                )  # fmt: skip
+            chosen.setdefault(key, []).append(head.head)
+        return chosen
 
     def without(
         self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()
@@ -394,10 +388,7 @@ class GatedPasses:
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
     """Return rows (B, gates) of sequences with a finite loss; one row if gates are not per sequence."""
-    rows = gradient.detach().double()
-    rows = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+    rows = gradient.detach().double().reshape(len(gradient), -1)
     if rows.shape[0] % len(finite) == 0:  # windows of a sequence follow one another
-        rows = rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)]
-    else:
-        rows = rows.sum(0, keepdim=True)
-    return rows.cpu().numpy()
+        return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
+    return rows.sum(0, keepdim=True).cpu().numpy()

@@ -108,6 +108,11 @@ class SequenceLosses:
     cosine: Float[Tensor, " B"] | None = None
     """Mean cosine between token states and those of the whole model."""
 
+    @property
+    def finite(self) -> Bool[Tensor, " B"]:
+        """True for sequences with a finite loss and something to predict."""
+        return self.total.detach().isfinite() & (self.count > 0)
+
 
 class Loss(ABC):
     """A loss of a model."""
@@ -150,6 +155,7 @@ class ProbedLoss(Loss):
         """
 
 
+@dataclass(eq=False)
 class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
@@ -158,36 +164,30 @@ class LabelLoss(ProbedLoss):
     `make` returns the batch that the loss is computed on.
     """
 
-    def __init__(
-        self,
-        name: str,
-        unit: str,
-        labels: Callable[[LossBatch], Tensor],
-        make: Callable[[Any, Any, int], LossBatch] = LossBatch,
-        given: Callable[[LossBatch], Tensor | None] | None = None,
-    ) -> None:
-        self.name, self.unit = name, unit
-        self._labels, self._make, self._given = labels, make, given
+    name: str
+    unit: str
+    labels: Callable[[LossBatch], Tensor]
+    make: Callable[[Any, Any, int], LossBatch] = LossBatch
+    given: Callable[[LossBatch], Tensor | None] | None = None
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
         """Return the batch, with masked inputs if the loss masks them."""
-        return self._make(batch, original, number)
+        return self.make(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
         """Raise if labels are missing in some batches, or are not classes of the logits."""
-        if self._given is None:
+        if self.given is None:
             return
-        first, classes = self._given(batches[0]), logits_of(output).shape[-1]
+        first, classes = self.given(batches[0]), logits_of(output).shape[-1]
         for batch in batches:
-            labels = self._given(batch)
+            labels = self.given(batch)
             if (labels is None) != (first is None):
                 some, none = ("1", batch.number + 1) if labels is None else (batch.number + 1, "1")
                 raise InputError(
-                    f"batch {batch.number + 1}",
-                    expected="labels in all batches, or in none",
+                    f"batch {batch.number + 1}", expected="labels in all batches, or in none",
                     got=f"some in batch {some}, none in batch {none}",
                     fix="Give every batch its labels as a tensor, or leave them out everywhere.",
-                )
+                )  # fmt: skip
             wrong = "" if labels is None else invalid_label(labels, classes)
             if wrong:
                 raise InputError(
@@ -196,7 +196,7 @@ class LabelLoss(ProbedLoss):
                     f"{IGNORE_INDEX} for positions that are left out",
                     got=wrong,
                     fix=f"Correct the labels, or set positions that are not predicted to {IGNORE_INDEX}. "
-                    f"{LOSS_HINT}",
+                    + LOSS_HINT,
                 )
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
@@ -216,7 +216,7 @@ class LabelLoss(ProbedLoss):
     def _logits_and_labels(
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
-        logits, labels = _token_logits(output), self._labels(batch)
+        logits, labels = _token_logits(output), self.labels(batch)
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
         if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
             raise InputError(
@@ -277,8 +277,7 @@ class StateLoss(ProbedLoss):
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return one number per sequence, and the mean cosine of its tokens."""
-        ours, whole, real = self._outputs(output, batch)
-        norm = _squared_norm(whole, real)
+        ours, whole, real, norm = self._outputs(output, batch)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
         cosine = F.cosine_similarity(ours, whole, dim=-1)
         tokens = real.flatten(1).sum(1)
@@ -288,19 +287,20 @@ class StateLoss(ProbedLoss):
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return ``zᵀ Y / ‖Y‖_F`` with random signs z: E (zᵀ J δ)² = ‖J δ‖²."""
-        ours, whole, real = self._outputs(output, batch)
+        ours, _, real, norm = self._outputs(output, batch)
         signs = torch.randint(0, 2, ours.shape, generator=generator).to(ours) * 2 - 1
-        return (signs * ours * real).flatten(1).sum(1) / _squared_norm(whole, real).sqrt()
+        return (signs * ours * real).flatten(1).sum(1) / norm.sqrt()
 
     @staticmethod
-    def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, the output of the whole model, and 1 at real tokens."""
+    def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the output, the output of the whole model, 1 at real tokens, and the squared norms (B,)."""
         ours = first_floating(output).double()
         whole = ours.detach() if batch.reference_output is None else batch.reference_output.double()
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
             real = _real(output, batch, ours).to(ours)[..., None]
-        return ours, whole, real
+        norm = (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))
+        return ours, whole, real, norm
 
 
 class FunctionLoss(Loss):
@@ -316,11 +316,10 @@ class FunctionLoss(Loss):
         lost = self._function(output, batch.original)
         if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
             raise InputError(
-                f"loss {self.name}",
-                expected="a floating-point tensor (B,), or one number",
+                f"loss {self.name}", expected="a floating-point tensor (B,), or one number",
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
                 fix="Let it return the loss of each sequence.",
-            )
+            )  # fmt: skip
         total = lost.reshape(-1).double()
         return SequenceLosses(total, torch.ones_like(total))
 
@@ -349,7 +348,3 @@ def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
     """Return the logits of an output; classifiers have one position, T = 1."""
     logits = logits_of(output)
     return logits[:, None] if logits.dim() == 2 else logits
-
-
-def _squared_norm(whole: Tensor, real: Tensor) -> Tensor:
-    return (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))

@@ -135,25 +135,27 @@ class Importance:
             values = [getattr(record, name) for record in (first, second)]
             if values[0] != values[1]:
                 raise RecordError(
-                    "importance of audits to merge",
-                    expected=f"the same {name} in all of them",
+                    "importance of audits to merge", expected=f"the same {name} in all of them",
                     got=" and ".join(map(repr, values)),
                     fix="Audit all shards with the same settings of importance.",
-                )
+                )  # fmt: skip
         tokens = second.counted / (first.counted + second.counted)
         sequences = second.sequences / (first.sequences + second.sequences)
 
+        shares = dict.fromkeys(HeadImportance.model_fields, tokens) | {"cosine": sequences}
+        del shares["why_not"]
+
         def joined(one: I, two: I) -> I:
-            shares = dict.fromkeys(HeadImportance.model_fields, tokens) | {"cosine": sequences}
-            del shares["why_not"]
             means = {at: _mean(getattr(one, at), getattr(two, at), share) for at, share in shares.items()}
             why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
             return one.model_copy(update=means | {"why_not": why_not})
 
         both = (at for at in other.heads if at in self.heads)
         self.heads = {at: joined(self.heads[at], other.heads[at]) for at in both}
-        blocks = {(block.stack, block.layer, block.site): block for block in second.blocks}
-        places = [(block, (block.stack, block.layer, block.site)) for block in first.blocks]
+        blocks, more = (
+            {(block.stack, block.layer, block.site): block for block in record.blocks}
+            for record in (first, second)
+        )
         value = _mean(first.value, second.value, tokens)
         reference = _mean(first.reference, second.reference, tokens)
         notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
@@ -162,16 +164,12 @@ class Importance:
             | {
                 "value": value,
                 "reference": abs(value) if first.reference_name == "the loss" else reference,
-                "blocks": [joined(block, blocks[place]) for block, place in places if place in blocks],
+                "blocks": [joined(block, more[at]) for at, block in blocks.items() if at in more],
                 "removable": None,
                 "notes": [*dict.fromkeys(notes), NOT_SEARCHED],
                 "spearman": rank_correlation(self.heads.values()),
             }
         )
-
-    def agreement(self) -> "Agreement | None":
-        """Compare estimates with exact costs; None below three heads with both."""
-        return agreement(self.heads.values())
 
 
 def _mean(first: float, second: float, share: float) -> float:
