@@ -38,11 +38,11 @@ from experiments.compress_cache import load, windows
 from experiments.compress_demo import loss
 from experiments.compress_results import provenance
 from experiments.replacement_page import key, write_page
+from experiments.tost.replaced_attention import replace_attention
 from experiments.train_demo import TOKENIZER, demo, encode, split
 from rankwise._internals.files import write_file
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
-from rankwise.skips import replace_attention
 from rankwise.tracing import HeadId
 
 RESULTS = Path(__file__).with_name("results") / "replacement.json"

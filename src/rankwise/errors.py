@@ -41,10 +41,6 @@ class SkipError(RankwiseError):
     """λ-skips cannot be added, removed, saved or loaded."""
 
 
-class ReplacementError(RankwiseError):
-    """Attention cannot be replaced by another mixer, or a replacement cannot be saved or loaded."""
-
-
 class CompressionError(RankwiseError):
     """A model cannot be compressed, or compressed weights cannot be saved or loaded."""
 

@@ -1,0 +1,1 @@
+"""Experiments with TSSA, the attention of ToST."""
