@@ -17,17 +17,17 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads",
 
 @dataclass(frozen=True)
 class Layout:
-    """Sequences and heads on the leading axes of an attention call."""
+    """Meaning of the leading axes of attention tensors (…, T, ·): which hold sequences, which heads."""
 
     axes: int
     """Number of leading axes."""
     batch: int
-    """Number of sequences (or windows) that they hold; the rest are heads."""
+    """Number of sequences (or windows) on the leading axes; the other factor is the number of heads."""
     split: int = 1
-    """Number of axes that are the batch, if there are three leading axes or more."""
+    """Number of leading axes that hold sequences, if there are three leading axes or more."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Turn (…, T, ·) into (B, H, T, ·); a tensor with fewer heads keeps their number."""
+        """Return a tensor (…, T, ·) as (B, H, T, ·); grouped keys and values keep their smaller H."""
         if self.axes == 0:
             return tensor[None, None]
         if self.axes == 1:
@@ -39,14 +39,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """Functions from the output of a mixer to heads (B, H, T, V), and back."""
+    """Functions that convert the output of a mixer to heads (B, H, T, V), and heads to the output."""
 
     to_heads: Callable[[Tensor], Tensor]
     from_heads: Callable[[Tensor], Tensor]
 
 
 def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
-    """Return the place of the heads in an output; ``axes`` are the positions of (…, T, V) in it."""
+    """Return functions from an output to heads and back; ``axes``: axes of the output in order (…, T, V)."""
     home = sorted(range(len(axes)), key=lambda at: axes[at])
     shape: list[int] = []
 
@@ -61,9 +61,9 @@ def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
 def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """Return the layout of an attention call from the shape of its queries or weights, (…, T, ·).
 
-    One leading axis holds B·H, heads innermost; the batch and the head count of the module separate them.
+    One leading axis holds B·H, heads innermost; the module's batch size and head count separate B from H.
     Three or more axes hold sequences and grouped heads (B, Hkv, groups), or sequences in windows (B, windows,
-    H). They are groups if the module received as many tokens as the call has rows.
+    H). The axes are groups if the module received B sequences of T tokens.
     """
     *leading, tokens, _ = shape
     if len(leading) == 1:
@@ -77,7 +77,7 @@ def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
 
 
 def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
-    """Return (B, T) of the tokens that a module received; tokens may be on the first axis."""
+    """Return (B, T) of the states that a module received, in either order of axes; None without states."""
     given = call.tokens
     if given is None:
         flat = first_tokens(call.tensors, axes=2)
@@ -89,7 +89,7 @@ def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
 
 
 def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
-    """Return the number of heads among B·H matrices, or H matrices in an unbatched call."""
+    """Return the number of heads H if one leading axis holds B·H matrices (H in an unbatched call)."""
     given = given_shape(call, tokens)
     batch = given[0] if given else None
     counts = (getattr(call.module, name, None) for name in HEAD_COUNTS)
@@ -104,7 +104,7 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
 def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
     """Undo transformers' packing of a single query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
 
-    For one token it puts the query heads that share a key head on the axis of the tokens.
+    For one token, transformers puts the query heads that share a key head on the token axis.
     """
     groups = getattr(call.module, "num_key_value_groups", 1)
     tokens = call.tokens
@@ -114,9 +114,9 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Return the number of sequences in the batch axis: an outer module may cut them into windows."""
+    """Return the number of sequences B, which is below the batch axis if sequences are cut into windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
-    # Two axes are (B, F) as often as (T, D), and one sequence has one window unless three axes say otherwise.
+    # Only inputs with three axes count, because an input with two axes may be (B, F) or (T, D).
     given = (given_shape(call, tokens) for call in calls if call.tokens is not None)
     return min((shape[0] for shape in given if shape and shape[0] and batch % shape[0] == 0), default=batch)
 
@@ -124,10 +124,10 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
 def find_batch_first(
     tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the function from the states of a block to (B, T, D), by the shapes of the mixers inside it.
+    """Return a function that brings the states of a block to (B, T, D), from the shapes of its mixers.
 
-    Models may keep tokens on the first axis, have no batch axis, or nest sequences of different lengths. None
-    if two axes are not token states.
+    States of a model may be (T, B, D), (T, D) without a batch, or a nested tensor. None if a tensor with two
+    axes is not (T, D).
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:

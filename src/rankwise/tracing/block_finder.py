@@ -33,20 +33,20 @@ class BlockCandidate:
     rank: int
     input: Tensor
     input_copy: Tensor
-    """Input, safe from changes in place."""
+    """Copy of the input, which later changes in place do not affect."""
     linked: bool
-    """True if its input is the output of the block before it."""
+    """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
-    """True if this starts another tower of like modules."""
+    """True if the call starts another chain of blocks, as the second encoder of a two-tower model."""
     output: Tensor | None = None
     block: BlockCall | None = None
-    """The call as a block, if it has the shape of one."""
+    """Record of the call as a block; None if its input and output are not states of equal shape."""
     open: list["BlockCandidate"] = field(default_factory=list)
-    """Calls inside it that may be the blocks instead."""
+    """Calls inside this call that may be blocks instead of this call."""
     plain: set[tuple[str, type]] = field(default_factory=set)
-    """Stacks and classes of the calls inside it without a mixer."""
+    """Stack and class of each call inside this call that contains no mixer."""
     settled: bool = False
-    """True if blocks were found inside it, so that it is not a block."""
+    """True if calls inside this call are blocks, so that this call is not a block."""
 
     @property
     def kind(self) -> type:
@@ -54,15 +54,15 @@ class BlockCandidate:
         return type(self.call.module)
 
     def offered(self, stack: str) -> list["BlockCandidate"]:
-        """Return the calls of a stack inside it that may be the blocks instead."""
+        """Return the possible blocks inside this call that belong to one stack."""
         return [inner for inner in self.open if inner.stack == stack]
 
     def yields_to_inner(self) -> bool:
-        """Return True if the calls inside it are the blocks.
+        """Return True if possible blocks inside this call are the blocks, and this call is not.
 
-        A lone call is if it has the same input and output. Several calls are if each reads the output of the
-        call before it, as in a stage of blocks, unless others of their class hold no mixer, as in a list of
-        alternating attention and feed-forward sublayers.
+        A single inner call is the block if it has the input and output of this call. Several inner calls are
+        blocks if each reads the output of the previous one, as in a stage of blocks. They are not if inner
+        calls of the same class contain no mixer, as with alternating attention and feed-forward sublayers.
         """
         if len(self.open) == 1:
             inner = self.open[0]
@@ -75,11 +75,11 @@ class BlockCandidate:
 class BlockFinder:
     """Finds the blocks of a running model, and reports the mixers of each.
 
-    A block is an item of a list of like modules (``encoder.layer.3``, ``transformer.h.0``) that has a mixer
-    inside and returns states of the shape of its input. If such items are nested, the inner items are blocks
-    if each reads the output of the item before it, as in stages of blocks. If they run in parallel, as heads
-    do, or only one exists, the outer module is the block. The block of a module that looks like a mixer
-    counts even if no operator of it is captured.
+    A block is an item of a list of modules of one class, such as ``encoder.layer.3``. It contains a mixer and
+    returns states of the shape of its input. If such items are nested, the inner items are blocks
+    if each reads the output of the previous item, as in stages of blocks. If inner items run in parallel, as
+    heads do, or there is only one, the outer module is the block. A module that looks like a mixer makes
+    its block count even if its operator is not captured.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
-        """For stacks inside a possible block: True if they are the blocks."""
+        """By stack inside a possible block: True if its modules are the blocks, False if the outer one is."""
         self._barren: set[str] = set()
-        """Names of modules without a mixer in an earlier call: their inputs need no copy."""
+        """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
-        """Output of the last module with blocks inside, by its stack."""
+        """By stack, the output of the last module of the stack that contains blocks."""
 
     def may_be(self, name: str) -> bool:
         """Return True if a module of this name may be a block."""
         return name in self._rank
 
     def add(self, mixer: MixerSite) -> None:
-        """Keep a mixer until its block is known, or report it if it has none."""
+        """Keep a mixer until the block around it is known; report it now if no block is around it."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
     def finish(self) -> None:
@@ -119,12 +119,12 @@ class BlockFinder:
     # --- calls --------------------------------------------------------------------------------------------
 
     def arguments_known(self, call: ModuleCall) -> None:
-        """Enter a call of PyTorch's own layer when it ends: only now are its arguments by name known."""
+        """Handle a call of PyTorch's own layer when it ends: its named arguments are known only then."""
         if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
             self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
-        """Note a call that begins, if it may be a block."""
+        """Register a call that begins as a candidate, if its module may be a block."""
         self._drop_stale()
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
@@ -150,7 +150,7 @@ class BlockFinder:
         )
 
     def left(self, call: ModuleCall) -> None:
-        """Decide about a call that has ended, now that the mixers inside it are known."""
+        """Decide whether a call that has ended is a block, because all mixers inside it are known now."""
         self._drop_stale()
         candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
         if call.raised:
@@ -183,7 +183,7 @@ class BlockFinder:
             self._offer(outer, candidate)
 
     def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
-        """Note a module without a mixer, which may pass the stream on between two blocks."""
+        """Register a module without a mixer, which may lie on the residual stream between two blocks."""
         gave = candidate.output
         if outer is not None:
             outer.plain.add((candidate.stack, candidate.kind))
@@ -194,7 +194,7 @@ class BlockFinder:
             blocks.carry(candidate.input, gave, candidate.kind)
 
     def _block(self, candidate: BlockCandidate) -> BlockCall | None:
-        """Return the call as a block, if it has the shape of one."""
+        """Return the call as a block; None if its input and output are not states of equal shape."""
         call, gave = candidate.call, candidate.output
         if candidate.settled or gave is None:
             return None
@@ -226,17 +226,17 @@ class BlockFinder:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
-        """Keep a possible block inside another: a second one, or the end, decides."""
+        """Keep a possible block inside another candidate; a second inner block, or the end, decides."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
-        if any(same(other.input, candidate.input) for other in others):  # side by side
+        if any(same(other.input, candidate.input) for other in others):  # inner calls run in parallel
             self._inner[candidate.stack] = False
             outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
-        elif others and outer.rank > 0:  # one after the other, in no list of blocks
+        elif others and outer.rank > 0:  # inner calls run in sequence, and the outer is in no list
             self._settle_inside(outer)
 
     def _yield(self, candidate: BlockCandidate) -> None:
-        """Make blocks of the calls inside; other mixers inside belong to the outer module."""
+        """Make the inner calls blocks; mixers outside of them belong to the module around them."""
         self._candidates.append(candidate)
         self._settle_inside(candidate)
         self._candidates.pop()
@@ -261,7 +261,7 @@ class BlockFinder:
         self._stacks.add(block)
 
     def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """Pass mixers to the candidate around, or report them without a block."""
+        """Pass mixers to the enclosing candidate; report them without a block if there is none."""
         if self._candidates:
             self._candidates[-1].call.unplaced_mixers.extend(mixers)
         elif mixers:
@@ -270,12 +270,12 @@ class BlockFinder:
     # --- what is around -----------------------------------------------------------------------------------
 
     def _drop_stale(self) -> None:
-        """Drop calls that ended without notice."""
+        """Drop candidates that are no longer running, because their calls raised."""
         running = {call.serial for call in self._calls.running}
         self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
 
     def _owning(self) -> ModuleCall | None:
-        """Return the innermost outer call that is not a candidate: it runs the blocks."""
+        """Return the innermost enclosing call that is no candidate: the module that runs the blocks."""
         visited = {candidate.call.serial for candidate in self._candidates}
         around = self._calls.running[:-1]
         return next((call for call in reversed(around) if call.serial not in visited), None)
@@ -288,9 +288,9 @@ class BlockFinder:
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
     """Return the names that may be blocks, with their rank; a lower rank takes precedence.
 
-    0: items of a list in which their class recurs (or with one item), and names chosen by the user; 1:
-    numbered attributes of one class (``block1``, ``block2``); 2: items of a mixed list, such as the
-    alternating layers of a hybrid.
+    Rank 0: items of a list in which their class recurs (or with one item), and names chosen by the user.
+    Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: items of a list of mixed
+    classes, such as the alternating layers of a hybrid.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if pattern is not None:
@@ -318,8 +318,8 @@ def matches(name: str, pattern: str) -> bool:
 def stack_of(name: str, owner: str = "") -> str:
     """Return the stack of a block: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
 
-    Numbers of outer lists become ``*``, ``stages.1.blocks.0`` → ``stages.*.blocks``, unless they are in the
-    name of the module that runs the blocks.
+    Numbers of outer lists become ``*``: ``stages.1.blocks.0`` → ``stages.*.blocks``. Numbers in ``owner``,
+    the name of the module that runs the blocks, are kept.
     """
     *outer, last = name.split(".")
     known = len(owner.split(".")) if owner else 0

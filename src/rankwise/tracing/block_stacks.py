@@ -1,4 +1,4 @@
-"""Stacks of blocks that run one after the other: their layers, and the token states between them."""
+"""Stacks (chains of blocks that run in sequence): layer numbers, and the token states between blocks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,51 +30,51 @@ class BlockCall:
     """Class of the module."""
     stack: str
     owner: int
-    """Serial of the call that runs the blocks one after the other."""
+    """Serial number of the call that runs the blocks in sequence; `BY_HAND` if the user calls them."""
     input_copy: Tensor
-    """Input, safe from changes in place."""
+    """Copy of the input, which later changes in place do not affect."""
     output: Tensor
     to_batch_first: Callable[[Tensor], Tensor]
-    """Function from tokens in the axes of the model to (B, T, D)."""
+    """Function that brings states from the model's order of axes to (B, T, D)."""
     mask: Tensor | None
     mixers: list[MixerSite]
     forward_pass: int
     linked: bool
-    """True if its input is the output of the block before it."""
+    """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
-    """True if it belongs to another tower than the block before it."""
+    """True if the block starts another chain, as the second encoder of a two-tower model."""
 
 
 @dataclass
 class BlockStack:
-    """Blocks of a stack, in the order in which they ran."""
+    """Blocks of a stack that have run so far in one forward pass."""
 
     stack: str
     owner: int
     layers: int = 0
     last: BlockCall | None = None
     output: Tensor | None = None
-    """Output of the last block, to be compared with the next input."""
+    """Output of the last block; the next block follows it if it reads this tensor."""
     snapshot: Tensor | None = None
-    """Copy of the output, safe from changes in place."""
+    """Copy of the output, which later changes in place do not affect."""
     linked: int = 0
     broken: int = 0
     read: bool = False
     """True if a module read the output of the last block."""
 
     carriers: set[type] = field(default_factory=set)
-    """Classes of modules that pass the residual stream from block to block."""
+    """Classes of modules that carry the residual stream from one block to the next."""
     passed_on: Tensor | None = None
-    """Output of a module after the last block that may pass the stream on, such as a final norm."""
+    """Output of a module after the last block that may carry the stream, such as a norm between blocks."""
     passing: set[type] = field(default_factory=set)
 
     def keep(self, output: Tensor) -> None:
-        """Keep the output of the last block, or of a module that passes the stream on."""
+        """Set the current end of the residual stream: the output of a block or of a module after it."""
         self.output, self.snapshot, self.read = output, snapshot(output), False
         self.passed_on, self.passing = None, set()
 
     def carry(self, input: Tensor, output: Tensor, kind: type) -> None:
-        """Note a module without a mixer that read the stream; its output has the same shape."""
+        """Register a module without a mixer whose input and output are states of the stream."""
         if kind in self.carriers and same(self.output, input):
             self.keep(output)
         else:
@@ -82,16 +82,16 @@ class BlockStack:
             self.passing.add(kind)
 
     def follows(self, tokens: Tensor) -> bool:
-        """Return True if these tokens are the last output."""
+        """Return True if a tensor is the end of the residual stream, as the input of a next block is."""
         return same(self.output, tokens) or same(self.passed_on, tokens)
 
 
 class BlockStacks:
     """Numbers blocks as they run, and reports their mixers and the token states between them.
 
-    Layer i reads state i, so states 0, 1, … are the inputs of the blocks. The last state is the output of the
-    last block, if blocks read the outputs of the blocks before them. A stack that runs again, on other
-    tokens, is a new forward pass and starts at layer 0.
+    Layer i is a block that reads state i, so states 0, 1, … are the inputs of blocks. The last state is the
+    output of the last block, if each block reads the output of the previous block. If a stack runs again on
+    other tokens, a new forward pass begins at layer 0.
     """
 
     def __init__(
@@ -101,28 +101,28 @@ class BlockStacks:
         notes: list[str],
     ) -> None:
         self.forward_pass = -1
-        """Number of the forward pass under way."""
+        """Index of the current forward pass, from 0; −1 before the first."""
         self._on_mixer, self._on_state, self._notes = on_mixer, on_state, notes
         self._open: dict[str, BlockStack] = {}
         self._carriers: dict[str, set[type]] = {}
         self._seen: dict[str, tuple[set[str], int]] = {}
-        """Names of the blocks of each stack in this run of the model, and their last forward pass."""
+        """By stack, the names of the blocks that have run, and the index of their last forward pass."""
         self._calls: Counter[tuple[int, str, int, str]] = Counter()
-        """Calls so far, by forward pass, stack, layer and module: a stack may be closed and opened again."""
+        """Number of calls of each module, by forward pass, stack and layer; kept when a stack is closed."""
 
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
-        """Return the stack whose last output is these tokens."""
+        """Return the open stack that a block with this input continues; None if no stack ends with it."""
         blocks = self._open.get(stack)
         return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
 
     def reads(self, tensors: list[Tensor]) -> None:
-        """Note that a module was called with these tensors."""
+        """Register the arguments of a module call: a module may read the output of a stack's last block."""
         for blocks in self._open.values():
             if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
                 blocks.read = True
 
     def add(self, block: BlockCall) -> None:
-        """Add a block that ran."""
+        """Append a block that has run to its stack; report its mixers and input state."""
         blocks = self._blocks_of(block)
         if blocks.layers:
             blocks.linked += block.linked
@@ -138,14 +138,14 @@ class BlockStacks:
         blocks.last = replace(block, mixers=[], input_copy=block.output)
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """Add mixers outside of blocks, as a layer without states."""
+        """Report mixers outside of blocks as a layer of a stack without token states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner))
         for mixer in mixers:
             self._place(mixer, blocks)
         blocks.layers += 1
 
     def close(self, owner: int | None = None, given: list[Tensor] | None = None) -> None:
-        """Report the last states of the stacks that a call ran, or of all stacks."""
+        """Close the stacks that a call ran, by default all stacks, and report their last states."""
         for stack, blocks in list(self._open.items()):
             if owner is None or blocks.owner == owner:
                 blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in given or ())
@@ -153,17 +153,17 @@ class BlockStacks:
                 del self._open[stack]
 
     def drop(self, owner: int) -> None:
-        """Drop the stacks of a call that raised: their last states are unknown."""
+        """Drop the stacks that a call ran before it raised, because their last states are unknown."""
         self._open = {stack: blocks for stack, blocks in self._open.items() if blocks.owner != owner}
 
     def forget(self) -> None:
-        """End the forward pass."""
+        """Forget all stacks at the end of the outermost call."""
         self._open.clear()
         self._seen.clear()
         self._calls.clear()
 
     def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
-        """Report a mixer in the next layer of a stack."""
+        """Report a mixer as part of the layer that a stack runs now."""
         key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
         self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
         self._calls[key] += 1
@@ -186,7 +186,7 @@ class BlockStacks:
         return blocks
 
     def _last_state(self, blocks: BlockStack) -> None:
-        """Report the output of the last block if it is a state, or note why it is left out."""
+        """Report the output of a stack's last block as its last state, or add a note why it is left out."""
         if blocks.last is None or blocks.snapshot is None:
             return
         read = blocks.read or blocks.owner == BY_HAND
