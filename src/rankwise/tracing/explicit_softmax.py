@@ -1,4 +1,4 @@
-"""Attention that is written out: follows a softmax to its product with the values."""
+"""Attention written as softmax and matrix product: follow the result of a softmax to its product with V."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,32 +30,32 @@ KEEPS_VALUES = {
     *named_functions(Tensor, "clone reshape flatten unsqueeze squeeze view unflatten contiguous detach"),
     *named_functions(Tensor, "to type type_as float half bfloat16 double"),
 }
-"""Casts, dropout and new shapes: the softmax itself is still what mixes, except for dropout's rescaling."""
+"""Casts, dropout and reshapes: the result still has the softmax's weights, apart from dropout's rescaling."""
 PRODUCTS = {*named_functions(torch, "matmul bmm mm"), *named_functions(Tensor, "matmul __matmul__ bmm mm")}
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
 STARTS_ANEW = {
     torch.addmm,
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
 }
-"""Layers with weights of their own: their outputs are not scores, even if their inputs are."""
+"""Layers with weights, such as linear: their output is no longer scores, even if the input was."""
 RECOMBINES = STARTS_ANEW | PRODUCTS | {torch.einsum}
-"""Functions that make each entry of several entries: which ones were hidden is then unknown."""
+"""Functions that combine several entries into one, so that hidden entries cannot be followed further."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A tensor that results from a softmax."""
+    """Attention weights: a tensor computed from the result of a softmax."""
 
     probabilities: Tensor | None
-    """Result of the softmax, before casts and dropout; None if it is the tensor itself."""
+    """Result of the softmax, before casts and dropout; None if the tensor itself is the result."""
     allowed: Entries | None
-    """Entries that no mask had hidden; None if unknown."""
+    """True at weights whose scores no mask hid; None if unknown."""
     compared: bool
-    """True if the scores compare activations with activations, as Q Kᵀ does."""
+    """True if the scores are a product of two activations, as in Q Kᵀ."""
     intact: bool = True
-    """True if only casts, dropout and new shapes are between the softmax and the tensor."""
+    """True if the tensor differs from the result of the softmax only by casts, dropout and reshapes."""
     sums_down: bool = False
-    """True if its columns sum to 1, not its rows: it mixes after a transpose."""
+    """True if columns of the tensor sum to 1 instead of rows, so that only its transpose can mix tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,19 @@ class SoftmaxProduct:
     """A product of attention weights with values."""
 
     matrix: Tensor
-    """(..., T, S), in the highest precision in which the model had it."""
+    """Attention weights (..., T, S), in the highest precision that the model computed."""
     values: Tensor
     output: Tensor | None
-    """None if the model added something in the same call."""
+    """Product M V; None if the function also added another tensor, as `torch.baddbmm` does."""
     allowed: Entries | None
-    """Entries of the matrix that no mask had hidden before the softmax, if known."""
+    """True at entries of the matrix whose scores no mask hid; None if unknown."""
     compared: bool
     values_compared: bool
-    """True if the values are a product of activations too: Kᵀ V of linear attention."""
+    """True if the values are themselves a product of two activations, as Kᵀ V of linear attention."""
     values_learned: bool
-    """True if the values are weights of the model, such as a table of vectors."""
+    """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
-    """Axes of ``output`` in the output of the model; None if something was added or summed."""
+    """For each axis of ``output``, the axis of the function's result; None if they do not correspond."""
 
 
 class SoftmaxFollower:
@@ -85,7 +85,7 @@ class SoftmaxFollower:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, for a new forward pass."""
+        """Forget all tensors, before a new forward pass."""
         self._weights: Any = WeakIdKeyDictionary()
         self._logarithms: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
@@ -94,7 +94,7 @@ class SoftmaxFollower:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> SoftmaxProduct | None:
-        """Note a call of a function; return the product that it completes."""
+        """Register a call of a torch function; return a product of weights and values if the call is one."""
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
         if not isinstance(out, Tensor):
@@ -123,7 +123,7 @@ class SoftmaxFollower:
         return mixed
 
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
-        """Note that the model continues with another tensor in place of an output."""
+        """Register that the model continues with ``changed`` in place of the output ``out``."""
         if out in self._compared:
             self._compared[changed] = True
 
@@ -192,7 +192,7 @@ class SoftmaxFollower:
         weights = self._weights.get(second)
         if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
             return None
-        # Channels first: Y = V Mᵀ is Yᵀ = M Vᵀ.
+        # If channels come before tokens, the model computes Y = V Mᵀ, which is Yᵀ = M Vᵀ.
         changed = replace(weights, probabilities=None, intact=False)
         if weights.allowed is not None:
             swapped = weights.allowed.through(Tensor.transpose, (second, -2, -1), {}, second, second.mT)
@@ -235,7 +235,7 @@ class SoftmaxFollower:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments, with those in the list of `torch.cat`."""
+    """Return all tensors among the arguments, also those in lists, as `torch.cat` takes."""
     given = (*args, *kwargs.values())
     listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
     return [value for values in listed for value in values if isinstance(value, Tensor)]
@@ -256,7 +256,7 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
 
 
 def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
-    """Remove the entries that a boolean mask sets to zero after the softmax."""
+    """Return the allowed entries without those that a boolean mask sets to zero after the softmax."""
     masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
     if allowed is None or not masks:
         return allowed
@@ -268,13 +268,13 @@ def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out:
 
 
 def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
-    """Return True if the last two axes are swapped, read from the strides of an empty tensor."""
+    """Return True if a function swaps the last two axes; a meta tensor's strides show the swap."""
     empty = torch.empty([2] * source.dim(), device="meta")
     return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
-    """Return True for another matrix of weights: masked or mixed heads, new sums, moved axes, cut columns."""
+    """Return True if a result computed from attention weights still is a matrix of attention weights."""
     if out.dim() < 2 or not out.is_floating_point():
         return False
     if func in MOVES_AXES:
@@ -285,7 +285,7 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Einsum:
-    """An einsum of two tensors, its ellipsis replaced by letters."""
+    """An einsum of two tensors, with the ellipsis of its equation replaced by letters."""
 
     tensors: tuple[Tensor, Tensor]
     letters: tuple[str, str]
@@ -294,17 +294,17 @@ class Einsum:
 
 @dataclass(frozen=True)
 class Contraction:
-    """How an operand, a stack of matrices, is applied to the other operand."""
+    """Letters of an einsum in which one operand, matrices (…, T, S), multiplies the other, values."""
 
     axes: str
-    """Leading axes of the matrices."""
+    """Letters of the leading axes of the matrices; below, letters of T, S and the value width V."""
     row: str
     source: str
     channel: str
 
 
 def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
-    """Return the einsum of ``torch.einsum(*args)``, if it has two operands and names its result."""
+    """Return the einsum of ``torch.einsum(*args)``; None unless it has two operands and ``->``."""
     equation = args[0] if args and isinstance(args[0], str) else ""
     tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     inputs, _, result = equation.replace(" ", "").partition("->")
@@ -323,7 +323,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
 
 
 def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """Return how operand ``at``, with rows and sources on its last two axes, mixes the other operand."""
+    """Return the letters if operand ``at``, (…, T, S), multiplies the other operand; otherwise None."""
     mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
     if len(mine) < 2:
         return None
@@ -336,7 +336,7 @@ def contraction(einsum: Einsum, at: int) -> Contraction | None:
 
 
 def compares(einsum: Einsum) -> bool:
-    """Return True if two streams are compared: shared axes are kept, or both are plain matrices."""
+    """Return True if an einsum may compute scores, as Q Kᵀ: a batch axis is shared, or there is none."""
     first, second = einsum.letters
     shared = set(first) & set(second) & set(einsum.result)
     return bool(shared) or len(first) == len(second) == 2

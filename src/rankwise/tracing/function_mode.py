@@ -1,4 +1,4 @@
-"""The function mode that observes attention and changes nothing."""
+"""Torch function mode that observes the functions a model calls, and changes none of their results."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
-    """Runs every torch function unchanged, then tells a listener about the call.
+    """Torch function mode that runs every function unchanged, then calls a listener with the call.
 
-    A result of a listener other than None replaces the result of the function. ``on_product`` is told about
-    the product of a written-out softmax with its values; ``on_other``, about a function that mixes without
-    attention: what it does, and the lengths of the axes along which it mixes. ``by_heads`` runs
-    `multi_head_attention_forward` instead, if its heads may be replaced.
+    If a listener returns a tensor, it replaces the result of the function. ``on_product`` receives each
+    product of an explicit softmax with values. ``on_other`` receives functions that mix without attention: a
+    description and the lengths of the mixed axes. ``by_heads`` runs in place of
+    `multi_head_attention_forward`, if its heads may be replaced.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class AttentionMode(TorchFunctionMode):
         }
         self._on_mixed, self._on_other, self._by_heads = on_product, on_other, by_heads
         self.lifted = False
-        """True while the mode is off the stack."""
+        """True while the mode is not on torch's stack of function modes."""
         self._depth = 0
 
-    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
+    @no_type_check  # torch.compile inside the model traces this method, but cannot trace type checks
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -56,12 +56,12 @@ class AttentionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function with this mode off, then observe it."""
+        """Run the function without this mode, then pass the call to a listener."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward and self._by_heads is not None:
             return self._by_heads(args, kwargs)
         out = func(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():  # a function compiled inside the model: leave it as it is
+        if torch.compiler.is_dynamo_compiling():  # do not change functions that the model compiles
             return out
         with without_torch_function():
             listener = self._whole.get(func)
@@ -80,10 +80,10 @@ class AttentionMode(TorchFunctionMode):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Take the mode off the stack of function modes, or put it back, until the block ends.
+        """Context manager that removes the mode from torch's stack of function modes, or restores it.
 
-        PyTorch leaves its inference fast path if any function mode is active: its layers must run without
-        ours, and with the modes of the user.
+        PyTorch leaves its inference fast path if any function mode is active. So PyTorch's own layers must
+        run without this mode, but with the modes of the user.
         """
         if on != self.lifted:
             yield
@@ -100,7 +100,7 @@ class AttentionMode(TorchFunctionMode):
             self.lifted = False
         elif not on:
             depth = pop_mode(self)
-            if depth is not None:  # None: we are inside our own handler, where the mode is off anyway
+            if depth is not None:  # None inside our own handler, where the mode is off
                 self._depth, self.lifted = depth, True
 
     def __exit__(
@@ -109,5 +109,5 @@ class AttentionMode(TorchFunctionMode):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the stack, wherever in it the mode is."""
+        """Remove the mode from the stack, even if another mode is on top."""
         pop_mode(self)

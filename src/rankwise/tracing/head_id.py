@@ -11,9 +11,9 @@ Index = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class HeadId:
-    """Address of a head, the same in every batch, run and file.
+    """Address of a head, which is equal in every batch, run and saved file.
 
-    Open parts (None or an empty name) address a whole mixer, layer, stack or model.
+    Fields left at None or "" widen the address to a whole mixer, layer, stack or model.
 
     Examples:
         >>> head = HeadId("encoder.layer", 3, "encoder.layer.3.attention.self", head=7)
@@ -26,13 +26,13 @@ class HeadId:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     stack: str = ""
-    """Stack of blocks, such as ``encoder.layer``."""
+    """Name of the stack (chain of blocks), such as ``encoder.layer``."""
     layer: Index | None = None
-    """Block of the stack."""
+    """Index of the block in the stack, from 0."""
     site: str = ""
-    """Module that mixes tokens."""
+    """Name of the module that mixes tokens."""
     call: Index = 0
-    """Call of the module within its layer: 0 unless the module runs several times there."""
+    """Index of the call of the module in its layer: 0, unless the module runs several times there."""
     head: Index | None = None
 
     def at(self, head: int | None) -> "HeadId":
@@ -41,7 +41,7 @@ class HeadId:
 
     @property
     def sort_key(self) -> tuple[str, int, str, int, int]:
-        """Key that sorts addresses by stack, layer, site, call and head; open parts come first."""
+        """Key that sorts addresses by stack, layer, site, call and head; None comes first."""
         layer, head = (-1 if part is None else part for part in (self.layer, self.head))
         return self.stack, layer, self.site, self.call, head
 
@@ -56,17 +56,17 @@ class HeadId:
 
 @dataclass(frozen=True)
 class CallId:
-    """A call of a module in one forward pass: known while the model runs, before its layer is known."""
+    """Address of a call of a module in one forward pass, usable before the layer of the module is known."""
 
     module: str
     index: int
-    """Number of the call among the calls of the module, from 0."""
+    """Index of the call among all calls of the module, from 0."""
 
 
 class CallCounter(Counter[str]):
-    """Numbers the calls of each module in the order in which they are counted."""
+    """Counter that numbers the calls of each module from 0."""
 
     def count(self, module: str) -> CallId:
-        """Count one more call of a module."""
+        """Return the address of the next call of a module, and increment its count."""
         self[module] += 1
         return CallId(module, self[module] - 1)

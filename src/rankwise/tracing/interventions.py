@@ -17,20 +17,20 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 class HeadOutputs:
     """Outputs M V of all heads of a mixer, before the model continues from them.
 
-    For a state-space mixer, the input of its output projection per head or channel: M V after the D-term, the
-    gate and the norm.
+    For a state-space mixer, `values` are the input of its output projection: M V after the skip D·x, the gate
+    and the norm, per head or channel.
     """
 
     call_id: CallId
-    """Call of the module that mixes, the same as of its `MixerSite`; of PyTorch's layers the outermost."""
+    """Call of the mixer, as in its `MixerSite`; if PyTorch's layers are nested, the outermost."""
     values: Float[Tensor, "B H T V"]
     valid_tokens: Bool[Tensor, "B T"]
-    """False for padding."""
+    """True for real tokens, False for padding."""
 
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Input of a block from the residual stream and its output, in the axes of the model."""
+    """Input and output of a block on the residual stream, in the model's own order of axes."""
 
     call_id: CallId
     input: Tensor
@@ -38,22 +38,22 @@ class BlockOutput:
 
 
 class Intervention:
-    """Replaces outputs of heads and blocks while the model runs; this base class replaces nothing."""
+    """Base class: replace outputs of heads and blocks while the model runs; this class replaces nothing."""
 
     blocks: frozenset[str] = frozenset()
     """Names of the blocks for which `on_block` is called."""
 
     def on_heads(self, heads: HeadOutputs) -> Float[Tensor, "B H T V"] | None:
-        """Return the outputs of the heads of a mixer with which the model continues; None keeps its own."""
+        """Return replacements of the head outputs of a mixer; None keeps the outputs."""
         return None
 
     def on_block(self, block: BlockOutput) -> Tensor | None:
-        """Return the output of a block with which the model continues, in its shape; None keeps its own."""
+        """Return a replacement of the output of a block, of the same shape; None keeps the output."""
         return None
 
 
 class Substitution:
-    """Applies an `Intervention` in a running model, whose calls of mixers ``counter`` numbers."""
+    """Applies an `Intervention` to a running model; ``counter`` numbers the calls of each mixer."""
 
     def __init__(self, intervention: Intervention | None, calls: ModuleCalls, counter: CallCounter) -> None:
         self._intervention, self._calls, self._counter = intervention, calls, counter
@@ -65,21 +65,21 @@ class Substitution:
         return self._intervention is not None
 
     def heads(self, outputs: HeadOutputs) -> Tensor | None:
-        """Return what replaces the outputs of the heads of a mixer; None keeps them."""
+        """Return the intervention's replacement of the head outputs of a mixer; None keeps the outputs."""
         return None if self._intervention is None else self._intervention.on_heads(outputs)
 
     def new_pass(self) -> None:
-        """Count calls from 0 again in a new forward pass."""
+        """Reset the numbers of calls to 0 before a new forward pass."""
         self._counter.clear()
         self._block_counter.clear()
 
     def entered(self, call: ModuleCall) -> None:
-        """Replace the arguments of a call that begins, if it reads the concatenated heads of a mixer."""
+        """Replace the arguments of a starting call if it is the output projection of a mixer."""
         if self._intervention is None:
             return
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
-        # The call may be the output projection of a mixer, which reads the concatenated heads.
+        # The output projection of the innermost mixer with an adapter reads the concatenated heads.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
         at = None if mixer is None else _joined_at(mixer)
         if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
@@ -92,7 +92,7 @@ class Substitution:
             call.changed_arguments = True
 
     def left(self, call: ModuleCall) -> None:
-        """Replace the output of a call that has ended, if it is a block or concatenated heads."""
+        """Replace the output of a finished call if it is a block, or if it returns concatenated heads."""
         if self._intervention is None:
             return
         at, joined = _joined_at(call), first_tokens(call.output)
@@ -129,7 +129,7 @@ def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:
-    """Return the same values and containers, with one tensor replaced by another."""
+    """Return a copy of nested dicts, tuples and lists with one tensor replaced by another."""
     if values is old:
         return new
     if isinstance(values, Mapping):

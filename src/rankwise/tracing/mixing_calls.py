@@ -1,4 +1,4 @@
-"""From an attention call to its operator in (B, H, T, S), and to the `MixerSite` of a trace."""
+"""Convert attention calls to operators (mixing matrices) of shape (B, H, T, S), and to `MixerSite`s."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from rankwise.tracing.trace import MixerSite
 ROUTER = "a softmax weighs several values for each token by itself, as a router does"
 STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-connections do"
 WITHIN_TOKENS = (ROUTER, STREAMS)
-"""Reasons for products that clearly do not mix tokens: they are not reported."""
+"""Reasons why a product mixes nothing across tokens; such products are not reported to the user."""
 CROSS_ARGUMENTS = (
     *("encoder_hidden_states", "key_value_states", "memory", "context"),
     *("cross_attention_states", "encoder_output"),
@@ -50,21 +50,21 @@ class MixingCall:
     values: Tensor | None = None
     output: Tensor | None = None
     cross: bool | None = None
-    """True if keys come from another sequence; None if that is not decided yet."""
+    """True if keys come from another sequence than queries (cross-attention); None if not yet decided."""
     lengths: Tensor | None = None
-    """Real tokens (B, T), if a self-attention itself knows them."""
+    """Mask (B, T), True for real tokens, if the self-attention module itself has one."""
     whole: bool = False
     """True if the batch axis is known to hold whole sequences instead of windows."""
     apply_output: Callable[[Tensor], Tensor] | None = None
     """Function from M V to the output of the module, if known."""
     axes: HeadAxes | None = None
-    """Place of the heads in the output of the model; None if the output was not seen."""
+    """Conversion between the attention output in the model and heads (B, H, T, V); None if not visible."""
     projection: Tensor | None = None
     """Tokens in the subspaces of the heads (B, H, T, K), if the mixer has subspaces."""
 
 
 def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `scaled_dot_product_attention` by name."""
+    """Return the arguments of a `scaled_dot_product_attention` call as a dict by name."""
     return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
 
 
@@ -107,9 +107,9 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
     """Return why a product of a softmax with values does not mix tokens; None if it does.
 
-    Routers, linear attention, channel attention and code books also have a softmax before a product. A mixer
-    of tokens has scores that compare queries with keys, along another axis than the channels, or at least one
-    column per token in the input of an outer module.
+    Routers, linear attention, channel attention and code books also multiply a softmax by values. In a mixer
+    of tokens, either the scores compare queries with keys (and not channels), or the number of columns is the
+    number of tokens in the input of an enclosing module.
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
@@ -132,7 +132,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
 
 
 def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Return True for a matrix per token, if a module received as many vectors of that token."""
+    """Return True if each token has a matrix of its own over several vectors (streams) of that token."""
     leading, columns = matrix.shape[:-2], matrix.shape[-1]
     given = _plain_tensors(calls)
     each_token = any(
@@ -143,9 +143,9 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if columns times heads make up a width, and the width of the values does not.
+    """Return True if the columns of a matrix are channels: columns times heads equal a width of states.
 
-    A matrix with a row per token of the input does not count, however wide a token is.
+    False if the values' width times heads equals one too, or if the matrix has one row per input token.
     """
     if _for_each_token(mixed.matrix, calls):
         return False
@@ -157,7 +157,7 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if the matrix has a row per token in the input of the nearest outer module."""
+    """Return True if the matrix has one row per token in the input of the innermost module with states."""
     given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
     if given is None or given.is_nested:
         return False
@@ -167,7 +167,7 @@ def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
-    """Return the numbers of tokens in the inputs of the outer modules."""
+    """Return the token counts T in the inputs of all enclosing modules."""
     lengths = set()
     for tensor in _plain_tensors(calls):
         if not tensor.is_floating_point():
@@ -182,7 +182,7 @@ def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand leading axes that fused attention broadcasts; heads may differ if they are grouped."""
+    """Return queries, keys and values with leading axes broadcast; grouped heads keep their number."""
     tensors = query, key, value
     if query.dim() > 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         return tensors
@@ -199,7 +199,7 @@ def mixer_site(
     values: bool,
     call_id: CallId,
 ) -> MixerSite:
-    """Return the site of a call, whose stack and layer are not known yet; ``values`` keeps copies of them."""
+    """Return the site of a call, still without stack and layer; ``values`` keeps copies of V and M V."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -245,9 +245,9 @@ def valid_positions(
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B S"]]:
     """Return the real rows and columns of an operator of shape (B, H, T, S).
 
-    A two-axis ``attention_mask`` of an outer module decides. Without one, a column that no row of any head
-    may see is padding. In self-attention its row is padding too, unless the module received a second stream
-    of tokens from which its keys may come.
+    A two-axis ``attention_mask`` of an enclosing module decides. Without a mask, a column that no row of any
+    head may see is padding. In self-attention the row of such a token is padding too, unless the module
+    received a second tensor of states, from which its keys may come.
     """
     batch, _, tokens, sources = operator.shape
     columns = find_token_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
@@ -274,10 +274,10 @@ def find_token_mask(
     at_least: int = 0,
     past_none: bool = False,
 ) -> Bool[Tensor, "B T"] | None:
-    """Return the nearest two-axis mask of a name and shape.
+    """Return the two-axis mask of a given name and shape from the innermost module that has one.
 
-    With ``at_least``, the mask may be longer: its last entries are returned. With ``past_none``, the search
-    continues outwards if a module received None.
+    With ``at_least``, a longer mask fits too, and its last entries are returned. With ``past_none``, the
+    search continues in enclosing modules if a module received None.
     """
     for at in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)
@@ -292,14 +292,14 @@ def find_token_mask(
 
 
 def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
-    """Return True if an encoder-decoder runs its decoder: its ``attention_mask`` is the encoder's."""
+    """Return True if an encoder-decoder runs its decoder, so that ``attention_mask`` is for the encoder."""
     if at + 1 == len(calls) or DECODER_MASK not in parameter_names(calls[at].module):
         return False
     return "decoder" in calls[at + 1].name.rpartition(".")[2]
 
 
 def _speaks_of_tokens(mask: Tensor) -> bool:
-    """Return True for 1 at tokens and 0 at padding, a token in every sequence; a bias is not such a mask."""
+    """Return True for a mask of zeros and ones with at least one 1 per sequence, and not an additive bias."""
     return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
 
 

@@ -1,4 +1,4 @@
-"""Models that cannot be captured, notes for the reader, and wrappers that distribute a model."""
+"""Checks for models that cannot be captured, notes for users, and wrappers of distributed models."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ OTHER_THREAD = (
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Raise `CaptureError` for a model that is no module, compiled, scripted or split over processes."""
+    """Raise `CaptureError` if a model is not an `nn.Module`, or is compiled, scripted or sharded by layer."""
     fix = "Pass the model itself; of a pipeline, its `.model`."
     model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
     if isinstance(model, torch.jit.ScriptModule):
@@ -53,7 +53,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """Return the operator that a function of ``sites`` returned; raise `CaptureError` if it is another."""
+    """Return the result of a function of ``sites`` as a call; raise `CaptureError` if it is no operator."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
     shape = getattr(given, "shape", None)
@@ -67,7 +67,7 @@ def checked_operator(given: object, site: str) -> MixingCall:
 
 
 def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
-    """Return the error of a capture without a mixer; ``ran`` if mixers ran in calls that raised."""
+    """Return the error for a capture that found no mixer; ``ran``: mixers ran, but in calls that raised."""
     subject = f"model {type(model).__name__}"
     if ran:
         return CaptureError(
@@ -105,7 +105,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
 
 
 def _some(names: list[str]) -> str:
-    """Return the first names of a list."""
+    """Return the first names of a list, joined for an error message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -130,7 +130,7 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
 
 
 def training_notes(model: nn.Module) -> list[str]:
-    """Return a note if dropout is on: operators are before dropout, states after it."""
+    """Return a note if dropout is active: operators are captured before dropout, states after it."""
     active = sum(
         dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
         for module in model.modules()
@@ -140,7 +140,7 @@ def training_notes(model: nn.Module) -> list[str]:
 
 
 def dropout_note(where: str) -> str:
-    """Return the note on dropout."""
+    """Return the text of the note on active dropout, with the place it was found."""
     return (
         f"dropout was on in {where}: operators are shown as they are before it, token states "
         "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
@@ -153,8 +153,8 @@ SHARD = "it works on sharded tensors (DTensor), of which this process holds a pa
 def check_whole(model: nn.Module) -> None:
     """Raise `CaptureError` if a layer is split over processes.
 
-    Under tensor parallelism each process computes some of the heads, and would report them as all heads. FSDP
-    gathers each layer before it runs and DDP copies the model, so both are captured unchanged.
+    Under tensor parallelism each process computes some heads, which would be reported as all heads. FSDP
+    gathers each layer before it runs, and DDP copies the model, so both can be captured.
     """
     split = split_modules(model)
     if not split:
@@ -171,7 +171,7 @@ def check_whole(model: nn.Module) -> None:
 
 
 def split_modules(model: nn.Module) -> dict[str, str]:
-    """Return the modules that run in parts on several processes, with how they are split."""
+    """Return the names of modules that are split over processes, each with a description of the split."""
     wrapped = [name for name, module in model.named_modules() if is_of(module, "fsdp", "FSDPModule")]
     split = {}
     for name, module in model.named_modules():
@@ -186,17 +186,17 @@ def split_modules(model: nn.Module) -> dict[str, str]:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Return True for a DTensor that is split over processes."""
+    """Return True if a tensor is a DTensor that is split over processes."""
     return _processes(tensor) > 1
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Return True for a DTensor, also if it is whole in this process."""
+    """Return True if a tensor is a DTensor, even if this process holds all of it."""
     return is_of(tensor, "tensor", "DTensor")
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
-    """Return how many processes share a DTensor; FSDP gathers its first axis, which does not count."""
+    """Return the number of processes over which a DTensor is split, without the axis that FSDP gathers."""
     if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def _processes(tensor: Tensor, gathered: bool = False) -> int:
 
 
 def _marked(module: nn.Module) -> str | None:
-    """Return how a library that keeps parts as plain tensors marks a module as split."""
+    """Return a description if a library marks a module as split but keeps plain tensors; otherwise None."""
     plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
     if plan is not None and (mesh is None or mesh.size() > 1):
         return f"{plan}"
@@ -217,15 +217,15 @@ def _marked(module: nn.Module) -> str | None:
 
 
 def is_of(thing: object, package: str, name: str) -> bool:
-    """Return True for an object of a class in ``torch.distributed.{package}``, if it is imported."""
+    """Return True if an object has class ``name`` of ``torch.distributed.{package}``, without an import."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
     return kind is not None and isinstance(thing, kind)
 
 
 def without_copies(model: Any) -> Any:
-    """Return the model that DDP or `torch.nn.DataParallel` copies to each device; any other model unchanged.
+    """Return the model inside a wrapper of DDP or `torch.nn.DataParallel`; any other model unchanged.
 
-    The wrapper hides the arguments and the structure of the model, and waits for the other processes.
+    The wrapper hides the model's arguments and structure, and DDP waits for other processes.
     """
     inner = original_of(model)
     copies = isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel)
@@ -234,14 +234,13 @@ def without_copies(model: Any) -> Any:
 
 @contextmanager
 def sharded_again(model: Any) -> Iterator[None]:
-    """Give every process its share of FSDP2's weights back when the block ends.
+    """Context manager that shards the weights of an FSDP2 model again when the block ends.
 
-    A forward pass without a backward pass leaves the outermost weights gathered. An optimizer changes the
-    shares alone: the next step would run with the old weights, and a step in between would hold the gathered
-    weights.
+    A forward pass without a backward pass leaves the outermost weights gathered. The optimizer then updates
+    only the shards, so the next step would run with old gathered weights.
 
     Raises:
-        CaptureError: if FSDP1 wraps the model, which cannot do so.
+        CaptureError: if FSDP1 wraps the model, because FSDP1 cannot shard weights again.
     """
     modules: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
     if any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in modules):

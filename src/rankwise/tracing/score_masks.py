@@ -1,4 +1,4 @@
-"""Scores that a mask hides before a softmax."""
+"""Attention scores that a mask hides before a softmax."""
 
 import math
 from collections.abc import Callable
@@ -39,20 +39,20 @@ CUTS = {Tensor.__getitem__}
 
 @dataclass(frozen=True)
 class Entries:
-    """A boolean per entry of a tensor, computed only if requested."""
+    """Lazy boolean tensor: one boolean per entry of a tensor, computed only if `of` is called."""
 
     shape: torch.Size
     make: Callable[[], Tensor]
-    """Function that returns a tensor which broadcasts to the shape."""
+    """Function that computes the booleans, broadcastable to the shape."""
 
     def of(self, shape: torch.Size) -> Tensor:
-        """Return the booleans in another shape with the entries in the same order."""
+        """Return the booleans, reshaped to another shape with as many entries."""
         return self.make().expand(self.shape).reshape(shape)
 
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """Return the booleans for a result of a function of the tensor; None if the shapes do not fit."""
+        """Return the booleans for the output of a function of the tensor; None if the shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
@@ -66,10 +66,10 @@ class Entries:
 
 
 class Masks:
-    """Remembers which scores the model has hidden on their way to the softmax.
+    """Record of the scores that the model hides between Q Kᵀ and the softmax.
 
-    Only operations on the scores count: a fill by a low number, or an added bias that is not a product of
-    activations. A low score itself does not count, because sharp attention has scores as low as any mask.
+    Only operations on scores hide them: a fill with a low number, or an added bias that is not a product of
+    activations. A low score alone does not, because sharp attention has scores as low as a mask.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Masks:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
-        """Note a function that returned scores; ``compared`` knows the scores among its arguments."""
+        """Register a function that returned scores; tensors in ``compared`` are scores, others masks."""
         sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
         parts = [
             moved
@@ -93,7 +93,7 @@ class Masks:
             self._hidden[out] = tuple(dict.fromkeys(parts))
 
     def assigned(self, scores: Tensor, where: object, value: object) -> None:
-        """Note ``scores[where] = value``."""
+        """Register an assignment ``scores[where] = value``, which may hide scores."""
         if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
             # The mask indexes the first axes: with axes of length 1 added, it broadcasts to the scores.
             shape = (*where.shape, *[1] * (scores.dim() - where.dim()))
@@ -101,9 +101,9 @@ class Masks:
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
-        """Return the scores that may receive weight in a softmax."""
+        """Return True at the scores that no mask hides, so that the softmax may give them weight."""
         parts = self._hidden.get(scores, ())
-        # No dtype's products come near its least number; of scores that nobody followed, a low one is hidden.
+        # No product Q Kᵀ is near the least number of a dtype. Scores of unknown origin use a higher limit.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
 
         def make() -> Tensor:
@@ -118,10 +118,10 @@ class Masks:
 def hidden_by(bias: Tensor) -> Tensor:
     r"""Return the entries that a bias hides when it is added to scores.
 
-    These are entries below −9000, and entries without weight next to the largest of their row if a gap of at
-    least half as much separates them from the entries with weight: −100 in shifted windows, but not the even
-    descent of ALiBi. A column that the second rule hides from every row stays: it would call tokens padding
-    on weak grounds.
+    An entry is hidden if it is below −9000. It is also hidden if it is more than 87.3 below the largest entry
+    of its row and a gap of 43.7 separates such entries from the others. Thus −100 in shifted windows hides,
+    but the even descent of ALiBi does not. The second rule hides no column from every row, because such a
+    column would count as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias
@@ -135,7 +135,7 @@ def hidden_by(bias: Tensor) -> Tensor:
 def _newly_hidden(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], compared: Any
 ) -> Callable[[], Tensor] | None:
-    """Return what a call hides, if it hides anything."""
+    """Return a function that computes which scores a call hides; None if the call hides none."""
     if func in FILLS and len(args) > 1 and _low(args[2] if len(args) > 2 else kwargs.get("value")):
         return lambda: args[1]
     if func in WHERES and len(args) == 3:
