@@ -78,7 +78,10 @@ def test_a_model_without_a_mask_reads_one_text_at_a_time(tokenizer: Any) -> None
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"texts": ["a"]}, r"`tokenizer`: expected the tokenizer of the model, .* got none.*AutoTokenizer"),
+        (
+            {"texts": ["a"]},
+            r"`tokenizer`: expected the tokenizer of the model, .* got NoneType.*AutoTokenizer",
+        ),
         ({"texts": ["a"], "tokenizer": 3}, "`tokenizer`: expected .* got int"),
         ({"texts": [], "tokenizer": len}, "`texts`: expected at least one text"),
         ({"texts": ["a", 3], "tokenizer": len}, "number 2: expected a str, got int"),

@@ -50,7 +50,9 @@ def test_wrong_options_are_refused_before_the_model_runs(options, says) -> None:
 
 
 def test_an_option_that_is_not_one_is_named() -> None:
-    with pytest.raises(RankwiseError, match=r"`metod`: expected a setting of .*Did you mean method"):
+    with pytest.raises(
+        RankwiseError, match=r"option of `rankwise.audit`: .*got .metod.\. Did you mean method"
+    ):
         AuditSettings.of(metod="exact")
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 
 import pytest
 import torch
@@ -364,13 +363,12 @@ def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
     """From the captured mixer to the record: who changes the number must read these files alone."""
     from rankwise._internals.statistics import Moments
     from rankwise.auditing.measure import HeadBatch
-    from rankwise.auditing.statistics import MEANS, RANKS, BandRanks
+    from rankwise.auditing.statistics import MEANS, RANKS
     from rankwise.measures import RankSummary
     from rankwise.measures.rank import Estimate, RankEstimates
     from rankwise.tracing import MixerSite
 
-    holders = (MixerSite, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, BandRanks, Moments)
+    holders = (MixerSite, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)
     files = {kind.__module__ for kind in (*holders, HeadRecord)}
     assert len(files) <= 8, files
-    assert {field.name for field in fields(BandRanks)} == set(RANKS)
     assert set(MEANS) | set(RANKS) <= set(HeadRecord.model_fields)

@@ -106,6 +106,6 @@ def test_an_error_survives_pickling(kind: type[RankwiseError]) -> None:
 
 
 def test_an_error_with_an_audit_survives_pickling() -> None:
-    error = AuditError(None, "model", expected="numbers", got="none", fix="")
+    error = AuditError(RankwiseError("model", expected="numbers", got="none", fix=""))
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), again.audit, str(again)) == (AuditError, None, "model: expected numbers, got none.")

@@ -41,7 +41,9 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
         ) from error
 
 
-def write_file(path: Path, content: str | Callable[[Path], object], subject: str) -> Path:
+def write_file(
+    path: str | Path, content: str | Callable[[Path], object], subject: str, in_folder: str = ""
+) -> Path:
     """Write a file under a temporary name, rename it, and return its path.
 
     A reader finds the old file or the new file, never a part. A full disk or Ctrl-C leaves the old file.
@@ -50,6 +52,7 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
         path: file to write; missing folders are created.
         content: text, or a function that writes a file to the path in its argument.
         subject: noun for the file in error messages.
+        in_folder: name of the file if `path` is an existing folder.
 
     Examples:
         >>> import tempfile
@@ -57,6 +60,8 @@ def write_file(path: Path, content: str | Callable[[Path], object], subject: str
         ...     write_file(Path(folder) / "a" / "b.txt", "hello", "file").read_text()
         'hello'
     """
+    path = Path(path)
+    path = path / in_folder if in_folder and path.is_dir() else path
     if path.exists() and not path.is_file():
         raise InputError(
             f"{subject} {path}",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from rankwise._internals.files import parse_json
 from rankwise.errors import RecordError, readable_file
 
+K = TypeVar("K", bound=Hashable)
 R = TypeVar("R", bound="Record")
+T = TypeVar("T")
 
 MISSING = "–"
 """Text for a number that is not finite. It is not "0", because a missing number is not a small number."""
@@ -42,6 +44,17 @@ class Record(BaseModel):
     """Base class of records: immutable, refuses unknown fields, writes NaN and infinity as null."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
+
+    def __str__(self) -> str:
+        return repr(self)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by key, in the order of the first item of each group; items of groups may alternate."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def format_number(value: float, digits: int | None = None) -> str:

@@ -1,6 +1,7 @@
 """Record attention maps of chosen heads: block averages of mixing matrices, within a budget of bytes."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -25,16 +26,14 @@ class NoSuchHeadsError(InputError):
 
 
 def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tensor, "*batch R C"]:
-    """Return the mixing matrix M (an operator) averaged over blocks of rows and columns of nearly equal size.
+    """Return the mixing matrix M (..., T, S) averaged over at most ``side`` blocks of rows and of columns.
+
+    Blocks have nearly equal sizes.
 
     Formula: Eᵀ M F, where column j of E (of F) is 1/n on the n rows (columns) of block j. M is not formed.
 
     Range: the range of the entries of M; M itself if T and S are at most ``side``.
     Cost: for attention, one product with ``side`` columns per head: O(T S side) time, O((T + S) side) memory.
-
-    Args:
-        operator: mixing matrices of shape (..., T, S): T tokens, S sources.
-        side: maximum number of rows and of columns of the result.
 
     Examples:
         >>> import torch
@@ -107,14 +106,10 @@ class AttentionMapRecorder:
         """Raise `NoSuchHeadsError` if no chosen head is in ``heads``, (layer, head) of the model."""
         known = set(heads)
         if self.chosen.heads and not self.chosen.heads & known:
-            layers, numbers = ([pair[axis] for pair in known] for axis in (0, 1))
-            raise NoSuchHeadsError(
-                "`matrices`",
-                expected=f"heads of layers {min(layers)}–{max(layers)}, "
-                f"numbers {min(numbers)}–{max(numbers)}",
-                got=_listed(self.chosen.heads),
-                fix='Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.',
-            )
+            layers, numbers = zip(*known, strict=True)
+            expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
+            fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
+            raise NoSuchHeadsError("`matrices`", expected=expected, got=_listed(self.chosen.heads), fix=fix)
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
         """Return notes on maps that are missing: heads that do not exist, or no bytes left."""
@@ -134,17 +129,15 @@ class AttentionMapRecorder:
 
 def only_flagged(heads: Sequence[HeadRecord], findings: Sequence[Finding]) -> list[HeadRecord]:
     """Return the records of heads, without the attention maps of heads that have no finding."""
-    flagged = set()
-    for finding in findings:
-        where = finding.where
-        if where.head is not None:
-            duplicates = finding.heads if finding.code == "DUPLICATE_HEADS" else ()
-            flagged |= {(where.stack, where.layer, where.site, head) for head in (where.head, *duplicates)}
+    flagged = {
+        replace(finding.where.at(head), call=0)
+        for finding in findings
+        if finding.where.head is not None
+        for head in (finding.where.head, *(finding.heads if finding.code == "DUPLICATE_HEADS" else ()))
+    }
     no_maps = {"attention_map": None, "second_attention_map": None}
-    return [
-        head if (head.stack, head.layer, head.site, head.head) in flagged else head.model_copy(update=no_maps)
-        for head in heads
-    ]
+    kept = (replace(head.id, call=0) in flagged for head in heads)
+    return [head if keep else head.model_copy(update=no_maps) for head, keep in zip(heads, kept, strict=True)]
 
 
 def _listed(heads: Iterable[tuple[int, int]]) -> str:

@@ -32,13 +32,11 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
     Padding is checked only in transformers models; ``attention_mask`` of another model may not mark padding.
     """
     tensors = tensors_of(batch)
+    fix = "Leave it out: an empty text is the usual cause."
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
-        raise InputError(
-            f"batch {number}",
-            expected="at least one sequence, of at least one token",
-            got=f"the shape {tuple(next(iter(tensors.values())).shape)}",
-            fix="Leave the batch out: an empty text is the usual cause.",
-        )
+        expected = "at least one sequence, of at least one token"
+        got = f"the shape {tuple(next(iter(tensors.values())).shape)}"
+        raise InputError(f"batch {number}", expected=expected, got=got, fix=fix)
     mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
     if getattr(without_copies(model), "config", None) is None or mask is None or ids is None:
         return
@@ -47,12 +45,9 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
     empty = (mask == 0).all(-1).nonzero().tolist()
     if empty:
         row = ", ".join(map(str, empty[0]))  # multiple choice has two indices: row and choice
-        raise InputError(
-            f"`attention_mask` of batch {number}",
-            expected="a token that is not padding in every row",
-            got=f"nothing but padding in row {row}, counted from 0",
-            fix="Leave it out: an empty text is the usual cause.",
-        )
+        expected = "a token that is not padding in every row"
+        got = f"nothing but padding in row {row}, counted from 0"
+        raise InputError(f"`attention_mask` of batch {number}", expected=expected, got=got, fix=fix)
 
 
 def from_texts(
@@ -70,6 +65,5 @@ def from_texts(
             "`batches` and `texts`", expected="one of them", got="both", fix="Audit them one after the other."
         )
     several, tokenizer = checked_texts(texts, tokenizer)
-    return model_batches(
-        model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size
-    )
+    sizes = {"tokens": tokens, "sequences": len(several), "batch_size": batch_size}
+    return model_batches(model, several, tokenizer, **sizes)

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from rankwise._internals.records import Count, Number, Record
-from rankwise.auditing.findings import grouped, place_of
+from rankwise._internals.records import Count, Number, Record, grouped
+from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance
@@ -130,14 +130,8 @@ class Comparison(Record):
     def to_html(self, path: str | Path) -> Path:
         """Write a page with the differences, the findings, a map of the heads and a table of the layers.
 
-        Args:
-            path: file; for an existing folder, ``comparison.html`` in it.
-
-        Returns:
-            The file written.
-
-        Raises:
-            InputError: if the file cannot be written.
+        Return the path of the file: in an existing folder, ``comparison.html``. Raise `InputError` if the
+        file cannot be written.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import comparison_document
@@ -152,14 +146,12 @@ class Comparison(Record):
         names = f"{self.before.model!r} → {self.after.model!r}"
         return f"Comparison({names}: {len(self.changes)} changes; findings: {found or 'none'})"
 
-    __str__ = __repr__
-
 
 def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, *only_heads = _matched_heads(before, after, stacks)
-    layers, *only_layers = _matched(before.layers, after.layers, "stack layer", stacks)
+    layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
     left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
@@ -200,24 +192,20 @@ def _stacks(audit: Audit) -> list[str]:
 
 def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
     """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
-    named = _matched(before.heads, after.heads, "stack site layer call head cross", {})
-    numbered = "stack layer call head cross kind"
+    named = _matched(before.heads, after.heads, "site layer call head cross", {})
+    numbered = "layer call head cross kind"
     return named if named[0] else _matched(before.heads, after.heads, numbered, stacks)
 
 
 def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]) -> Matched[R]:
-    """Match records by their fields, the stack first, and equal records by their order."""
-    key_of = attrgetter(*fields.split())
+    """Match records by stack and fields, and records that are equal in these by their order."""
 
     def by_fields(records: Sequence[R], stacks: Mapping[str, str]) -> dict[Hashable, R]:
-        seen: Counter[Hashable] = Counter()
-        found: dict[Hashable, R] = {}
-        for record in records:
-            stack, *others = key_of(record)
-            key = (stacks.get(stack, stack), *others)
-            found[key, seen[key]] = record
-            seen[key] += 1
-        return found
+        def key(record: R) -> Hashable:
+            return stacks.get(record.stack, record.stack), *(getattr(record, name) for name in fields.split())
+
+        groups = grouped(records, key)
+        return {(key, at): record for key, group in groups.items() for at, record in enumerate(group)}
 
     ours, theirs = by_fields(first, stacks), by_fields(second, {})
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
@@ -246,10 +234,7 @@ def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[L
     """Return the known measures of each layer with their standard deviations over sequences.
 
     For heads both are means over the heads of the layer. Heads come before token states, in model order.
-
-    Args:
-        audit: audit to read.
-        stacks: other names for its stacks.
+    ``stacks`` maps stacks of the audit to other names.
     """
     named = stacks or {}
     found: dict[LayerKey, tuple[float, float]] = {}

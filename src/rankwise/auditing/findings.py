@@ -1,13 +1,13 @@
 """Findings: a table of rules, a function per code, and `diagnose`, which applies all of them to an audit."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
 from typing import Any, Literal, TypeVar
 
-from rankwise._internals.records import Record
+from rankwise._internals.records import Record, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import describe_removable, with_removal_costs
 from rankwise.auditing.measure_table import NULLS, mixer_kind
@@ -25,8 +25,6 @@ from rankwise.errors import one_of
 from rankwise.importance.records import ImportanceRecord
 
 R = TypeVar("R")
-K = TypeVar("K", bound=Hashable)
-
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
 # For shorter sequences SINK and CONSTANT are notes: mass that 20 tokens leave to one may spread among 500.
@@ -462,14 +460,6 @@ def _finding(
 
 def _fields(record: Record, names: str) -> dict[str, float]:
     return {name: getattr(record, name) for name in names.split()}
-
-
-def grouped(records: Iterable[R], key: Callable[[R], K]) -> dict[K, list[R]]:
-    """Return records by key, in the order of the first of each group: records of stacks may alternate."""
-    groups: dict[K, list[R]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return groups
 
 
 def _tokens(head: HeadRecord) -> float:

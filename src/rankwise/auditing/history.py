@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, overload
 from rankwise._internals.files import write_file
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.frames import Row, csv_text, data_frame, table
-from rankwise.auditing.result import Audit
-from rankwise.errors import InputError
+from rankwise.auditing.result import LOAD, Audit
+from rankwise.errors import InputError, instance_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,9 +46,7 @@ class History:
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
         """Return audits by the steps in their names, or numbered from 0 in the given order.
 
-        Args:
-            audits: audits.
-            names: names of the audits; by default the names of their models.
+        By default audits have the names of their models.
         """
         called = list(names) or [audit.provenance.model for audit in audits]
         steps = steps_of(called) if called else None
@@ -56,15 +54,9 @@ class History:
         return cls(zip(numbers, audits, strict=True), called, counted=steps is None)
 
     def add(self, step: int, audit: Audit, name: str = "") -> None:
-        """Add an audit at its place among the steps.
+        """Add the audit of a training step at its place, by default under the name ``step-N``.
 
-        Args:
-            step: training step.
-            audit: audit of the model at that step.
-            name: name of the audit; by default ``step-N``.
-
-        Raises:
-            InputError: if the history has an audit of this step.
+        Raise `InputError` if the history has an audit of this step.
         """
         if step in self._entries:
             fix = "Choose another step, or keep another `History` for another run."
@@ -108,11 +100,7 @@ class History:
 
     @property
     def comparison(self) -> Comparison:
-        """Comparison of the last audit with the first.
-
-        Raises:
-            InputError: if the history has fewer than two audits.
-        """
+        """Comparison of the last audit with the first; `InputError` if there are fewer than two audits."""
         if len(self) < 2:
             got, fix = str(len(self)), "Add another: `add`."
             raise InputError("history", expected="two audits to compare", got=got, fix=fix)
@@ -121,10 +109,8 @@ class History:
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
-        Returns:
-            A pair per step for each (heads or states, stack, layer, cross, measure); NaN if an audit has no
-            such layer. If the costs of removal have several losses or origins, each kind of cost has curves
-            of its own, named ``"removal_cost of …"``.
+        A curve has a pair per step; NaN if an audit has no such layer. If the costs of removal have several
+        losses or origins, each kind of cost has curves of its own, named ``"removal_cost of …"``.
         """
         means = [layer_means(audit) for audit in self.audits]
         quantities = self._cost_quantities()
@@ -166,23 +152,16 @@ class History:
     def to_frame(self) -> "pd.DataFrame":
         """Return the heads of all audits as a pandas frame; step and name precede the columns of an audit.
 
-        Raises:
-            InputError: if pandas is not installed.
+        Raise `InputError` if pandas is not installed.
         """
         return data_frame(*self._table())
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write the table of `to_frame` as CSV, as `Audit.to_csv` does.
+        """Write the table of `to_frame` as CSV, as `Audit.to_csv` does, and return the path of the file.
 
-        Args:
-            path: file; for an existing folder, ``history.csv`` in it.
-
-        Raises:
-            InputError: if the file cannot be written.
+        In an existing folder, the file is ``history.csv``. Raise `InputError` if it cannot be written.
         """
-        path = Path(path)
-        path = path / "history.csv" if path.is_dir() else path
-        return write_file(path, csv_text(*self._table()), "table")
+        return write_file(path, csv_text(*self._table()), "table", in_folder="history.csv")
 
     def _table(self) -> tuple[list[str], list[Row]]:
         heads = [(step, name, head) for step, (name, audit) in self._entries.items() for head in audit.heads]
@@ -191,16 +170,9 @@ class History:
         return ["step", "name", *columns], rows
 
     def save(self, folder: str | Path) -> Path:
-        """Write each audit as ``NAME/audit.json`` and the page as ``index.html``.
+        """Write each audit as ``NAME/audit.json`` and the page as ``index.html``, and return the folder.
 
-        Args:
-            folder: folder to write; created if it does not exist.
-
-        Returns:
-            The folder.
-
-        Raises:
-            InputError: if a file cannot be written.
+        Raise `InputError` if a file cannot be written.
         """
         folder = Path(folder)
         for name, audit in zip(self.folders, self.audits, strict=True):
@@ -210,14 +182,9 @@ class History:
 
     @classmethod
     def load(cls, folder: str | Path) -> "History":
-        """Read the audits that `save`, or `rankwise audit` of several models, wrote.
+        """Return the audits that `save`, or `rankwise audit` of several models, wrote as ``*/audit.json``.
 
-        Args:
-            folder: folder with a folder per audit, which holds its ``audit.json``.
-
-        Raises:
-            InputError: if the folder has no audits.
-            RecordError: if an audit is damaged.
+        Raise `InputError` if the folder has no audits, and `RecordError` if an audit is damaged.
         """
         folder = Path(folder)
         found = sorted(path.parent for path in folder.glob("*/audit.json"))
@@ -230,14 +197,8 @@ class History:
     def to_html(self, path: str | Path) -> Path:
         """Write a page: curves over the steps, changes of findings, the last audit against the first.
 
-        Args:
-            path: file; for an existing folder, ``index.html`` in it.
-
-        Returns:
-            The file written.
-
-        Raises:
-            InputError: if the file cannot be written.
+        Return the path of the file: in an existing folder, ``index.html``. Raise `InputError` if it cannot be
+        written.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import history_document
@@ -338,8 +299,5 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
         History(3 audits, 'm' to 'm')
     """
     for number, audit in enumerate((before, after, *more), 1):
-        if not isinstance(audit, Audit):
-            got = repr(audit) if isinstance(audit, str | Path) else type(audit).__name__
-            fix = "Read a saved audit with `rw.Audit.load(path)`."
-            raise InputError(f"audit {number} of `compare`", expected="an audit", got=got, fix=fix)
+        instance_of(f"audit {number} of `compare`", audit, Audit, "an audit", fix=LOAD)
     return History.of([before, after, *more]) if more else compare_two(before, after)

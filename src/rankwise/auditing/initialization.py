@@ -11,7 +11,7 @@ from torch import nn
 
 from rankwise._internals.forward import preserve_random_state
 from rankwise._internals.torch_private import RESET, original_of
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, instance_of
 
 RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "initialize_weights")
 """Names of methods that draw the weights of a module, in PyTorch and in common model code."""
@@ -97,12 +97,9 @@ class InitialCopies:
         """Description of how copies are built, in words."""
         if self.settings.build is not None:
             return "by the function given"
-        from_configuration = _is_transformers(self.model)
-        return (
-            "from its configuration"
-            if from_configuration
-            else "by the methods of its modules that draw weights"
-        )
+        if _is_transformers(self.model):
+            return "from its configuration"
+        return "by the methods of its modules that draw weights"
 
     def __len__(self) -> int:
         return self.settings.seeds
@@ -119,12 +116,9 @@ class InitialCopies:
         try:
             return reinitialized(self.model, seed, None if build is None else lambda: build(seed))
         except InitializationError as error:
+            fix = "Audit without a baseline, or pass a function of a seed that builds it, `baseline=build`."
             raise InitializationError(
-                error.subject,
-                expected=error.expected,
-                got=error.got,
-                fix="Audit without a baseline, or give a function of a seed that builds the same model at "
-                "initialization, `rw.audit(…, baseline=build)`.",
+                error.subject, expected=error.expected, got=error.got, fix=fix
             ) from error
 
 
@@ -139,15 +133,11 @@ def _check_floating_point(model: nn.Module) -> None:
         "weights on more than one device": len(set(map(str, devices.values()))) > 1,
         "weights that are not in memory": any(parameter.is_meta for parameter in model.parameters()),
     }
+    expected = "a model with floating-point weights in the memory of one device"
+    fix = "Load it without quantization or offloading, or give a function that builds the model elsewhere."
     for reason, holds in reasons.items():
         if holds:
-            raise InitializationError(
-                f"initialization of {type(model).__name__}",
-                expected="a model with floating-point weights in the memory of one device",
-                got=reason,
-                fix="Load it without quantization or offloading, or give a function that builds a model that "
-                "runs where this one does.",
-            )
+            raise _failed(model, expected, reason, fix)
 
 
 def _is_transformers(model: nn.Module) -> bool:
@@ -159,24 +149,15 @@ def _from_configuration(model: nn.Module) -> nn.Module:
     try:
         return type(model)(copy.deepcopy(model.config))
     except Exception as error:
-        raise InitializationError(
-            f"configuration of {type(model).__name__}",
-            expected="one that builds the model at initialization",
-            got=f"{type(error).__name__}: {error}",
-            fix=BY_HAND,
-        ) from error
+        got = f"{type(error).__name__}: {error}"
+        raise _failed(model, "a configuration that builds the model at initialization", got) from error
 
 
 def _redrawn(model: nn.Module) -> nn.Module:
     try:
         initial = copy.deepcopy(model)
     except Exception as error:  # for example, a model wrapped in FSDP
-        raise InitializationError(
-            f"initialization of {type(model).__name__}",
-            expected="a model that can be copied",
-            got=f"{type(error).__name__}: {error}",
-            fix=BY_HAND,
-        ) from error
+        raise _failed(model, "a model that can be copied", f"{type(error).__name__}: {error}") from error
     with torch.no_grad():
         for parameter in initial.parameters():
             parameter.fill_(torch.nan)
@@ -208,48 +189,37 @@ def _reset(model: nn.Module, module: nn.Module, name: str) -> None:
         model.apply(method)
 
 
+def _failed(model: nn.Module, expected: str, got: str, fix: str = BY_HAND) -> InitializationError:
+    subject = f"initialization of {type(model).__name__}"
+    return InitializationError(subject, expected=expected, got=got, fix=fix)
+
+
 def _not_drawn(model: nn.Module, names: list[str], got: str) -> InitializationError:
     several = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return InitializationError(
-        f"weight {names[0]!r}{several} of {type(model).__name__}",
-        expected=f"a method that draws it: {', '.join(RESET_METHODS[:3])} of its module",
-        got=got,
-        fix=BY_HAND,
-    )
+    expected = f"a method that draws it: {', '.join(RESET_METHODS[:3])} of its module"
+    subject = f"weight {names[0]!r}{several} of {type(model).__name__}"
+    return InitializationError(subject, expected=expected, got=got, fix=BY_HAND)
 
 
 def _check_same_weights(model: nn.Module, initial: Any) -> None:
-    if not isinstance(initial, nn.Module):
-        raise InitializationError(
-            "the factory of a model at initialization",
-            expected="a module",
-            got=type(initial).__name__,
-            fix="Return the model.",
-        )
+    subject, fix = "the factory of a model at initialization", "Return the model."
+    instance_of(subject, initial, nn.Module, "a module", fix=fix, error=InitializationError)
     old = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     new = {name: tuple(parameter.shape) for name, parameter in initial.named_parameters()}
     if old == new:
         return
-    subject = f"initialization of {type(model).__name__}"
     modules = dict(model.named_modules())
     for name in new:
         path, _, weight = name.rpartition(".")
         if name not in old and path in modules and callable(getattr(modules[path], weight, None)):
-            raise InitializationError(
-                subject,
-                expected="floating-point weights",
-                got=f"quantized layers, such as {path!r}, which unpack their weights by a method",
-                fix="Audit the model before it is quantized: `factory=build` initializes models whose "
-                "weights are parameters.",
-            )
+            got = f"quantized layers, such as {path!r}, which unpack their weights by a method"
+            fix = "Audit the model before it is quantized, when its weights are parameters."
+            raise _failed(model, "floating-point weights", got, fix)
     name = next(name for name in {**old, **new} if old.get(name) != new.get(name))
-    raise InitializationError(
-        subject,
-        expected=f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}",
-        got=f"shape {new[name]}" if name in new else "none of that name",
-        fix="λ-skips, adapters and other changes to a model are not in its configuration: give a function "
-        "that builds the changed model at initialization, `factory=build`.",
-    )
+    expected = f"{name!r} of shape {old[name]}" if name in old else f"no weight {name!r}"
+    got = f"shape {new[name]}" if name in new else "none of that name"
+    fix = "λ-skips, adapters and other changes to a model are not in its configuration."
+    raise _failed(model, expected, got, f"{fix} {BY_HAND}")
 
 
 def _placed_like(model: nn.Module, initial: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,7 @@ from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import Method
-from rankwise.auditing.statistics import (
-    ERRORS,
-    MEANS,
-    RANKS,
-    HeadStatistics,
-    StateStatistics,
-)
+from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import (
     DenseMixing,
     DiagonalMixing,
@@ -111,20 +106,19 @@ def measure_heads(
     broken = np.isnan(by_sequence([batch.means["sigma_max"] for batch in batches], skip_nan=False))
     statistics.nonfinite = broken.sum(0).astype(np.float64)
 
-    def finite(values: Floats) -> Floats:
+    def finite(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
+        values = by_sequence(parts, skip_nan=skip_nan)
         return np.where(broken.reshape(*broken.shape, *[1] * (values.ndim - 2)), np.nan, values)
 
     for name, moments in statistics.measures.items():
-        moments.add(finite(by_sequence([batch.means[name] for batch in batches])))
+        moments.add(finite([batch.means[name] for batch in batches]))
     for name, moments in statistics.stderr.items():
-        moments.add(finite(by_sequence([batch.stderr[name] for batch in batches])))
-    ranks = {
-        name: finite(by_sequence([batch.ranks[name] for batch in batches], skip_nan=False)) for name in RANKS
-    }
-    for name, values in ranks.items():
-        getattr(statistics.ranks, name).add(values)
+        moments.add(finite([batch.stderr[name] for batch in batches]))
+    ranks = {name: finite([batch.ranks[name] for batch in batches], skip_nan=False) for name in RANKS}
+    for name, moments in statistics.ranks.items():
+        moments.add(ranks[name])
     for name in ("estimated", "fallbacks"):
-        setattr(statistics, name, np.nansum(finite(by_sequence([getattr(b, name) for b in batches])), axis=0))
+        setattr(statistics, name, np.nansum(finite([getattr(batch, name) for batch in batches]), axis=0))
     assert statistics.distances is not None
     statistics.distances.add(by_sequence([batch.distances for batch in batches]))
     if each_sequence:
@@ -136,9 +130,8 @@ def measure_heads(
         statistics.head_dim = site.operator.query.shape[-1]
     _add_examples(statistics, batches, image)
     if name_tokens is not None:
-        statistics.examples.add_names(
-            name_tokens(site, [peaks for batch in batches for peaks in batch.peaks])
-        )
+        peaks = [columns for batch in batches for columns in batch.peaks]
+        statistics.examples.add_names(name_tokens(site, peaks))
     return statistics
 
 
@@ -210,7 +203,9 @@ def _measure(
     else:
         formed, summary = _decomposed(operator, delta)
         ranks, fallback = summary.estimates(at), summary.used_svd
-        spectra = _spectra(summary.singular_values)
+        sigma = summary.singular_values
+        kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
+        spectra = _rounded(sigma[:1, :, kept.to(sigma.device)])
     numerical, *band = ranks.numerical
     mean, rate, memberships = _memberships(site, index)
     values = measures.evaluate({*FUNCTIONS.values(), "head_distance", "max_token_index"}, formed)
@@ -221,11 +216,7 @@ def _measure(
         return np.full((sequences, heads), float(value))
 
     named = dict(zip(ERRORS, (numerical, *ranks[1:]), strict=True))
-    found: dict[str, Tensor | float | int] = {
-        "tokens": tokens,
-        "sources": sources,
-        "full_rank": min(tokens, sources),
-    }
+    found: dict[str, Any] = {"tokens": tokens, "sources": sources, "full_rank": min(tokens, sources)}
     found |= {name: estimate.value for name, estimate in named.items()}
     found |= {"membership": mean, "coding_rate": rate}
     found |= {name: values[function] for name, function in FUNCTIONS.items()}
@@ -282,11 +273,6 @@ def _formed(operator: MixingOperator) -> Tensor:
     return matrices
 
 
-def _spectra(sigma: Tensor) -> list[list[list[float]]]:
-    kept = torch.linspace(0, sigma.shape[-1] - 1, min(SPECTRUM_POINTS, sigma.shape[-1])).round().long()
-    return _rounded(sigma[:1, :, kept.to(sigma.device)])
-
-
 def _memberships(
     site: MixerSite, index: slice
 ) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
@@ -297,34 +283,25 @@ def _memberships(
     rows, shares = site.valid_tokens[index], operator.diagonal.double()
     real = rows[:, None].to(shares.device)
     mean = shares.masked_fill(~real, 0).sum(-1) / real.sum(-1)
-    rate: Tensor | float = math.nan
-    if site.projection is not None:
-        rate = measures.variational_rate(site.projection[index], operator.diagonal, rows)
+    known = site.projection is not None
+    rate = measures.variational_rate(site.projection[index], operator.diagonal, rows) if known else math.nan
     shown = rows[0].to(shares.device) & ~shares[0, 0].isnan()
     return mean, rate, _rounded(shares[:1, :, shown][..., :MAP_TOKENS])
 
 
 def _rounded(numbers: Tensor) -> list[list[list[float]]]:
-    return [
-        [[float(f"{number:.6g}") for number in head] for head in sequence] for sequence in numbers.tolist()
-    ]
+    return [[[float(f"{x:.6g}") for x in head] for head in sequence] for sequence in numbers.tolist()]
 
 
 def _without_tokens(heads: int) -> HeadBatch:
     unknown = np.full((1, heads), np.nan)
     band = np.full((1, heads, len(BAND)), np.nan)
     return HeadBatch(
-        means=dict.fromkeys(MEANS, unknown),
-        ranks=dict.fromkeys(RANKS, band),
-        stderr=dict.fromkeys(ERRORS, unknown),
-        estimated=unknown,
-        fallbacks=unknown,
-        distances=np.full((1, heads, heads), np.nan),
-        masks=[],
-        spectra=[],
-        memberships=[],
+        means=dict.fromkeys(MEANS, unknown), ranks=dict.fromkeys(RANKS, band),
+        stderr=dict.fromkeys(ERRORS, unknown), estimated=unknown, fallbacks=unknown,
+        distances=np.full((1, heads, heads), np.nan), masks=[], spectra=[], memberships=[],
         peaks=[[-1] * heads],
-    )
+    )  # fmt: skip
 
 
 def measure_states(state: StateSite, before: StateSite | None) -> StateStatistics:

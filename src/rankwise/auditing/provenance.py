@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
 from rankwise.auditing.records import HeadRecord, Provenance, Unseen
 from rankwise.errors import InputError, RecordError, did_you_mean
@@ -47,12 +48,9 @@ def check_provenance(fields: Mapping[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        raise InputError(
-            "`provenance`",
-            expected="fields of `rankwise.auditing.Provenance`",
-            got=f"{name}: {first['msg']}",
-            fix=did_you_mean(name, Provenance.model_fields),
-        ) from None
+        got, fix = f"{name}: {first['msg']}", did_you_mean(name, Provenance.model_fields)
+        expected = "fields of `rankwise.auditing.Provenance`"
+        raise InputError("`provenance`", expected=expected, got=got, fix=fix) from None
 
 
 def provenance_of(model: "nn.Module", measured: Mapping[str, Any], given: Mapping[str, Any]) -> Provenance:
@@ -86,9 +84,7 @@ def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
     The digest does not depend on the device or on a wrapper around the model. The digest is empty if a weight
     cannot be read: sharded, quantized, or on the device meta. Cost: one copy of 64 entries per weight.
 
-    Args:
-        model: any module.
-        without: names of weights to leave out, such as weights that are not in the checkpoint.
+    Weights named in ``without``, such as weights that are not in the checkpoint, are left out.
 
     Examples:
         >>> import torch
@@ -111,10 +107,8 @@ def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
             return ""
         numbers = weight.reshape(-1)
         numbers = numbers[:: max(len(numbers) // SAMPLE, 1)][:SAMPLE].cpu()
-        if numbers.is_complex():
-            numbers = torch.view_as_real(numbers.resolve_conj())
-        else:
-            numbers = numbers.to(torch.float64)
+        is_complex = numbers.is_complex()
+        numbers = torch.view_as_real(numbers.resolve_conj()) if is_complex else numbers.to(torch.float64)
         digest.update(str(tuple(weight.shape)).encode())
         digest.update(numbers.numpy().tobytes())
     return digest.hexdigest()[:DIGITS]
@@ -186,12 +180,10 @@ def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
         for part in about.parts:
             other = holder.setdefault(part, number)
             if other != number:
-                raise RecordError(
-                    "audits to merge",
-                    expected="each sequence in one of them",
-                    got=f"the same in {names[other]} and {names[number]}",
-                    fix="Leave one of them out, or merge the audits of which they were made, each once.",
-                )
+                got = f"the same in {names[other]} and {names[number]}"
+                fix = "Leave one of them out, or merge the audits of which they were made, each once."
+                expected = "each sequence in one of them"
+                raise RecordError("audits to merge", expected=expected, got=got, fix=fix)
 
 
 def check_same(
@@ -200,12 +192,8 @@ def check_same(
     """Raise `RecordError` if the values of a field differ between audits."""
     different = list(dict.fromkeys(values))
     if len(different) > 1:
-        raise RecordError(
-            subject,
-            expected=f"the same {field} in all of them",
-            got=" and ".join(map(repr, different[:2])),
-            fix=fix,
-        )
+        got = " and ".join(map(repr, different[:2]))
+        raise RecordError(subject, expected=f"the same {field} in all of them", got=got, fix=fix)
 
 
 def joined(first: Provenance, second: Provenance) -> Provenance:
@@ -231,12 +219,9 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
 
 def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
     """Return modules that at least one audit called and failed to capture, or that neither audit called."""
-    found: dict[str, list[Unseen]] = {}
-    for module in (*first, *second):
-        found.setdefault(module.name, []).append(module)
     both = {module.name for module in first} & {module.name for module in second}
     kept = []
-    for name, modules in found.items():
+    for name, modules in grouped((*first, *second), lambda module: module.name).items():
         called = [module for module in modules if not module.reason.startswith(NEVER_CALLED)]
         if called or name in both:
             kept.append(min(called or modules, key=lambda module: module.reason))

@@ -154,37 +154,28 @@ class AttentionMap(Record):
         with np.errstate(over="ignore", invalid="ignore"):
             shares = (matrix / (largest or 1.0)).astype("<f2")
         rows, columns = matrix.shape
+        values = base64.b64encode(zlib.compress(shares.tobytes())).decode()
         return cls(
-            rows=rows,
-            columns=columns,
-            tokens=tokens,
-            sources=sources,
-            largest=largest,
-            values=base64.b64encode(zlib.compress(shares.tobytes())).decode(),
-            row_tokens=row_tokens,
-            column_tokens=column_tokens,
-        )
+            rows=rows, columns=columns, tokens=tokens, sources=sources, largest=largest, values=values,
+            row_tokens=row_tokens, column_tokens=column_tokens,
+        )  # fmt: skip
 
     def matrix(self) -> NDArray[np.float32]:
         """Return the decompressed map (rows, columns), accurate to 3 digits of the largest value."""
-        shares = np.frombuffer(self._unpacked(), dtype="<f2").reshape(self.rows, self.columns)
-        return shares.astype(np.float32) * np.float32(self.largest)
-
-    def _unpacked(self) -> bytes:
-        """Return the decompressed bytes; raise if the map is damaged. Output is bounded against zip bombs."""
         size = 2 * self.rows * self.columns
         try:
             packed = base64.b64decode(self.values, validate=True)
-            shares = zlib.decompressobj().decompress(packed, size + 1)
+            content = zlib.decompressobj().decompress(packed, size + 1)  # bounded against zip bombs
         except (ValueError, zlib.error) as error:
             raise ValueError(f"values should be float16 in zlib in base64: {error}") from None
-        if len(shares) != size:
+        if len(content) != size:
             raise ValueError(f"values should hold {self.rows}×{self.columns} numbers")
-        return shares
+        shares = np.frombuffer(content, dtype="<f2").reshape(self.rows, self.columns)
+        return shares.astype(np.float32) * np.float32(self.largest)
 
     @model_validator(mode="after")
     def _holds_its_numbers(self) -> "AttentionMap":
-        self._unpacked()
+        self.matrix()
         return self
 
 
@@ -322,8 +313,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
             f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
 
-    __str__ = __repr__
-
     @model_validator(mode="after")
     def _grid_holds_the_map(self) -> "HeadRecord":
         grid = self.membership_grid
@@ -391,8 +380,6 @@ class LayerRecord(LayerMeasures, LayerOrigin):
             f"effective rank {format_number(self.effective_rank)})"
         )
 
-    __str__ = __repr__
-
 
 class Finding(Record):
     """Problem or notable property of a model that an audit found."""
@@ -411,8 +398,6 @@ class Finding(Record):
 
     def __repr__(self) -> str:
         return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
-
-    __str__ = __repr__
 
 
 class Action(Record):

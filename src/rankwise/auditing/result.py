@@ -1,5 +1,6 @@
 """`Audit`: result of an audit, with methods to save, load, merge, display and export its records."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
 NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "skip connections are to be looked at again: rw.skips.recommend(audit, model, batch)"
+LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 _MOST_NAMES = 6
 """Maximum number of names listed in an error."""
 
@@ -60,24 +62,15 @@ class Audit(Record):
     """How the copies at initialization were made; None if no baseline was requested."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the audit as JSON and return the path of the file.
+        """Write the audit as JSON and return the path of the file: in an existing folder, ``audit.json``.
 
-        Args:
-            path: file to write; in an existing folder, the file is ``audit.json``.
-
-        Raises:
-            InputError: if the file cannot be written.
+        Raise `InputError` if the file cannot be written.
         """
-        path = Path(path)
-        path = path / "audit.json" if path.is_dir() else path
-        return write_file(path, self.model_dump_json(indent=1) + "\n", "audit")
+        return write_file(path, self.model_dump_json(indent=1) + "\n", "audit", in_folder="audit.json")
 
     @classmethod
     def load(cls, path: str | Path) -> "Audit":
-        """Return the audit in a file that `save` wrote.
-
-        Args:
-            path: file to read, or the folder of ``audit.json``.
+        """Return the audit in a file that `save` wrote, or in the file ``audit.json`` of a folder.
 
         Raises:
             InputError: if the file does not exist or cannot be read.
@@ -127,14 +120,10 @@ class Audit(Record):
             (6, 3)
         """
         if not audits:
-            raise InputError(
-                "`Audit.merge`", expected="at least one audit", got="none", fix="Pass a list of audits."
-            )
+            fix = "Pass a list of audits."
+            raise InputError("`Audit.merge`", expected="at least one audit", got="none", fix=fix)
         for number, audit in enumerate(audits, 1):
-            instance_of(
-                f"audit {number} of `Audit.merge`", audit, Audit, "an audit",
-                fix="Read a saved one with `rw.Audit.load(path)`.",
-            )  # fmt: skip
+            instance_of(f"audit {number} of `Audit.merge`", audit, Audit, "an audit", fix=LOAD)
         if len(audits) == 1:
             return audits[0]
         _check_mergeable(audits, names or [f"audit {number + 1}" for number in range(len(audits))])
@@ -154,12 +143,12 @@ class Audit(Record):
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
         """Return the audit with records, baselines and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
-        known: dict[HeadId, dict[str, Any]] = {}
+        known: dict[HeadId, dict[str, Any]] = defaultdict(dict)
         for at, head in (measured.heads if measured is not None else {}).items():
-            known[at] = {"importance": head, "removal_cost": head.cost}
+            known[at] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
         for at, fields in (head_baselines(statistics, copies, about.delta) if copies else {}).items():
-            known[at] = known.get(at, {}) | fields
+            known[at] |= fields
         heads = statistics.head_records(about.delta, known, about.audits)
         baselines = layer_baselines(statistics, copies)
         layers = [
@@ -183,11 +172,7 @@ class Audit(Record):
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one self-contained HTML file and return the path of the file.
 
-        Args:
-            path: file to write; in an existing folder, the file is ``index.html``.
-
-        Raises:
-            InputError: if the file cannot be written.
+        In an existing folder, the file is ``index.html``. Raise `InputError` if it cannot be written.
         """
         from rankwise.report import write_html
 
@@ -197,13 +182,8 @@ class Audit(Record):
         """Return records as a pandas data frame, with one row per record.
 
         The column after a measure is its standard deviation over sequences, such as ``numerical_rank_std``.
-        Lists (spectra, maps, thresholds) are omitted; they are in the records.
-
-        Args:
-            records: kind of records, such as "heads" or "layers".
-
-        Raises:
-            InputError: if pandas is not installed, or ``records`` is not a kind of records.
+        Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
+        is not installed, or ``records`` is not a kind of records, such as "heads" or "layers".
         """
         return data_frame(*table(records, getattr(self, records, [])))
 
@@ -211,18 +191,12 @@ class Audit(Record):
         """Write records as CSV, with the columns of `to_frame`, and return the path; pandas is not required.
 
         Numbers are written with all digits; unknown values are empty cells. Text that a spreadsheet would
-        execute (text that begins with = + - @) is preceded by an apostrophe.
-
-        Args:
-            path: file to write; in an existing folder, the file is ``heads.csv`` (``layers.csv``, …).
-            records: kind of records, such as "heads" or "layers".
-
-        Raises:
-            InputError: if the file cannot be written, or ``records`` is not a kind of records.
+        execute (text that begins with = + - @) is preceded by an apostrophe. In an existing folder, the file
+        is ``heads.csv`` (``layers.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
+        is not a kind of records.
         """
-        path = Path(path)
-        path = path / f"{records}.csv" if path.is_dir() else path
-        return write_file(path, csv_text(*table(records, getattr(self, records, []))), "table")
+        text = csv_text(*table(records, getattr(self, records, [])))
+        return write_file(path, text, "table", in_folder=f"{records}.csv")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
         """Return the record of one head.
@@ -269,21 +243,16 @@ class Audit(Record):
     def summary(self, width: int = 100) -> str:
         """Return the text that the command prints: findings, a table of layers, origin of the numbers.
 
-        Args:
-            width: maximum width of a line, in characters.
+        Lines have at most ``width`` characters.
         """
         from rankwise.report import console_text
 
         return console_text(self, width)
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
-        """Return a Plotly heat map of one measure: a row per layer, a column per head.
+        """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.
 
-        Args:
-            measure: name of the measure, as in the columns of `to_frame`.
-
-        Raises:
-            InputError: if plotly is not installed, the measure is unknown, or the audit has no heads.
+        Raise `InputError` if plotly is not installed, the measure is unknown, or the audit has no heads.
         """
         from rankwise.report import plot_heads
 
@@ -292,11 +261,8 @@ class Audit(Record):
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
         """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
 
-        Args:
-            measure: name of a measure, such as ``relative_spread``; None for all measures in the report.
-
-        Raises:
-            InputError: if plotly is not installed, the measure is unknown, or there are no token states.
+        It shows one measure, such as ``relative_spread``, or by default all measures in the report. Raise
+        `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
         """
         from rankwise.report import plot_depth
 
@@ -308,9 +274,6 @@ class Audit(Record):
 
         return notebook_html(self)
 
-    def __str__(self) -> str:
-        return repr(self)
-
     def __repr__(self) -> str:
         return (
             f"Audit({self.provenance.model or 'model'}: {len(self.heads)} heads, {len(self.layers)} layers, "
@@ -321,16 +284,14 @@ class Audit(Record):
 def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
     check_same("schema_version", [audit.schema_version for audit in audits])
     check_mergeable([audit.provenance for audit in audits], names)
-    alike: dict[tuple[str, str], list[object]] = {}
+    alike: dict[tuple[str, str], list[object]] = defaultdict(list)
     for audit in audits:
         for head in audit.heads:
-            alike.setdefault((f"head {head.head} of {head.site!r}, call {head.call}", "kind"), []).append(
-                head.kind
-            )
+            alike[f"head {head.head} of {head.site!r}, call {head.call}", "kind"].append(head.kind)
         for layer in audit.layers:
             states = f"token states of {layer.stack!r} after {layer.layer} blocks"
-            for field in ("site", "width"):
-                alike.setdefault((states, field), []).append(getattr(layer, field))
+            alike[states, "site"].append(layer.site)
+            alike[states, "width"].append(layer.width)
     for (subject, field), values in alike.items():
         check_same(field, values, subject=subject)
 

@@ -29,14 +29,7 @@ from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
 from rankwise.auditing.records import Provenance, Unseen
 from rankwise.auditing.result import Audit
-from rankwise.auditing.settings import (
-    AuditSettings,
-    BaselineOption,
-    ChosenHeads,
-    Matrices,
-    Method,
-    Progress,
-)
+from rankwise.auditing.settings import AuditSettings, BaselineOption, ChosenHeads, Matrices, Method, Progress
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.importance import Importance, ImportanceSettings
@@ -55,16 +48,9 @@ class AuditError(RankwiseError):
     """
 
     def __init__(
-        self,
-        audit: Audit | None,
-        subject: str,
-        *,
-        expected: str,
-        got: str,
-        fix: str,
-        statistics: AuditStatistics | None = None,
+        self, cause: RankwiseError, audit: Audit | None = None, statistics: AuditStatistics | None = None
     ) -> None:
-        super().__init__(subject, expected=expected, got=got, fix=fix)
+        super().__init__(cause.subject, expected=cause.expected, got=cause.got, fix=cause.fix)
         self.audit, self.statistics = audit, statistics
 
 
@@ -145,17 +131,9 @@ def audit(
         [(0, 0), (0, 1)]
     """
     settings = AuditSettings.of(
-        delta=delta,
-        tokenizer=tokenizer,
-        method=method,
-        sites=sites,
-        blocks=blocks,
-        matrices=matrices,
-        importance=importance,
-        baseline=baseline,
-        provenance=provenance,
-        on_progress=on_progress,
-    )
+        delta=delta, tokenizer=tokenizer, method=method, sites=sites, blocks=blocks, matrices=matrices,
+        importance=importance, baseline=baseline, provenance=provenance, on_progress=on_progress,
+    )  # fmt: skip
     notes: list[str] = []
     if texts is not None and isinstance(model := without_copies(model), nn.Module):
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
@@ -261,12 +239,8 @@ class Run:
             self.data.add(batch)
             self._batch = None
         if not self.batches:
-            raise InputError(
-                "`batches`",
-                expected="at least one batch",
-                got="none",
-                fix="Pass a list of batches; an iterator that was read before yields none.",
-            )
+            fix = "Pass a list of batches; an iterator that was read before yields none."
+            raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
 
     def _mixer(self, captured: MixerSite) -> None:
         with _measuring(captured.name), one_thread():  # parallel work uses one thread per matrix instead
@@ -274,14 +248,10 @@ class Run:
             if len(heads) < (every := captured.operator.shape[-3]):
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
             statistics = measure_heads(
-                site,
-                heads,
-                self.settings.delta,
-                self.settings.method,
+                site, heads, self.settings.delta, self.settings.method,
                 name_tokens=lambda site, columns: self.names.peaks(site, self._batch, columns),
-                image=image_size(self._batch),
-                each_sequence=self.each_sequence,
-            )
+                image=image_size(self._batch), each_sequence=self.each_sequence,
+            )  # fmt: skip
             if self.maps is not None:
                 known = self.statistics.heads.get(statistics.mixer)
                 before = 0 if known is None else max(map(len, known.examples.attention_maps))
@@ -304,18 +274,13 @@ class Run:
 
     def _take_batch(self) -> None:
         self.statistics.merge(self.batch_statistics)
-        self._forget_batch()
-
-    def _forget_batch(self) -> None:
         self.batch_statistics = ModelStatistics()
         self._states.clear()
 
     def _keep_finished(self) -> bool:
         """Keep finished batches, or finished layers of the first batch; return True if there are any."""
         self.complete = False
-        if self.batches:
-            self._forget_batch()
-        else:
+        if not self.batches:
             self._take_batch()
         return bool(self.statistics.heads)
 
@@ -339,13 +304,9 @@ class Run:
 
     def _for_copy(self, name: str) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
+        own = dict.fromkeys(("tokenizer", "maps", "importance", "baseline"))
         return replace(
-            self.settings,
-            tokenizer=None,
-            maps=None,
-            importance=None,
-            baseline=None,
-            on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}"),
+            self.settings, **own, on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}")
         )
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
@@ -370,10 +331,7 @@ class Run:
             states=self.statistics.states,
             provenance=self._provenance(),
             complete=self.complete,
-            uncaptured=[
-                Unseen(name=module.name, type=module.type, reason=module.reason)
-                for module in self.trace.uncaptured
-            ],
+            uncaptured=[Unseen(name=m.name, type=m.type, reason=m.reason) for m in self.trace.uncaptured],
             texts={} if self.maps is None else self.maps.texts,
             importance=self.importance,
             built=self.built,
@@ -404,12 +362,8 @@ class Run:
         """Return an error that names the batch, describes the exception and suggests a fix."""
         model, batch, number = type(self.model).__name__, self._batch, self.batches + 1
         if "meta tensor" in str(error) and any(weight.is_meta for weight in self.model.parameters()):
-            return RankwiseError(
-                f"the model {model}",
-                expected="weights in memory",
-                got="weights on the device meta",
-                fix="Load them first, for example by `from_pretrained`.",
-            )
+            got, fix = "weights on the device meta", "Load them first, for example by `from_pretrained`."
+            return RankwiseError(f"the model {model}", expected="weights in memory", got=got, fix=fix)
         if isinstance(error, RankwiseError):
             return error
         if (wrong := label_error(self.model, batch, number, error)) is not None:
@@ -419,12 +373,8 @@ class Run:
             fix = "Iterate over the batches alone to see the whole traceback."
             return RankwiseError(subject, expected="a batch", got=got, fix=fix)
         shapes = [f"{name} {tuple(value.shape)}" for name, value in tensors_of(batch).items()]
-        return RankwiseError(
-            subject,
-            expected=f"a forward pass of {model} over {', '.join(shapes) or type(batch).__name__}",
-            got=got,
-            fix=fix_hint(self.model, batch, error),
-        )
+        expected = f"a forward pass of {model} over {', '.join(shapes) or type(batch).__name__}"
+        return RankwiseError(subject, expected=expected, got=got, fix=fix_hint(self.model, batch, error))
 
     def _step_failed(self, error: Exception, subject: str, expected: str) -> AuditError:
         """Return the error of a step after the batches, with the audit of all batches as ``audit``."""
@@ -437,14 +387,7 @@ class Run:
     def _failed(self, error: RankwiseError, kept: bool) -> AuditError:
         statistics = self.collected() if kept else None
         audit = None if statistics is None else build_audit(statistics, self.settings.maps)
-        return AuditError(
-            audit,
-            error.subject,
-            expected=error.expected,
-            got=error.got,
-            fix=error.fix,
-            statistics=statistics,
-        )
+        return AuditError(error, audit, statistics)
 
 
 @contextmanager
@@ -455,9 +398,8 @@ def _measuring(name: str) -> Iterator[None]:
     except RankwiseError:
         raise
     except Exception as error:
-        raise RankwiseError(
-            f"measures of {name!r}",
-            expected="numbers",
-            got=f"{type(error).__name__}: {error}",
-            fix="If memory ran out, use fewer tokens or a smaller batch.",
-        ) from error
+        got, fix = (
+            f"{type(error).__name__}: {error}",
+            "If memory ran out, use fewer tokens or a smaller batch.",
+        )
+        raise RankwiseError(f"measures of {name!r}", expected="numbers", got=got, fix=fix) from error

@@ -1,6 +1,5 @@
 """Settings of an audit, shared by the function, the command and the monitor; checked before a model runs."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -9,7 +8,7 @@ from torch import nn
 
 from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
-from rankwise.errors import InputError, did_you_mean, one_of
+from rankwise.errors import InputError, instance_of, one_of, whole_number
 from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
 from rankwise.measures import DELTA, check_delta
 from rankwise.tracing import SiteAdapter
@@ -76,15 +75,8 @@ class AuditSettings:
             >>> AuditSettings.of(method="exact", matrices="3:7").maps.heads
             frozenset({(3, 7)})
         """
-        known = AuditOptions.__annotations__
         for name in options:
-            if name not in known:
-                raise InputError(
-                    f"`{name}`",
-                    expected="a setting of `rankwise.audit`",
-                    got="an unknown one",
-                    fix=did_you_mean(name, known),
-                )
+            one_of("option of `rankwise.audit`", name, AuditOptions.__annotations__)
         given: dict[str, Any] = {"delta": DELTA, "method": "auto", "importance": False, "baseline": False}
         given |= options
         provenance = given.get("provenance") or {}
@@ -93,29 +85,15 @@ class AuditSettings:
         sites, blocks, on_progress = given.get("sites"), given.get("blocks"), given.get("on_progress")
         named = isinstance(sites, Mapping) and all(isinstance(name, str) for name in sites)
         if sites is not None and not (named and all(map(callable, sites.values()))):
-            raise InputError(
-                "`sites`",
-                expected="a dict from names of modules to functions",
-                got=repr(sites),
-                fix="`sites={'layers.0.mixer': f}`, as in `rankwise.capture`.",
-            )
-        if blocks is not None and not isinstance(blocks, str):
-            raise InputError(
-                "`blocks`",
-                expected="names of the residual blocks as a string",
-                got=repr(blocks),
-                fix="`blocks='layers.*'`, as in `rankwise.capture`.",
-            )
+            expected, fix = "a dict from names of modules to functions", "`sites={'layers.0.mixer': f}`."
+            raise InputError("`sites`", expected=expected, got=repr(sites), fix=fix)
+        names = "names of the residual blocks as a string"
+        instance_of("`blocks`", blocks, (str, type(None)), names, fix="For example `blocks='layers.*'`.")
         check_callable("on_progress", on_progress)
         tokenizer = given.get("tokenizer")
-        decodes = callable(getattr(tokenizer, "decode", None))
-        if tokenizer is not None and not (decodes or callable(tokenizer)):
-            raise InputError(
-                "`tokenizer`",
-                expected="a tokenizer with a method `decode`, which names tokens",
-                got=type(tokenizer).__name__,
-                fix="Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown.",
-            )
+        if not hasattr(tokenizer, "decode"):
+            fix = "Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown."
+            instance_of("`tokenizer`", tokenizer, (Callable, type(None)), "a tokenizer", fix=fix)
         return cls(
             delta=given["delta"],
             tokenizer=tokenizer,
@@ -132,10 +110,8 @@ class AuditSettings:
 
 def check_callable(name: str, value: Any) -> None:
     """Raise `InputError` if an optional argument is neither None nor callable."""
-    if value is not None and not callable(value):
-        raise InputError(
-            f"`{name}`", expected="a function", got=repr(value), fix="Give a function, or leave it out."
-        )
+    optional = (Callable, type(None))
+    instance_of(f"`{name}`", value, optional, "a function", fix="Pass a function, or leave it out.")
 
 
 def chosen_heads(matrices: Any) -> ChosenHeads | None:
@@ -147,26 +123,20 @@ def chosen_heads(matrices: Any) -> ChosenHeads | None:
     """
     if matrices is None:
         return None
-    pairs: list[tuple[int, int]] = []
+    given = matrices
     if isinstance(matrices, str):
         word = matrices.strip().lower()
         if word in ("flagged", "all"):
             return ChosenHeads(flagged=word == "flagged")
-        parts = [part.strip() for part in matrices.split(",")]
-        if all(re.fullmatch(r"\d{1,9}:\d{1,9}", part) for part in parts):
-            pairs = [(int(layer), int(head)) for layer, head in (part.split(":") for part in parts)]
-    else:
-        try:
-            pairs = [(int(layer), int(head)) for layer, head in matrices]
-        except (TypeError, ValueError):
-            pairs = []
+        given = [part.split(":") for part in word.split(",")]
+    try:
+        pairs = [(int(layer), int(head)) for layer, head in given]
+    except (TypeError, ValueError):
+        pairs = []
     if not pairs:
-        raise InputError(
-            "`matrices`",
-            expected='"flagged", "all", or heads by layer and number, such as "3:7,5:0"',
-            got=repr(matrices),
-            fix='Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.',
-        )
+        expected = '"flagged", "all", or heads by layer and number, such as "3:7,5:0"'
+        fix = 'Counted from 0: `matrices="3:7"` keeps head 7 of layer 3.'
+        raise InputError("`matrices`", expected=expected, got=repr(matrices), fix=fix)
     return ChosenHeads(frozenset(pairs))
 
 
@@ -174,18 +144,12 @@ def baseline_settings(option: Any) -> BaselineSettings | None:
     """Return the settings of a baseline, None if not requested; raise `InputError` if the option is wrong."""
     if isinstance(option, bool):
         return BaselineSettings() if option else None
-    settings = option
     if isinstance(option, int):
-        settings = BaselineSettings(option)
+        option = BaselineSettings(option)
     elif callable(option) and not isinstance(option, nn.Module):
-        settings = BaselineSettings(build=option)
-    seeds = settings.seeds if isinstance(settings, BaselineSettings) else 0
-    if not isinstance(seeds, int) or seeds < 1:
-        raise InputError(
-            "`baseline`",
-            expected="True, a number of seeds from 1 on, a function of a seed that builds the model, or "
-            "`BaselineSettings`",
-            got=type(option).__name__ if isinstance(option, nn.Module) else repr(option),
-            fix="`baseline=3` also audits the model at three initializations.",
-        )
+        option = BaselineSettings(build=option)
+    expected = "True, a number of seeds, a function of a seed that builds the model, or `BaselineSettings`"
+    fix = "`baseline=3` also audits the model at three initializations."
+    settings = instance_of("`baseline`", option, BaselineSettings, expected, fix=fix)
+    whole_number("seeds of `baseline`", settings.seeds, fix=fix)
     return settings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rankwise._internals.records import grouped
 from rankwise._internals.statistics import Floats, Moments
 from rankwise.auditing.examples import TOKENS_KEPT, Examples, most_common
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
@@ -45,18 +46,9 @@ RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank
 ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
 LEFT_OUT = "importance left out: not all audits that were merged have it"
+COUNTS = ("nonfinite", "estimated", "fallbacks")
+"""Fields that count sequences with NaN, estimated ranks or an SVD."""
 STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
-
-
-@dataclass
-class BandRanks:
-    """Ranks of H heads at five thresholds around δ, (H, 5) each, under the names that `HeadRecord` has."""
-
-    numerical_rank: Moments
-    rank_low: Moments
-    rank_high: Moments
-    random_rank: Moments
-    uniform_rank: Moments
 
 
 @dataclass
@@ -70,7 +62,8 @@ class HeadStatistics:
     """Indices of the heads; not consecutive if channels were sampled."""
     measures: dict[str, Moments]
     """Moments of the fields in `MEANS`, shape (H,) each."""
-    ranks: BandRanks
+    ranks: dict[str, Moments]
+    """Moments of the fields in `RANKS` at five thresholds around δ, shape (H, 5) each."""
     stderr: dict[str, Moments]
     """Standard errors of the measures in `ERRORS`, shape (H,) each; 0 for exact ranks."""
     distances: Moments | None
@@ -93,12 +86,10 @@ class HeadStatistics:
         return cls(
             *(mixer, kind, cross, heads),
             measures={name: Moments.empty(number) for name in MEANS},
-            ranks=BandRanks(*(Moments.empty(number, len(BAND)) for _ in RANKS)),
+            ranks={name: Moments.empty(number, len(BAND)) for name in RANKS},
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
-            nonfinite=np.zeros(number),
-            estimated=np.zeros(number),
-            fallbacks=np.zeros(number),
+            **{name: np.zeros(number) for name in COUNTS},
             examples=Examples.empty(number),
         )
 
@@ -108,23 +99,17 @@ class HeadStatistics:
         With ``attention_maps=False`` the attention maps of ``other`` are not added.
         """
         if self.heads != other.heads:
-            raise ShapeError(
-                f"heads of {self.mixer.site!r}",
-                expected=f"{len(self.heads)}, as in the sequences before",
-                got=str(len(other.heads)),
-                fix="Audit batches one by one if the model changes its heads; merge audits of one model.",
-            )
-        for mine, others in (
-            *((self.measures[name], other.measures[name]) for name in MEANS),
-            *((getattr(self.ranks, name), getattr(other.ranks, name)) for name in RANKS),
-            *((self.stderr[name], other.stderr[name]) for name in ERRORS),
-        ):
-            mine.merge(others)
+            expected, got = f"{len(self.heads)}, as in the sequences before", str(len(other.heads))
+            fix = "Audit batches one by one if the model changes its heads; merge audits of one model."
+            raise ShapeError(f"heads of {self.mixer.site!r}", expected=expected, got=got, fix=fix)
+        for kind in ("measures", "ranks", "stderr"):
+            for name, moments in getattr(self, kind).items():
+                moments.merge(getattr(other, kind)[name])
         if self.distances is None or other.distances is None:
             self.distances = None
         else:
             self.distances.merge(other.distances)
-        for name in ("nonfinite", "estimated", "fallbacks"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.examples.merge(other.examples, attention_maps=attention_maps)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
@@ -141,7 +126,7 @@ class HeadStatistics:
         """Return a record per head; a record keeps `TOKENS_KEPT` token names per merged audit."""
         finite = self.measures["sigma_max"].count
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
-        band = {name: getattr(self.ranks, name).complete(finite[:, None]).to_record() for name in RANKS}
+        band = {name: ranks.complete(finite[:, None]).to_record() for name, ranks in self.ranks.items()}
         numbers |= {name: tuple(part[:, DELTA_INDEX] for part in parts) for name, parts in band.items()}
         errors = {name: moments.to_record() for name, moments in self.stderr.items()}
         nearest, distance = self._nearest()
@@ -195,38 +180,35 @@ class HeadStatistics:
         first = records[0]
         sequences = np.array([record.sequences for record in records], dtype=np.float64)
 
-        def moments(name: str) -> Moments:
-            count = [record.counts.get(name, record.sequences) for record in records]
-            mean = [getattr(record, name) for record in records]
-            std = [record.std.get(name, math.nan) for record in records]
-            return Moments.from_record(*np.array([count, mean, std], dtype=np.float64))
-
-        def error(name: str) -> Moments:
-            count = [record.counts.get(f"stderr of {name}", record.sequences) for record in records]
-            mean = [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records]
-            return Moments.from_record(*np.array([count, mean, np.full(len(mean), np.nan)]))
+        def moments(key: str, means: list[float]) -> Moments:
+            count = [record.counts.get(key, record.sequences) for record in records]
+            std = [record.std.get(key, math.nan) for record in records]
+            return Moments.from_record(*np.array([count, means, std], dtype=np.float64))
 
         return cls(
             mixer=first.id.at(None),
             kind=first.kind,
             cross=first.cross,
             heads=[record.head for record in records],
-            measures={name: moments(name) for name in MEANS},
-            ranks=BandRanks(*(_ranks_of(records, name, sequences, delta) for name in RANKS)),
-            stderr={name: error(name) for name in ERRORS},
+            measures={name: moments(name, [getattr(record, name) for record in records]) for name in MEANS},
+            ranks={name: _ranks_of(records, name, sequences, delta) for name in RANKS},
+            stderr={
+                name: moments(
+                    f"stderr of {name}",
+                    [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records],
+                )
+                for name in ERRORS
+            },
             distances=_distances_of(records),
-            nonfinite=np.array([float(record.nonfinite) for record in records]),
-            estimated=np.array([float(record.estimated) for record in records]),
-            fallbacks=np.array([float(record.fallbacks) for record in records]),
+            **{name: np.array([float(getattr(record, name)) for record in records]) for name in COUNTS},
             examples=Examples.from_records(records),
             head_dim=first.width,
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
         """Return the nearest head of each head by mean distance (None if unknown), and the distance."""
-        unknown = np.full(len(self.heads), np.nan)
         if self.distances is None:
-            return [None] * len(self.heads), unknown
+            return [None] * len(self.heads), np.full(len(self.heads), np.nan)
         distance = self.distances.to_record()[1].copy()
         np.fill_diagonal(distance, np.nan)
         filled = np.where(np.isnan(distance), np.inf, distance)
@@ -294,12 +276,9 @@ def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
             return None
         held = len(record.merging.distances)
         if held not in (1, heads) or len(record.merging.pairs) != held:
-            raise RecordError(
-                f"heads of {record.site!r}",
-                expected=f"distances to {heads} heads",
-                got=f"{held} distances and {len(record.merging.pairs)} counts",
-                fix="The file is damaged; run `rankwise audit` again.",
-            )
+            expected, got = f"distances to {heads} heads", f"{held} and {len(record.merging.pairs)} counts"
+            fix = "The file is damaged; run `rankwise audit` again."
+            raise RecordError(f"heads of {record.site!r}", expected=expected, got=got, fix=fix)
         to = slice(None) if held == heads else [at]  # one module per head: its own distance
         count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
     np.fill_diagonal(mean, 0.0)
@@ -459,19 +438,13 @@ class AuditStatistics(ModelStatistics):
     @classmethod
     def from_audit(cls, audit: "Audit") -> "AuditStatistics":
         """Restore statistics from a saved audit, without baseline and required head dimensions."""
-        groups: dict[HeadId, list[HeadRecord]] = {}
-        for record in audit.heads:
-            groups.setdefault(record.id.at(None), []).append(record)
+        mixers = grouped(audit.heads, lambda record: record.id.at(None))
         delta = audit.provenance.delta
-        importance = None
-        if audit.importance is not None:
-            known = {record.id: record.importance for record in audit.heads if record.importance is not None}
-            importance = Importance(audit.importance, known)
+        known = {record.id: record.importance for record in audit.heads if record.importance is not None}
+        importance = None if audit.importance is None else Importance(audit.importance, known)
         return cls(
-            heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in groups.items()},
-            states={
-                (record.stack, record.layer): StateStatistics.from_record(record) for record in audit.layers
-            },
+            heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in mixers.items()},
+            states={(layer.stack, layer.layer): StateStatistics.from_record(layer) for layer in audit.layers},
             provenance=audit.provenance,
             complete=audit.complete,
             uncaptured=audit.uncaptured,

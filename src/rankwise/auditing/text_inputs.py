@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rankwise.errors import InputError, whole_number
+from rankwise.errors import InputError, instance_of, whole_number
 
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
@@ -114,9 +114,8 @@ def model_batches(
     tokenizer: Tokenizer,
     *,
     tokens: int = 256,
-    sequences: int = 8,
     batch_size: int = 4,
-    shard: Shard = ALL,
+    **options: Any,
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
@@ -130,18 +129,10 @@ def model_batches(
         notes.append(f"sequences cut from {tokens} to {limit} tokens, the longest the model takes")
         tokens = limit
     alone = not _takes_mask(model)
-    batches: Iterator[Any] = text_batches(
-        texts,
-        tokenizer,
-        tokens=tokens,
-        sequences=sequences,
-        batch_size=1 if alone else batch_size,
-        shard=shard,
-    )
+    options |= {"tokens": tokens, "batch_size": 1 if alone else batch_size}
+    batches: Iterator[Any] = text_batches(texts, tokenizer, **options)
     if alone:
-        notes.append(
-            "one sequence in a batch: the model takes no attention_mask, so padding could not be told"
-        )
+        notes.append("one sequence in a batch: the model takes no attention_mask that would mark padding")
         return (batch["input_ids"] for batch in batches), notes
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         notes.append("the decoder reads the encoder's text, shifted by one token")
@@ -161,22 +152,15 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
         rankwise.errors.InputError: `texts`, number 2: expected a str, got int. Give a list of strings.
     """
     fix = "Give a list of strings."
-    several = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else None
-    if several is None or isinstance(texts, dict):
+    if not isinstance(texts, Iterable) or isinstance(texts, dict):
         raise InputError("`texts`", expected="a list of strings", got=type(texts).__name__, fix=fix)
+    several = [texts] if isinstance(texts, str) else list(texts)
     for number, text in enumerate(several, start=1):
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise InputError(f"`texts`, number {number}", expected="a str", got=got, fix=fix)
+        instance_of(f"`texts`, number {number}", text, str, "a str", fix=fix)
     if not several:
         raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
-    if not callable(tokenizer):
-        raise InputError(
-            "`tokenizer`",
-            expected="the tokenizer of the model, to go with `texts`",
-            got="none" if tokenizer is None else type(tokenizer).__name__,
-            fix="tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)",
-        )
+    fix = "tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)"
+    instance_of("`tokenizer`", tokenizer, Callable, "the tokenizer of the model, to go with `texts`", fix=fix)
     return several, tokenizer
 
 
@@ -202,14 +186,10 @@ def _takes_mask(model: nn.Module) -> bool:
 
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    ids = batch["input_ids"]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     start = getattr(model.config, "decoder_start_token_id", None)
-    first = torch.full_like(ids[:, :1], 0 if start is None else start)
-    return {
-        **batch,
-        "decoder_input_ids": torch.cat([first, ids[:, :-1]], dim=1),
-        "decoder_attention_mask": batch["attention_mask"],
-    }
+    shifted = torch.cat([torch.full_like(ids[:, :1], 0 if start is None else start), ids[:, :-1]], dim=1)
+    return {**batch, "decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
 
 def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
@@ -219,10 +199,9 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
     room = tokens - len(before) - len(after)
     if len(ids) < room:
         total = len(ids) + tokens - room
+        expected, got = f"{tokens} tokens for one window", f"{total} tokens"
         fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
-        raise InputError(
-            "the text", expected=f"{tokens} tokens for one window", got=f"{total} tokens", fix=fix
-        )
+        raise InputError("the text", expected=expected, got=got, fix=fix)
     starts = (room * i for i in evenly(len(ids) // room, sequences))
     return [[*before, *ids[start : start + room], *after] for start in starts]
 
@@ -233,10 +212,8 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: in
     chosen = [nonempty[i] for i in evenly(len(nonempty), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]
     if not encoded:
-        got = f"{len(texts)} without a token"
-        raise InputError(
-            "the texts", expected="at least one with a token", got=got, fix="Check the text column."
-        )
+        got, fix = f"{len(texts)} without a token", "Check the text column."
+        raise InputError("the texts", expected="at least one with a token", got=got, fix=fix)
     before, after = _special_tokens(encoded[0][0], tokenizer, tokens)
     return [[*before, *ids[: tokens - len(before) - len(after)], *after] for _, ids in encoded]
 
