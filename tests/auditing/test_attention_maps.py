@@ -17,7 +17,7 @@ from rankwise.auditing.findings import diagnose
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
-from rankwise.report.page import page_context
+from rankwise.report.audit_report import audit_document
 
 
 def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass:
     (head,) = samples.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
     about = samples.provenance()
     audit = Audit(provenance=about, heads=[head], layers=[], findings=[])
-    peak = page_context(audit)["data"]["heads"]["max_token"]
+    peak = audit_document(audit).data(0)["heads"]["max_token"]
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 
 

@@ -19,7 +19,7 @@ from rankwise.auditing.baseline import _at
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.frames import table
 from rankwise.errors import InputError, RankwiseError
-from rankwise.report.page import page_context
+from rankwise.report.audit_report import audit_document
 
 DELTA = 0.05
 
@@ -47,7 +47,7 @@ def trained() -> nn.Module:
 
 def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds() -> None:
     audit = rw.audit(layer(), batches(), DELTA, baseline=3)
-    columns = {column["name"]: column for column in page_context(audit)["data"]["columns"]}
+    columns = {column["name"]: column for column in audit_document(audit).data(0)["columns"]}
     fresh = [head.baseline for head in audit.heads]
     assert columns["init_stable_rank"]["values"] == pytest.approx(
         [of.mean["stable_rank"] for of in fresh], 1e-5

@@ -11,7 +11,7 @@ from rankwise.auditing.findings import diagnose
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet
-from rankwise.report.page import page_context
+from rankwise.report.audit_report import audit_document
 
 LAYERS, HEADS = 4, 10
 
@@ -66,7 +66,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:
 
 WORK: dict[str, Callable[[Audit], object]] = {
     "findings": lambda audit: diagnose(audit.heads, audit.layers, [], audit.importance),
-    "page": page_context,
+    "page": lambda audit: audit_document(audit).data(0),
     "comparison": lambda audit: compare(audit, audit.model_copy()),
 }
 

@@ -108,7 +108,8 @@ import io, math, torch, rankwise as rw
 from pathlib import Path
 from rich.console import Console
 from rankwise.measures import attention_distance
-from rankwise.report import print_document, render_console
+from rankwise.report import print_document
+from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document
 
 torch.manual_seed(0)
@@ -148,7 +149,7 @@ other = rw.audit(layer, [torch.randn(2, 12, 24)])
 changes = rw.compare(audit, other).changes
 assert any(change.measure == "attention_distance" for change in changes)
 out = Console(file=io.StringIO(), width=100)
-render_console(audit, out)
+print_document(audit_document(audit), out)
 print_document(comparison_document(rw.compare(audit, other)), out)
 assert "looks" in out.file.getvalue()
 assert "attention distance" in out.file.getvalue()
@@ -206,12 +207,12 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
         ("report/head_columns.py", "auditing/measure_table.py"): "HEAD_MEASURES",
     }
     # besides these, `measure` calls functions of `measures` and `result` those of `report`, by package:
-    # `page` asks for the columns
+    # `audit_report` asks for the columns
     packages = {("auditing/measure.py", "measures/rank.py"), ("auditing/result.py", "report/head_columns.py")}
     assert {module for link in (*links, *packages) for module in link} == set(way)
     package = Path(rw.__file__).parent
     for (reader, read), name in (
-        links | {("report/page.py", "report/head_columns.py"): "head_columns"}
+        links | {("report/audit_report.py", "report/head_columns.py"): "head_columns"}
     ).items():
         module = "rankwise." + read.removesuffix(".py").replace("/", ".")
         source = (package / reader).read_text(encoding="utf-8")
@@ -220,4 +221,4 @@ def test_the_way_of_a_number_is_the_one_of_its_page() -> None:
         )
     assert run_audit.__module__ == "rankwise.auditing.run"
     assert measures.effective_rank.__module__ == "rankwise.measures.rank"
-    assert report.write_html.__module__ == "rankwise.report.page"
+    assert report.write_page.__module__ == "rankwise.report.page"

@@ -13,8 +13,9 @@ from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
-from rankwise.report.audit_report import console_text
-from rankwise.report.text import rank_share
+from rankwise.report import document_text
+from rankwise.report.audit_report import audit_document
+from rankwise.report.format import rank_share
 from rankwise.tracing import MixerSite
 
 RANK = next(one for one in HEAD_MEASURES if one.name == "numerical_rank")
@@ -92,9 +93,9 @@ def test_the_console_says_that_delta_is_relative():
 
     heads = [record("selective", DenseMixing(normal(1, 1, 20, 20)))]
     audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=heads, layers=[], findings=[])
-    assert "δ relative to σ₁" in console_text(audit)
+    assert "δ relative to σ₁" in document_text(audit_document(audit))
     audit = audit.model_copy(update={"heads": [record("softmax", DenseMixing(normal(1, 1, 20, 20)))]})
-    assert "relative to" not in console_text(audit)
+    assert "relative to" not in document_text(audit_document(audit))
 
 
 def test_no_head_with_signs_is_above_or_below_its_fresh_weights_by_an_absolute_rank():

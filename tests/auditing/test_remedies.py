@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import rankwise as rw
 from rankwise.auditing import RULES, Finding
 from rankwise.cli import app
-from rankwise.report.text import pieces
+from rankwise.report.format import split_code
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 120
 T, HEADS = 32, 5
@@ -358,7 +358,7 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
     said = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
     finding = of(case.split()[0], audit)[0]
     assert finding.remedy
-    for words, is_code in pieces(finding.remedy):
+    for words, is_code in split_code(finding.remedy):
         if is_code and words.startswith("rankwise "):
             run(words, model, folder)
         elif is_code:

@@ -1,11 +1,15 @@
 """Audits made up by a seeded generator, in the ranges real ones have."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance, Unseen
 from rankwise.auditing.result import Audit
+from rankwise.report.audit_report import audit_document
+from rankwise.report.page import page_text
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 """Ends a script, loads a picture and runs a command wherever it is not escaped."""
@@ -381,3 +385,13 @@ ALL = {
     "estimated": estimated,
     "memberships": memberships,
 }
+
+
+def page(audit: Audit) -> str:
+    """The page of an audit."""
+    return page_text(audit_document(audit))
+
+
+def data(audit: Audit) -> Mapping[str, Any]:
+    """What the scripts of the page of an audit read."""
+    return audit_document(audit).data(0)

@@ -10,10 +10,10 @@ from tests.report import samples
 from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.auditing.result import Audit
-from rankwise.report import page
+from rankwise.report import audit_report
+from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.heatmap_grid import HeadIndex, grids_of
-from rankwise.report.targets import Target, find_targets
 
 
 @pytest.mark.parametrize("name", samples.ALL)
@@ -129,11 +129,11 @@ def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
-        function = getattr(page, name)
+        function = getattr(audit_report, name)
         return lambda *given: made.append(name) or function(*given)
 
     names = ["find_targets", "grids_of", "membership_maps"]
     for name in names:
-        monkeypatch.setattr(page, name, counted(name))
-    page.render_html(samples.encoder())
+        monkeypatch.setattr(audit_report, name, counted(name))
+    samples.page(samples.encoder())
     assert sorted(made) == names

@@ -16,8 +16,9 @@ from rankwise.auditing.attention_maps import block_averages
 from rankwise.auditing.records import AttentionMap
 from rankwise.auditing.result import Audit
 from rankwise.operators import DenseMixing
-from rankwise.report import write_html
-from rankwise.report.text import rank_share
+from rankwise.report import write_page
+from rankwise.report.audit_report import audit_document
+from rankwise.report.format import rank_share
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 Browser, Locator, Page = sync_api.Browser, sync_api.Locator, sync_api.Page
@@ -72,7 +73,7 @@ def pictured() -> Audit:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("reports")
     return {
-        name: write_html(make(), folder / f"{name}.html").as_uri()
+        name: write_page(audit_document(make()), folder / f"{name}.html").as_uri()
         for name, make in (samples.ALL | {"pictured": pictured}).items()
     }
 
@@ -147,9 +148,11 @@ def test_every_sample_opens_in_silence_on_a_phone_and_beside(
 
 def test_there_is_a_picture_in_every_plot(encoder: Page) -> None:
     assert encoder.locator(".heat .hm image, .heat .hm path").count() >= 1
-    assert encoder.locator(".depth .plot").count() == 3
+    assert encoder.locator("#states .plot").count() == 3
     for number in range(3):
-        assert encoder.locator(".depth .plot").nth(number).locator(".scatterlayer .trace .point").count() == 7
+        assert (
+            encoder.locator("#states .plot").nth(number).locator(".scatterlayer .trace .point").count() == 7
+        )
     card = opened(encoder, 31)  # a finding and a matrix: it is open at first
     assert card.locator("#spectra-plot .scatterlayer .trace .js-line").count() == 1
     encoder.wait_for_selector("#matrix-plot .hm image")
@@ -196,10 +199,10 @@ def test_a_finding_marks_all_heads_it_speaks_of(encoder: Page) -> None:
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer layer 6").click()
     settle(encoder)
-    assert encoder.locator(".depth .shapelayer path").count() == 3
-    assert encoder.locator("#depth-status").inner_text() == "Marked: encoder.layer, after block 6."
-    marks = encoder.locator(".depth .plot").first.locator(".scatterlayer .trace .point")
-    last, line = marks.nth(6).bounding_box(), encoder.locator(".depth .shapelayer path").first.bounding_box()
+    assert encoder.locator("#states .shapelayer path").count() == 3
+    assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after block 6."
+    marks = encoder.locator("#states .plot").first.locator(".scatterlayer .trace .point")
+    last, line = marks.nth(6).bounding_box(), encoder.locator("#states .shapelayer path").first.bounding_box()
     assert line["x"] + line["width"] / 2 == pytest.approx(last["x"] + last["width"] / 2, abs=2)
 
 
@@ -335,7 +338,9 @@ def test_tables_are_saved_as_csv_that_runs_nothing_and_keeps_its_numbers(
     audit = samples.encoder()
     heads = [head.model_copy(update={"site": '=1+1,"x"'}) for head in audit.heads]
     heads[0] = heads[0].model_copy(update={"sigma_max": 1e-7, "kind": "-x", "identity_distance": -0.25})
-    address = write_html(audit.model_copy(update={"heads": heads, "findings": []}), tmp_path).as_uri()
+    address = write_page(
+        audit_document(audit.model_copy(update={"heads": heads, "findings": []})), tmp_path
+    ).as_uri()
     page = Visit(browser, address).page
     text = saved(page, page.get_by_role("button", name="Download CSV").first).decode("utf-8-sig")
     rows = list(csv.DictReader(io.StringIO(text)))
@@ -387,13 +392,13 @@ def test_memberships_are_drawn_for_the_layer_chosen(browser: Browser, reports: d
     visit = Visit(browser, reports["memberships"])
     page = visit.page
     settle(page)
-    plots = page.locator(".plot.membership")
-    assert plots.count() == 2
-    read = "(at) => document.querySelectorAll('.plot.membership')[at].data[0].z[0][0]"
-    before = [page.evaluate(read, at) for at in range(2)]
-    page.locator("#membership-1").select_option("2")
-    page.wait_for_function(f"(old) => ({read})(1) !== old", arg=before[1])
-    assert page.evaluate(read, 0) == before[0]
+    visible = page.locator("#memberships figure:visible .plot")
+    assert visible.count() == 2  # one per grid
+    read = "() => document.querySelector('#memberships figure:not([hidden]) .plot').data[0].z[0][0]"
+    before = page.evaluate(read)
+    page.select_option("#choose-memberships", "layer 2")
+    page.wait_for_function(f"(old) => ({read})() !== old", arg=before)
+    assert visible.count() == 2
     assert visit.complaints == []
     page.close()
 
@@ -410,17 +415,17 @@ def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
     troubles: list[str] = []
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.goto(history.to_html(tmp_path / "history.html").as_uri())
-    page.wait_for_selector("#states .chart:last-child svg.main-svg", timeout=PATIENCE)
+    page.wait_for_selector("html[data-ready]", timeout=PATIENCE)
     drawn = page.eval_on_selector_all(
-        ".chart", "boxes => boxes.map(box => [box.clientWidth, box.querySelector('.main-svg').clientWidth])"
+        "figure:not([hidden]) .plot",
+        "boxes => boxes.map(box => [box.clientWidth, box.querySelector('.main-svg').clientWidth])",
     )
     assert len(drawn) == 4
     assert all(svg <= box for box, svg in drawn)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.select_option("#measure", label="Sink mass")
-    page.wait_for_function(
-        "() => document.querySelector('#heads .gtitle').textContent.startsWith('Sink mass')"
-    )
-    assert page.locator("#heads .chart").count() == 1
+    page.select_option("#choose-heads", label="Sink mass")
+    page.wait_for_selector("#heads figure[data-title='Sink mass'] .main-svg")
+    assert page.locator("#heads figure:visible").count() == 1
+    assert page.locator("#heads .main-svg:visible").count() >= 1
     assert troubles == []
     context.close()

@@ -8,13 +8,16 @@ import pytest
 from rich.console import Console
 from tests.report import samples
 
-from rankwise.report import render_console
-from rankwise.report.text import mean, null_share, rank_share
+from rankwise.auditing.measure_table import share
+from rankwise.report import print_document
+from rankwise.report.audit_report import audit_document
+from rankwise.report.format import mean, rank_share
 
 
-def printed(name: str, **options: object) -> str:
+def printed(name: str, *, verbose: bool = False, **options: object) -> str:
     file = io.StringIO()
-    render_console(samples.ALL[name](), Console(**({"file": file, "width": 80} | options)))
+    console = Console(**({"file": file, "width": 80} | options))
+    print_document(audit_document(samples.ALL[name]()), console, verbose=verbose)
     return file.getvalue()
 
 
@@ -52,7 +55,7 @@ def test_findings_come_before_the_tables_and_the_gravest_first() -> None:
     text = printed("encoder")
     order = [
         text.index(word)
-        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "μ/‖Y‖ of 0", "bfloat16 measured")
+        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "μ/‖Y‖ of 0", "dtype: bfloat16")
     ]
     assert order == sorted(order)
 
@@ -60,11 +63,15 @@ def test_findings_come_before_the_tables_and_the_gravest_first() -> None:
 def test_a_finding_says_place_evidence_meaning_and_remedy() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
     at = lines.index("error    COLLAPSE  encoder.layer layer 6")
-    assert lines[at + 1 : at + 4] == [
+    said = [
         "μ/‖Y‖ 0.213 · mean cosine 0.955",
         "After layer 6 all tokens point almost the same way.",
-        "→ rankwise skip sample/encoder-6x12 --init 1.0",
     ]
+    assert lines[at + 1 : at + 3] == said
+    assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
+    lines = [line.strip() for line in printed("encoder", verbose=True).splitlines()]
+    at = lines.index("error    COLLAPSE  encoder.layer layer 6")
+    assert lines[at + 1 : at + 4] == [*said, "→ rankwise skip sample/encoder-6x12 --init 1.0"]
 
 
 def test_many_of_a_kind_are_counted_not_listed() -> None:
@@ -81,7 +88,7 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
         "3",
         "12",
         f"{mean(map(rank_share, heads)):.2f}",
-        f"{mean(map(null_share, heads)):.2f}",
+        f"{mean(share(head.hardmax_rank, head) for head in heads):.2f}",
         f"{mean(head.effective_rank for head in heads):.1f}",
         f"{mean(head.stable_rank for head in heads):.1f}",
         f"{mean(head.first_token_mass for head in heads):.2f}",
@@ -94,7 +101,7 @@ def test_lengths_that_differ_have_a_column() -> None:
     audit = samples.encoder()
     heads = [h.model_copy(update={"tokens": 100.0 + h.layer}) for h in audit.heads]
     console = Console(width=80, file=io.StringIO())
-    render_console(audit.model_copy(update={"heads": heads}), console)
+    print_document(audit_document(audit.model_copy(update={"heads": heads})), console)
     rows = [
         line.split()[:3] for line in console.file.getvalue().splitlines() if re.match(r" +\d+ +12 ", line)
     ]
@@ -145,7 +152,7 @@ def test_a_terminal_gets_colours() -> None:
 def test_a_console_without_unicode_gets_words() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    render_console(samples.encoder(), Console(file=file, width=80))
+    print_document(audit_document(samples.encoder()), Console(file=file, width=80))
     file.flush()
     text = raw.getvalue().decode("ascii")
     assert "delta = 0.01" in text

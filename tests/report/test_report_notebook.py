@@ -87,12 +87,20 @@ def test_an_incomplete_audit_says_so() -> None:
 def test_a_map_holds_every_head_at_its_place(measure: str) -> None:
     pytest.importorskip("plotly")
     audit = of("encoder")
-    (trace,) = audit.plot(measure).data
+    trace = audit.plot(measure).data[0]
     row = next(one for one in HEAD_MEASURES if one.name == measure)
     for head in audit.heads:
-        drawn = trace.z[list(trace.y).index(str(head.layer))][list(trace.x).index(str(head.head))]
+        drawn = trace.z[head.layer][head.head]
         value = row.value(head)
         assert drawn == value if math.isfinite(value) else drawn is None
+
+
+def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
+    pytest.importorskip("plotly")
+    audit = of("encoder")
+    audit.heads[0] = audit.heads[0].model_copy(update={"sigma_max": 1e6})
+    assert "(1 beyond the scale, up to 1e+06)" in audit.plot("sigma_max").layout.title.text
+    assert "beyond" not in audit.plot("numerical_rank").layout.title.text
 
 
 @pytest.mark.parametrize("name", ["encoder_decoder", "nasty", "only_nan", "memberships", "mixed"])
@@ -100,7 +108,8 @@ def test_figures_of_any_audit_are_made_and_their_names_are_no_html(name: str) ->
     pytest.importorskip("plotly")
     audit = of(name)
     maps, depth = audit.plot(), audit.plot_depth()
-    assert sum(len(line) - line.count(None) for t in maps.data for line in map(list, t.z)) <= len(audit.heads)
+    grids = [[list(line) for line in trace.z] for trace in maps.data if trace.type == "heatmap"]
+    assert sum(len(line) - line.count(None) for grid in grids for line in grid) <= len(audit.heads)
     for figure in (maps, depth):
         assert "<img" not in figure.to_json().replace("\\u003c", "<")
 
@@ -110,12 +119,13 @@ def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
     pytest.importorskip("plotly")
     audit = of("encoder_decoder")
     figure = audit.plot_depth(measure)
-    panels = 1 if measure else len(figure.data) // 2
-    assert [trace.name for trace in figure.data] == ["encoder.block", "decoder.block"] * panels
+    lines = [trace for trace in figure.data if trace.name]
+    assert [trace.name for trace in lines] == ["encoder.block", "decoder.block"] * (len(lines) // 2)
+    assert len(figure.data) == 3 * len(lines)
     mine = [layer for layer in audit.layers if layer.stack == "encoder.block"]
     if measure:
         known = [getattr(layer, measure) for layer in mine]
-        assert list(figure.data[0].y) == [value if math.isfinite(value) else None for value in known]
+        assert list(lines[0].y) == [value if math.isfinite(value) else None for value in known]
 
 
 def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

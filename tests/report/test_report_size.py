@@ -7,8 +7,7 @@ import numpy as np
 from tests.report import samples
 
 from rankwise.auditing import AttentionMap
-from rankwise.report.page import render_html
-from rankwise.report.pages import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
+from rankwise.report.page import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
 
 
 def test_the_chart_library_is_the_published_file() -> None:
@@ -30,7 +29,7 @@ def test_its_licence_lies_beside_it() -> None:
 
 
 def test_a_page_is_smaller_than_two_megabytes() -> None:
-    assert len(render_html(samples.encoder()).encode()) < 2_000_000
+    assert len(samples.page(samples.encoder()).encode()) < 2_000_000
     assert len(chart_script()) < 1_600_000
 
 
@@ -40,14 +39,14 @@ def test_matrices_give_way_where_the_rest_of_the_page_is_large() -> None:
     both = {"attention_map": picture, "second_attention_map": picture}
     heads = [head.model_copy(update=both) for head in samples.grid(16, 16)]
     audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
-    page = render_html(audit)
+    page = samples.page(audit)
     assert len(page.encode()) < 2_000_000
-    assert "of 512 matrices are left out to keep the page small" in page
+    assert "of 512 attention maps are left out to keep the page small" in page
 
 
 def test_ten_thousand_heads_would_take_a_few_megabytes_beside_the_library() -> None:
     heads = samples.grid(20, 100)
     audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
-    assert len(render_html(audit).encode()) - len(chart_script()) < 4_500_000 / 5
+    assert len(samples.page(audit).encode()) - len(chart_script()) < 4_500_000 / 5
     large = samples.sized(24, 16)
-    assert len(render_html(large).encode()) - len(chart_script()) < 1_500_000 / 4
+    assert len(samples.page(large).encode()) - len(chart_script()) < 1_500_000 / 4

@@ -174,9 +174,10 @@ class Audit(Record):
 
         In an existing folder, the file is ``index.html``. Raise `InputError` if it cannot be written.
         """
-        from rankwise.report import write_html
+        from rankwise.report import write_page
+        from rankwise.report.audit_report import audit_document
 
-        return write_html(self, Path(path))
+        return write_page(audit_document(self), Path(path))
 
     def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
         """Return records as a pandas data frame, with one row per record.
@@ -245,9 +246,10 @@ class Audit(Record):
 
         Lines have at most ``width`` characters.
         """
-        from rankwise.report import console_text
+        from rankwise.report import document_text
+        from rankwise.report.audit_report import audit_document
 
-        return console_text(self, width)
+        return document_text(audit_document(self), width)
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
         """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.

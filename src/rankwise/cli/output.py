@@ -87,7 +87,8 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
     Raises:
         InputError: if the folder cannot be written to any more.
     """
-    from rankwise.report import render_console
+    from rankwise.report import print_document
+    from rankwise.report.audit_report import audit_document
 
     try:
         written = [audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")]
@@ -108,7 +109,7 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
                 f"{audit.provenance.model}: {counts}, {folder}", highlight=False, markup=False, soft_wrap=True
             )
             return
-        render_console(audit, console)
+        print_document(audit_document(audit), console)
         for path in written:
             kind = _KINDS[path.suffix]
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

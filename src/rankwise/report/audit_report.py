@@ -1,120 +1,171 @@
-"""The report on the console: findings first, then the layers, then where the numbers come from."""
+"""Describe an audit: verdict, findings, heads, token states, importance, and where the numbers come from."""
 
+import json
 import math
-from collections.abc import Sequence
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.importance_findings import estimate_words, whole_words
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, share
-from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise._internals.statistics import spearman
+from rankwise.auditing.importance_findings import estimate_words, share_words, whole_words
+from rankwise.auditing.measure_table import (
+    DRAWN,
+    HEAD_MEASURES,
+    LAYER_MEASURES,
+    NULLS,
+    HeadMeasure,
+    mixer_kind,
+    share,
+)
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
-from rankwise.importance.records import ImportanceRecord
-from rankwise.report.console import ascii_fallback, line
+from rankwise.importance.records import HeadImportance, ImportanceRecord
+from rankwise.report.document import Document, Items, Section, Table, nonempty
+from rankwise.report.figures import depth_curves, map_layout, membership_maps, severity_signs
+from rankwise.report.finding_links import find_targets, finding_items, severities_of
+from rankwise.report.format import RANK, count, mean, model_name, rank_share, round_for_page
+from rankwise.report.head_columns import Column, head_columns, state_table
+from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, Row, grids_of
-from rankwise.report.terminal import new_table, print_findings, tally
-from rankwise.report.text import (
-    RANK,
-    count,
-    mean,
-    model_name,
-    null_share,
-    plain,
-    random_share,
-    rank_share,
-    uniform_share,
+
+LEAST_MAP_BYTES = 30_000
+"""Bytes that attention maps may take even if the page is too large without them."""
+FEW_POINTS = 32
+"""Points of a spectrum on a page that would be too large with more."""
+COST = "removal_cost"
+_CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
+_CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
+_IF_ROOM = ("required_head_dim",)
+"""Columns left out if importance or a baseline add columns: 80 characters have no room for all."""
+_REFERENCE_COLUMNS = {"random": "random_rank", "uniform": "uniform_rank"}
+"""References next to the hardmax rank, shown where they are known."""
+
+
+def audit_document(audit: Audit) -> Document:
+    """Describe an audit: verdict, findings, heads, token states, importance, origin."""
+    grids = grids_of(audit.heads)
+    targets = find_targets(audit.findings, audit)
+    findings = finding_items(audit.findings, targets, grids)
+    depth = [depth_curves(measure, audit.layers) for measure in DRAWN] if audit.layers else []
+    numbers = [_head_table(grid, audit.heads) for grid in grids]
+    numbers += [_state_table(stack, audit.layers) for stack in dict.fromkeys(y.stack for y in audit.layers)]
+    columns = head_columns(audit.heads)
+    scatter = _scatter(audit, columns)
+    about = audit.provenance
+    facts = [
+        about.model_class,
+        f"{about.parameters:,} parameters" if about.parameters else "",
+        about.data,
+        count(about.sequences, "sequence"),
+        f"δ = {about.delta}",
+    ]
+
+    def data(excess: int) -> dict[str, Any]:
+        severities = severities_of(audit.findings, targets)
+        data = {
+            "delta": about.delta,
+            "grids": [_grid_data(grid, audit.heads) for grid in grids],
+            "signs": [severity_signs(grid, severities) for grid in grids],
+            "heads": _head_data(audit.heads, grids),
+            "columns": [column.data() for column in columns],
+            "texts": audit.texts,
+            "opening": opening_head(audit.heads, list(severities)),
+            "targets": [asdict(target) for target in targets],
+            "costs": _head_costs(audit),
+            "scatter": scatter,
+            "states": state_table(audit.layers),
+            **_details(audit, list(severities)),
+        }
+        if excess > 0 and data["maps"]:
+            before, maps = len(json.dumps(data)), len(json.dumps(data["maps"]))
+            data |= _spectra(audit, FEW_POINTS)
+            excess -= before - len(json.dumps(data))
+            data |= _details(audit, list(severities), max(maps - excess, LEAST_MAP_BYTES), FEW_POINTS)
+        return data
+
+    return Document(
+        command="Rankwise audit",
+        heading=model_name(about.model),
+        setting=" · ".join(filter(None, facts)),
+        verdict=audit.verdict,
+        warnings=[] if audit.heads else ["No heads: no mixing operator was captured."],
+        highlights=_highlights(audit),
+        sections=nonempty(
+            Section("findings", "Findings", lists=[Items("", findings)] if findings else []),
+            Section("heads", "Heads", include="heads.html" if grids else ""),
+            Section("states", "Through the depth", _STATES, figures=depth),
+            _importance(audit, has_scatter=scatter is not None),
+            Section(
+                "memberships",
+                "Memberships",
+                _MEMBERSHIPS,
+                figures=membership_maps(grids, audit.heads),
+                choice="Layer",
+            ),
+            Section("numbers", "Numbers", tables=numbers, include="numbers.html" if numbers else ""),
+            Section("uncaptured", "Not captured", _UNCAPTURED, tables=[_uncaptured(audit)]),
+        ),
+        notes=about.notes,
+        origin=_origin(audit),
+        complete=audit.complete,
+        data=data,
+    )
+
+
+_STATES = "Tokens after each block, from the input (0) on. Bands: one standard deviation over the sequences."
+_MEMBERSHIPS = (
+    "How far each token of the first sequence belongs to each head, Π: the heads of a token sum to 1. A "
+    "layer of this kind has no attention map: it scales every token by its memberships. A layer in "
+    "which all tokens are similar groups nothing."
+)
+_UNCAPTURED = (
+    "These modules look as if they mixed tokens, and were not captured. No number above includes them."
 )
 
-_MOST_NAMES = 5
 
-_HEAD_COLUMNS = [measure for measure in HEAD_MEASURES if measure.console]
-_LAYER_COLUMNS = [measure for measure in LAYER_MEASURES if measure.console]
-_IF_ROOM = ("required_head_dim",)
-"""Left out where worth or a baseline add columns: a line of 80 characters has no room for all."""
-_NULLS = {"random": random_share, "uniform": uniform_share}
-"""Beside the barrier, shown where they are known."""
-
-
-def render_console(audit: Audit, console: Console | None = None) -> None:
-    """Print an audit: its findings, a table of the layers, and where the numbers come from.
-
-    Args:
-        audit: the audit.
-        console: where to print; the standard output where there is none.
-
-    Examples:
-        >>> from rankwise.auditing.records import Provenance
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
-        >>> render_console(audit, Console(width=60))
-        Rankwise audit  m
-        0 sequences · δ = 0.01
-        <BLANKLINE>
-        No findings
-        <BLANKLINE>
-        No heads: no mixing operator was captured.
-        <BLANKLINE>
-        exact · measured in float64
-    """
-    with ascii_fallback(console or Console()) as out:
-        _print_header(audit, out)
-        out.print()
-        out.print(tally(audit.findings))
-        out.print()
-        print_findings(audit.findings, out)
-        for title, table in _tables(audit):
-            out.print(title, overflow="fold")
-            out.print(table)
-            out.print()
-        if not audit.heads:
-            out.print("No heads: no mixing operator was captured.")
-            out.print()
-        if audit.importance is not None:
-            _print_importance(audit, audit.importance, out)
-        _print_unseen(audit, out)
-        _print_provenance(audit, out)
+def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
+    """Return the few numbers to know first: name, number, and what to compare it to."""
+    heads, layers = audit.heads, audit.layers
+    facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
+    mixing = [head for head in heads if RANK.applies_to(head)]
+    if mixing:
+        references = {
+            words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()
+        }
+        initial = mean(share(head.init_numerical_rank, head) for head in mixing)
+        named = {"at initialization": initial, **references}
+        known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
+        facts.append(("Mean rank share", format_number(mean(map(rank_share, mixing)), 2), ", ".join(known)))
+    above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
+    if any(head.baseline is not None and head.baseline.judged for head in mixing):
+        against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
+        facts.append(("Heads unlike initialization", str(above + below), against))
+    elif any(head.band for head in mixing):
+        against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
+        facts.append(("Heads unlike every reference", str(above + below), against))
+    last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
+    known_last = [layer for layer in last.values() if math.isfinite(layer.relative_spread)] or [
+        *last.values()
+    ]
+    if known_last:
+        nearest = min(known_last, key=lambda layer: layer.relative_spread)
+        against = f"0: all tokens the same; mean cosine {format_number(nearest.mean_cosine, 2)}"
+        facts.append(("μ/‖Y‖ at the end", format_number(nearest.relative_spread, 3), against))
+    return facts
 
 
-def console_text(audit: Audit, width: int = 100) -> str:
-    """What `render_console` prints, as text without colours.
-
-    Args:
-        audit: the audit.
-        width: of a line, in characters.
-    """
-    file = StringIO()
-    render_console(audit, Console(file=file, width=width, color_system=None))
-    return file.getvalue()
+def _heads_of(findings: Sequence[Finding], code: str) -> int:
+    """Count the heads that findings of a code mark; in older files each finding has one head."""
+    counts = [
+        len(found.heads) or found.evidence.get("heads", 1.0) for found in findings if found.code == code
+    ]
+    return int(sum(number for number in counts if math.isfinite(number)))
 
 
-def _print_header(audit: Audit, console: Console) -> None:
-    about = audit.provenance
-    console.print(
-        line(("Rankwise audit", "bold"), (model_name(about.model), "bold cyan"), separator="  "),
-        overflow="fold",
-    )
-    parameters = f"{about.parameters:,} parameters" if about.parameters else ""
-    sequences = count(about.sequences, "sequence")
-    facts = line(about.model_class, parameters, about.data, sequences, f"δ = {about.delta}")
-    console.print(facts, overflow="fold")
-    if not audit.complete:
-        stopped = "The audit stopped before it had read all of its data."
-        console.print(line(("INCOMPLETE", "bold black on yellow"), (stopped, "yellow"), separator="  "))
-
-
-def _tables(audit: Audit) -> list[tuple[Text, Table]]:
-    stacks = dict.fromkeys(layer.stack for layer in audit.layers)
-    heads = [_head_table(panel, audit.heads) for panel in grids_of(audit.heads)]
-    return heads + [_state_table(stack, audit.layers) for stack in stacks]
-
-
-def _head_table(panel: Grid, heads: Sequence[HeadRecord]) -> tuple[Text, Table]:
-    """A row for each layer; what is the same in all of them is said once, in the title."""
-    mine = [heads[index] for index in panel.indices]
+def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
+    """Return a row per layer; properties that all layers share are facts next to the title."""
+    mine = [heads[index] for index in grid.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
     lengths = {format_number(head.tokens, 0) for head in mine}
     varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
@@ -122,124 +173,260 @@ def _head_table(panel: Grid, heads: Sequence[HeadRecord]) -> tuple[Text, Table]:
         *(kinds if len(kinds) == 1 else []),
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
         *(["δ relative to σ₁"] if any(RANK.shown_field(head) != RANK.name for head in mine) else []),
-        *([panel.pattern] if panel.pattern != panel.title else []),
+        *([grid.pattern] if grid.pattern != grid.title else []),
         *(f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
     tokens = ["tokens"] if len(lengths) > 1 else []
-    nulls = [name for name, of in _NULLS.items() if any(math.isfinite(of(head)) for head in mine)]
     crowded = any(head.baseline or head.importance for head in mine)
-    if any(head.baseline for head in mine):
-        nulls = []  # a line has room for what the model itself is at fresh weights, or for these
-    shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in nulls)]
+    references = {
+        name: field
+        for name, field in _REFERENCE_COLUMNS.items()
+        if any(math.isfinite(share(getattr(head, field), head)) for head in mine)
+        and not any(head.baseline for head in mine)  # a line has room for either
+    }
     measures = [
         measure
-        for measure in _HEAD_COLUMNS
+        for measure in _CONSOLE_HEADS
         if (not measure.kinds or kinds & set(measure.kinds))
         and measure.known_in(mine)
         and not (crowded and measure.name in _IF_ROOM)
     ]
-    numbers = [*tokens, *shares, *(measure.console for measure in measures)]
-    table = new_table([(name, name not in varied) for name in ["layer", "heads", *varied, *numbers]])
-    for row in panel.rows:
-        own = [heads[index] for index in row.cells.values()]
-        _add_layer(table, row, own, [*varied, *tokens], nulls, measures)
-    return line((panel.title, "bold"), (", ".join(facts), "dim")), table
+    shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in references)]
+    return Table(
+        grid.title,
+        ["layer", "heads", *varied, *tokens, *shares, *(measure.console for measure in measures)],
+        [_layer_cells(row, heads, [*varied, *tokens], [*references.values()], measures) for row in grid.rows],
+        facts=", ".join(facts),
+        redrawn=True,
+    )
 
 
-def _add_layer(
-    table: Table,
+def _layer_cells(
     row: Row,
     heads: Sequence[HeadRecord],
     varied: Sequence[str],
-    nulls: Sequence[str],
+    references: Sequence[str],
     measures: Sequence[HeadMeasure],
-) -> None:
-    rank, null = mean(map(rank_share, heads)), mean(map(null_share, heads))
-    words = [name for name in varied if name != "tokens"]
-    texts = [Text(plain(", ".join(dict.fromkeys(getattr(head, name) for head in heads)))) for name in words]
-    numbers: list[str | Text] = [
-        *([format_number(mean(head.tokens for head in heads), 0)] if "tokens" in varied else []),
-        _share_words(heads, rank),
-        format_number(null, 2),
-        *(format_number(mean(map(_NULLS[name], heads)), 2) for name in nulls),
-        *(_measure_words(measure, heads) for measure in measures),
+) -> list[str]:
+    own = [heads[index] for index in row.cells.values()]
+    names = [name for name in varied if name != "tokens"]
+    return [
+        str(row.layer),
+        str(len(own)),
+        *(", ".join(dict.fromkeys(getattr(head, name) for head in own)) for name in names),
+        *([format_number(mean(head.tokens for head in own), 0)] if "tokens" in varied else []),
+        _mean_rank_share(own),
+        *(
+            format_number(mean(share(getattr(head, field), head) for head in own), 2)
+            for field in ("hardmax_rank", *references)
+        ),
+        *(_layer_number(measure, own) for measure in measures),
     ]
-    table.add_row(str(row.layer), str(len(heads)), *texts, *numbers)
 
 
-def _measure_words(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
+def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
     values = [value for head in heads if math.isfinite(value := measure.value(head))]
     whole = sum(values) if measure.summed and values else mean(values)
     mark = "≈" if any(measure.name in head.stderr for head in heads) else ""
     return mark + format_number(whole, measure.digits)
 
 
-def _share_words(heads: Sequence[HeadRecord], rank: float) -> str:
-    """The mean rank share; from the least to the most it can be where an estimate only bounds some."""
+def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
+    """Return the mean rank share, or its range if estimates only bound some ranks."""
+    rank = mean(map(rank_share, heads))
     if all(math.isfinite(rank_share(head)) or not head.estimated for head in heads):
         return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
-        return format_number(rank, 2)  # of a relative rank no interval is kept
+        return format_number(rank, 2)  # the interval of a relative rank is not recorded
     ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
     return "–".join(format_number(end, 2) for end in ends)
 
 
-def _state_table(stack: str, layers: Sequence[LayerRecord]) -> tuple[Text, Table]:
-    columns = ["blocks\npassed", "tokens", *(measure.console for measure in _LAYER_COLUMNS)]
-    name = f"{stack}, token states" if stack else "token states"
-    table = new_table([(column, True) for column in columns])
-    for layer in sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer):
-        measured = [measure.formatted(layer) for measure in _LAYER_COLUMNS]
-        table.add_row(str(layer.layer), format_number(layer.tokens, 0), *measured)
-    return line((name, "bold"), ("μ/‖Y‖ of 0: all tokens alike", "dim")), table
-
-
-def _print_importance(audit: Audit, importance: ImportanceRecord, console: Console) -> None:
-    """What was lost, and how far the estimates of removal hold."""
-    removed = (
-        f"a removed head is replaced by {'zero' if importance.ablation == 'zero' else 'its mean over tokens'}"
+def _state_table(stack: str, layers: Sequence[LayerRecord]) -> Table:
+    mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
+    return Table(
+        f"{stack}, token states" if stack else "token states",
+        ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
+        [
+            [str(y.layer), format_number(y.tokens, 0), *(measure.formatted(y) for measure in _CONSOLE_STATES)]
+            for y in mine
+        ],
+        facts="μ/‖Y‖ of 0: all tokens the same",
+        redrawn=True,
     )
-    facts = line(("Importance", "bold"), importance.loss, whole_words(importance), removed)
-    console.print(facts, overflow="fold")
-    for name, words in estimate_words([head.importance for head in audit.heads], importance.blocks):
-        console.print(f"{name}: {words}", overflow="fold")
-    found = importance.removable
-    if found is not None and not found.heads:
-        console.print(
-            f"No set of heads was found that can go at {found.tolerance:.2%} of {importance.reference_name}."
-        )
-    for note in importance.notes:
-        console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-    console.print()
 
 
-def _print_unseen(audit: Audit, console: Console) -> None:
-    if not audit.uncaptured:
-        return
-    names = ", ".join(module.name for module in audit.uncaptured[:_MOST_NAMES])
-    more = len(audit.uncaptured) - _MOST_NAMES
-    rest = f" … and {more} more (see the report)" if more > 0 else ""
-    console.print(line(("Not captured:", "bold"), f" {names}{rest}", separator=""), overflow="fold")
-    console.print()
+def _uncaptured(audit: Audit) -> Table:
+    rows = [[module.name, module.type, module.reason] for module in audit.uncaptured]
+    return Table("Not captured", ["module", "type", "reason"], rows, console_rows=5)
 
 
-def _print_provenance(audit: Audit, console: Console) -> None:
+def _origin(audit: Audit) -> list[tuple[str, str]]:
     about = audit.provenance
-    kept = f"{about.model_dtype} measured in" if about.model_dtype else "measured in"
-    batches = f"in {count(about.batches, 'batch', 'batches')}" if about.batches else ""
-    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
-    revision = f"revision {about.revision}" if about.revision else ""
+    facts = {
+        "Model": about.model,
+        "Class": about.model_class,
+        "Revision": about.revision,
+        "Parameters": f"{about.parameters:,}" if about.parameters else "",
+        "Data": about.data,
+        "Sequences": f"{about.sequences} in {count(about.batches, 'batch', 'batches')}",
+        "Threshold δ": str(about.delta),
+        "Method": about.method,
+        "Model's dtype": about.model_dtype,
+        "Measured in": about.measure_dtype,
+        "Device": about.device,
+        "Initialization": "" if audit.baseline is None else str(audit.baseline),
+        "Created": about.created,
+        "Complete": "yes" if audit.complete else "no",
+        "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()),
+        "Command": about.command,
+    }
+    return [(name, value) for name, value in facts.items() if value]
+
+
+def _importance(audit: Audit, *, has_scatter: bool) -> Section:
+    """Return the section on the cost of removing heads and blocks; empty without importance."""
+    importance = audit.importance
+    if importance is None:
+        return Section("importance", "Importance")
+    whole = whole_words(importance)
+    known = [one for head in audit.heads if (one := head.importance) is not None and not one.why_not]
+    methods = sorted({one.method for one in known})
     facts = [
-        about.method,
-        f"{kept} {about.measure_dtype}",
-        about.device,
-        batches,
-        revision,
-        about.created,
-        versions,
+        ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
+        (
+            "Costs of heads",
+            f"{' and '.join(methods) or 'not known'}; {importance.ablation} in a head's place",
+        ),
+        *estimate_words([head.importance for head in audit.heads], importance.blocks),
+        *(("Heads that can be removed together", words) for words in _removable(importance)),
+        *(("Note", note) for note in importance.notes),
     ]
-    console.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
-    if audit.baseline is not None:
-        console.print(line(("Fresh: ", "bold"), str(audit.baseline), separator=""), overflow="fold")
-    for note in about.notes:
-        console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
+    blocks = Table(
+        "Blocks",
+        ["stack", "block", "estimated", "exact"],
+        [
+            [block.stack, str(block.layer), format_number(block.estimate, 4), _cost(importance, block.exact)]
+            for block in importance.blocks
+        ],
+        note="Cost of removing all that a block adds to the residual stream.",
+    )
+    return Section(
+        "importance",
+        "Importance",
+        "Cost of removing a head, on the same data. Rank describes how a head mixes; this is what the model "
+        "loses without it.",
+        facts=facts,
+        tables=[blocks],
+        include="importance.html" if has_scatter else "",
+    )
+
+
+def _removable(importance: ImportanceRecord) -> list[str]:
+    found = importance.removable
+    if found is None:
+        return []
+    if not found.heads:
+        return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
+    layers: dict[tuple[str, int | None], list[str]] = {}
+    for head in sorted(found.heads, key=lambda head: head.sort_key):
+        layers.setdefault((head.stack, head.layer), []).append(str(head.head))
+    where = "; ".join(f"layer {layer}: {', '.join(heads)}" for (_, layer), heads in layers.items())
+    heads, them = (
+        ("1 head", "it") if len(found.heads) == 1 else (f"{len(found.heads)} heads together", "them")
+    )
+    return [f"removing {heads} {share_words(importance, found.cost)}, by a run without {them} ({where})"]
+
+
+def _cost(importance: ImportanceRecord, cost: float) -> str:
+    part = importance.share(cost)
+    return format_number(cost, 4) + ("" if math.isnan(part) or math.isnan(cost) else f" ({part:.1%})")
+
+
+def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
+    """Return the axis title and the rank correlation of each measure with the cost of removal."""
+    values = {column.name: column.values for column in columns if column.meaning}
+    if audit.importance is None or COST not in values:
+        return None
+    is_exact = all(
+        head.importance is None or head.importance.why_not or head.importance.method == "exact"
+        for head in audit.heads
+    )
+    return {
+        "cost": COST,
+        "axis": f"cost of removal{'' if is_exact else ', estimated'}, {audit.importance.unit}",
+        "correlations": {name: spearman(own, values[COST]) for name, own in values.items() if name != COST},
+    }
+
+
+def _head_costs(audit: Audit) -> dict[str, Any] | None:
+    """Return the cost of removing each head, exact and estimated; None without importance."""
+    importance = audit.importance
+    if importance is None:
+        return None
+    known = [head.importance or HeadImportance() for head in audit.heads]
+    return {
+        "unit": importance.unit,
+        "reference": None if math.isnan(importance.share(1.0)) else 1 / importance.share(1.0),
+        "of": importance.reference_name,
+        "exact": [round_for_page(one.exact) for one in known],
+        "estimate": [round_for_page(one.estimate) for one in known],
+    }
+
+
+def _details(
+    audit: Audit, flagged: Sequence[int], map_bytes: int | None = None, points: int = 64
+) -> dict[str, Any]:
+    maps, omitted = pack_attention_maps(audit, flagged, map_bytes)
+    return {**_spectra(audit, points), "maps": maps, "maps_omitted": omitted}
+
+
+def _spectra(audit: Audit, points: int) -> dict[str, Any]:
+    own = [head.spectrum for head in audit.heads]
+    initial = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
+    packed = pack_spectra(initial, points) if any(initial) else None
+    return {"spectra": pack_spectra(own, points), "initial_spectra": packed}
+
+
+def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+    """Return a grid as the page reads it: title, facts that its heads share, cells and layout."""
+    mine = [heads[index] for index in grid.indices]
+    kinds = dict.fromkeys(head.kind for head in mine)
+    masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
+    tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
+    if grid.cross:
+        tokens += f" reading {format_number(mean(head.sources for head in mine), 0)}"
+    return {
+        "title": grid.title,
+        "pattern": grid.pattern,
+        "facts": [*kinds, *masks, tokens],
+        "diagonal": "diagonal" in kinds,
+        "cells": grid.cells,
+        "layout": map_layout(grid.row_names, [str(number) for number in grid.columns]),
+        "numbers": len(grid.columns) <= 16 and len(grid.rows) <= 16,
+    }
+
+
+def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[str, Any]:
+    """Return a list per property, one entry per head; texts as positions in a list of different texts."""
+    homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
+    return {
+        "layer": [head.layer for head in heads],
+        "head": [head.head for head in heads],
+        "grid": [homes[index] for index in range(len(heads))],
+        "full_rank": [head.smaller for head in heads],
+        "nearest": [head.nearest_head for head in heads],
+        "tokens": [round_for_page(head.tokens) for head in heads],
+        "sequences": [head.sequences for head in heads],
+        "nonfinite": [head.nonfinite for head in heads],
+        "kind": _coded([head.kind for head in heads]),
+        "mask": _coded([head.mask for head in heads]),
+        "site": _coded([head.site for head in heads]),
+        "max_token": _coded([head.named_peak for head in heads]),
+    }
+
+
+def _coded(texts: Sequence[str]) -> dict[str, Any]:
+    words = list(dict.fromkeys(texts))
+    places = {word: at for at, word in enumerate(words)}
+    return {"words": words, "of": [places[text] for text in texts]}

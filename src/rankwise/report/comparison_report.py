@@ -23,8 +23,8 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, Provenanc
 from rankwise.auditing.result import Audit
 from rankwise.report.document import Cell, Document, Figure, Item, Items, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map, step_curves
+from rankwise.report.format import SEVERITIES, count, mean, model_name, title
 from rankwise.report.heatmap_grid import make_grids
-from rankwise.report.text import SEVERITIES, count, mean, model_name, title
 
 if TYPE_CHECKING:
     from rankwise.auditing.history import History

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rankwise.auditing.records import Severity
 from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
-from rankwise.report.text import SEVERITIES, count, is_command, plain
+from rankwise.report.format import SEVERITIES, count, is_command, strip_control
 
 LONGEST_FACT = 60
 """Characters above which a fact about the origin is on the page only."""
@@ -63,7 +63,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            _print_remedy(action.text, out)
+            _print_remedy(action.text, out, indent=0)
         out.print()
         for section in (section for section in document.sections if section.on_console or verbose):
             _print_section(section, out, verbose)
@@ -96,7 +96,7 @@ def ascii_fallback(console: Console) -> Iterator[Console]:
 def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
     """Join the parts that are not empty, each a string or a string with its style; markup is not read."""
     pairs = [part if isinstance(part, tuple) else (part, "") for part in parts]
-    return Text(separator).join(Text(plain(words), style) for words, style in pairs if words)
+    return Text(separator).join(Text(strip_control(words), style) for words, style in pairs if words)
 
 
 def _print_section(section: Section, console: Console, verbose: bool) -> None:
@@ -128,10 +128,7 @@ def _print_items(listed: Items, console: Console, verbose: bool) -> None:
         console.print(line((f"{listed.title}: ", "bold"), separator="") + line(*words, separator=", "))
     if listed.title and not listed.folded:
         console.print()
-    kinds: dict[tuple[Severity, str], list[Item]] = {}
-    for item in listed.items if verbose or not listed.folded else ():
-        kinds.setdefault((item.severity, item.code), []).append(item)
-    for (_, code), items in sorted(kinds.items(), key=lambda kind: list(SEVERITIES).index(kind[0][0])):
+    for _, code, items in listed.kinds if verbose or not listed.folded else ():
         shown = items if verbose else items[:MOST_OF_A_KIND]
         for at, item in enumerate(shown):
             _print_item(item, console, with_meaning=verbose or at == 0, with_remedy=verbose)
@@ -148,16 +145,16 @@ def _print_item(item: Item, console: Console, *, with_meaning: bool, with_remedy
         if text:
             console.print(Padding(text, (0, 0, 0, INDENT), expand=False), overflow="fold")
     if with_remedy:
-        _print_remedy(item.remedy, console)
+        _print_remedy(item.remedy, console, indent=INDENT)
     console.print()
 
 
-def _print_remedy(remedy: str, console: Console) -> None:
+def _print_remedy(remedy: str, console: Console, indent: int) -> None:
     arrow = line("→ ", separator="")
     if is_command(remedy):  # not wrapped, so that it can be copied in one piece
-        console.print(line(" " * INDENT, separator="") + arrow + line((remedy, "cyan")), soft_wrap=True)
+        console.print(line(" " * indent, separator="") + arrow + line((remedy, "cyan")), soft_wrap=True)
     elif remedy:
-        console.print(Padding(arrow + line(remedy), (0, 0, 0, INDENT), expand=False), overflow="fold")
+        console.print(Padding(arrow + line(remedy), (0, 0, 0, indent), expand=False), overflow="fold")
 
 
 def _print_table(table: Table, console: Console, verbose: bool) -> None:
@@ -177,7 +174,7 @@ def _print_table(table: Table, console: Console, verbose: bool) -> None:
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
     """Return a table that never wraps numbers; on a narrow console, sentences and then names are wrapped."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    texts = [[plain(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
+    texts = [[strip_control(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
     for at, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):
         longest = max([0, *(len(row[at]) for row in texts), *map(len, column.split())])
         if kind == "number" and "\n" not in column:

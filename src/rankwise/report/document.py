@@ -1,11 +1,11 @@
 """The content of a report: six functions build a `Document`; console, page and notebook show it."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rankwise.auditing.records import Severity, Verdict
+from rankwise.auditing.records import SEVERITY_ORDER, Severity, Verdict
 
 _LONGEST_NAME = 24
 """Characters above which a cell is a sentence, which may be wrapped."""
@@ -37,6 +37,8 @@ class Table:
     """Number of rows on the console; None: all."""
     console_columns: int | None = None
     """Number of columns on the console, from the first; None: all."""
+    redrawn: bool = False
+    """True if scripts of the page draw a table that has more columns."""
 
 
 def column_kinds(
@@ -76,6 +78,12 @@ class Item:
     facts: Sequence[str]
     meaning: str
     remedy: str = ""
+    site: str = ""
+    """Module, where the place alone is ambiguous."""
+    link: str = ""
+    """Element of the page that shows the place; empty without a link."""
+    number: int | None = None
+    """Index among the findings of the audit, by which scripts find it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,17 @@ class Items:
     items: Sequence[Item]
     intro: str = ""
     folded: bool = False
+
+    @property
+    def kinds(self) -> list[tuple[Severity, str, list[Item]]]:
+        """Items of the same severity and code, the most severe first."""
+        kinds: dict[tuple[Severity, str], list[Item]] = {}
+        for item in self.items:
+            kinds.setdefault((item.severity, item.code), []).append(item)
+        return sorted(
+            ((severity, code, items) for (severity, code), items in kinds.items()),
+            key=lambda kind: SEVERITY_ORDER[kind[0]],
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +123,7 @@ class Section:
     code: str = ""
     on_console: bool = True
     include: str = ""
-    """Template of an interactive part of the page, which replaces the tables there."""
+    """Template of an interactive part of the page."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +139,10 @@ class Document:
     notes: Sequence[str] = ()
     origin: Sequence[tuple[str, str]] = ()
     complete: bool = True
-    data: Mapping[str, Any] = field(default_factory=dict)
-    """What the scripts of the included templates read."""
-    context: Mapping[str, Any] = field(default_factory=dict)
-    """What the included templates print."""
+    highlights: Sequence[tuple[str, str, str]] = ()
+    """The few numbers to know first, each with a name and with what to compare it to; on the page only."""
+    data: Callable[[int], Mapping[str, Any]] = lambda excess: {}
+    """Returns what included templates and scripts read, given the bytes by which the page is too large."""
 
 
 def nonempty(*sections: Section) -> list[Section]:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwise._internals.records import format_number
+from rankwise.auditing.measure_table import LayerMeasure
+from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
 from rankwise.report.document import Figure
+from rankwise.report.head_columns import Column
+from rankwise.report.heatmap_grid import Grid, Row
 
 _MOST_NUMBERS = 16
 """Rows and columns up to which a cell has room for its number."""
@@ -15,6 +19,10 @@ _LEAST_HEIGHT = 68
 """Pixels that a map of one row needs for the label at the pointer."""
 _EDGE = 0.53
 """Distance from the center of the last cell to the end of an axis, beyond the border that an outline has."""
+
+_MOST_TICKS = 8
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+_SEVERITY_SYMBOLS: dict[Severity, str] = {"error": "diamond", "warning": "triangle-up", "info": "circle"}
 
 
 @dataclass(frozen=True)
@@ -155,3 +163,165 @@ def step_curves(
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
+    """Draw one number of every head of a grid; hatched where it is not informative.
+
+    Args:
+        grid: the heads to draw.
+        column: their numbers.
+        heads: all heads of the audit.
+    """
+
+    def cell(index: int) -> MapCell:
+        where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"
+        if index in column.undefined_for:
+            return MapCell(math.nan, "╱╱╱", f"{where} is not informative for a diagonal mixer")
+        spread = column.spread[index] if column.spread else math.nan
+        around = f" ± {format_number(spread, column.digits)}" if math.isfinite(spread) else ""
+        label = column.label(index)
+        return MapCell(column.values[index], label, f"{where} {label}{around}")
+
+    return cell_map(
+        f"heads-{column.name}",
+        grid.title,
+        [[None if index is None else cell(index) for index in row] for row in grid.cells],
+        grid.row_names,
+        [str(number) for number in grid.columns],
+        limits=column.limits,
+    )
+
+
+def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[str, Any]]:
+    """Return traces of small signs in the corners of cells whose head has a finding, one per severity."""
+    places = {
+        index: (x, y) for y, row in enumerate(grid.cells) for x, index in enumerate(row) if index is not None
+    }
+    traces = []
+    for severity, symbol in _SEVERITY_SYMBOLS.items():
+        points = [places[index] for index, own in severities.items() if own == severity and index in places]
+        if points:
+            where = {"x": [x + 0.34 for x, _ in points], "y": [y - 0.3 for _, y in points]}
+            look = {"marker": {"symbol": symbol, "size": 7}, "meta": {"severity": severity}}
+            whole = {"hoverinfo": "skip", "cliponaxis": False}  # not cut at the last column
+            traces.append({"type": "scatter", "mode": "markers", **whole, **where, **look})
+    return traces
+
+
+def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure:
+    """Draw a measure of the token states against depth: a line per stack, ± one standard deviation."""
+    stacks = list(dict.fromkeys(layer.stack for layer in layers))
+    data: list[dict[str, Any]] = []
+    for series, stack in enumerate(stacks):
+        mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
+        base: dict[str, Any] = {"type": "scatter", "x": [layer.layer for layer in mine]}
+        for side in (1, -1):
+            band = {
+                "y": [_edge(measure, layer, side) for layer in mine],
+                "mode": "lines",
+                "line": {"width": 0},
+            }
+            look = {"hoverinfo": "skip", "showlegend": False, "meta": {"series": series, "band": side == -1}}
+            data.append(base | band | look)
+        data.append(
+            base
+            | {
+                "y": [measure.value(layer) for layer in mine],
+                "mode": "lines+markers",
+                "hovertext": [_state_hover(measure, layer) for layer in mine],
+                "hoverinfo": "text",
+                "name": html.escape(stack) or "states",
+                "marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)], "size": 3 if len(mine) > 16 else 6},
+                "meta": {"series": series},
+            }
+        )
+    deepest = max(layer.layer for layer in layers)
+    step = 1 + deepest // _MOST_TICKS  # whole blocks: an automatic axis would count halves
+    scale = {"range": [0, 1.03]} if measure.name == "relative_spread" else {"rangemode": "tozero"}
+    layout = {
+        "height": 260,
+        "showlegend": len(stacks) > 1,
+        "xaxis": {"title": {"text": "blocks passed"}, "tickvals": list(range(0, deepest + 1, step))},
+        "yaxis": {"nticks": 6} | scale,
+    }
+    return Figure(f"depth-{measure.name}", measure.title, data, layout, measure.meaning)
+
+
+def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
+    """Return an edge of the band: within the range of the measure, on the line if the spread is unknown."""
+    spread = layer.std.get(measure.name, math.nan)
+    value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
+    low, high = measure.ends(layer)
+    if not math.isfinite(value):
+        return math.nan
+    return min(max(value, low), math.inf if measure.range.wide else high)
+
+
+def _state_hover(measure: LayerMeasure, layer: LayerRecord) -> str:
+    spread = layer.std.get(measure.name, math.nan)
+    around = f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
+    when = "input" if layer.layer == 0 else f"after block {layer.layer}"
+    number = format_number(measure.value(layer), measure.digits)
+    return f"{html.escape(layer.stack)}, {when}<br>{number}{around}"
+
+
+def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[Figure]:
+    """Draw how far each token of the first sequence belongs to each head, a map per TSSA layer.
+
+    A layer of a text is heads by tokens. A layer of a picture is its heads side by side, each with the tokens
+    at their place in the picture. Layers whose heads do not have the same tokens are left out.
+    """
+    figures = []
+    for grid in grids:
+        rows = [(at, row) for at, row in enumerate(grid.rows) if _has_memberships(row, heads)]
+        known = [head for _, row in rows for head in (heads[index] for index in row.cells.values())]
+        largest = max(
+            (share for head in known for share in head.membership_map if math.isfinite(share)), default=0.0
+        )
+        figures += [_membership_map(grid, at, row, heads, largest) for at, row in rows]
+    return figures
+
+
+def _has_memberships(row: Row, heads: Sequence[HeadRecord]) -> bool:
+    mine = [heads[index] for index in row.cells.values()]
+    shapes = {(len(head.membership_map), head.membership_grid) for head in mine}
+    return len(shapes) == 1 and bool(mine[0].membership_map)
+
+
+def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], largest: float) -> Figure:
+    numbers = sorted(row.cells)
+    shares = [[float(f"{one:.3g}") for one in heads[row.cells[number]].membership_map] for number in numbers]
+    shape = heads[row.cells[numbers[0]]].membership_grid
+    z: list[list[float | None]] = [list(line) for line in shares]
+    x: list[str] = [str(token) for token in range(len(shares[0]))]
+    y = [f"head {number}" for number in numbers]
+    hover, axis = "%{y}, token %{x}", {"title": {"text": "token"}, "nticks": 16, "type": "category"}
+    height, scale = 72 + 22 * len(z), {}
+    if shape:
+        rows, columns = shape
+        gap: list[list[float | None]] = [[None]] * rows  # an empty column between two heads
+        parts = [[own[line * columns : (line + 1) * columns] for line in range(rows)] for own in shares]
+        z = [[one for part in parts for one in [*part[line], *gap[line]]][:-1] for line in range(rows)]
+        x = [f"head {n}, column {c}" for n in numbers for c in (*range(columns), "–")][:-1]
+        y = [f"row {line}" for line in range(rows)]
+        hover, axis, scale = "%{x}, %{y}", {"visible": False, "type": "category"}, {"visible": False}
+        height = 60 + min(320, max(80, 900 * rows // len(x)))
+    trace = {
+        "type": "heatmap", "x": x, "y": y, "z": z, "zmin": 0, "zmax": largest, "hoverongaps": False,
+        "hovertemplate": f"{hover}<br>Π %{{z}}<extra></extra>", "meta": {"scale": "ramp"},
+    }  # fmt: skip
+    layout = {
+        "height": height,
+        "xaxis": axis,
+        "yaxis": {"autorange": "reversed", "type": "category", **scale},
+    }
+    how = (
+        "each head a copy of the picture, from head 0 on the left"
+        if shape
+        else "heads as rows, tokens as columns"
+    )
+    caption = f"{grid.title} · {how}; the scale ends at {largest:.2f}"
+    layers = [other.layer for other in grid.rows]
+    title = f"layer {row.layer}" if layers.count(row.layer) == 1 else f"layer {row.layer}, {row.site}"
+    return Figure(f"memberships-{at}", title, [trace], layout, caption)

@@ -1,110 +1,171 @@
-"""The numbers of heads, each once, as the page has them.
+"""Every number of a head as a column, with the marks that it is compared with; the table of token states.
 
-Map, head beside it, table and CSV read the columns of `head_columns`; what adds numbers of its own (worth,
-a baseline) adds columns to them.
+Heat map, head card, table and CSV of a page read the columns of `head_columns`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 from typing import Any
 
-from rankwise.auditing.measure_table import HEAD_MEASURES, NULLS, HeadMeasure, Measure, share
-from rankwise.auditing.records import HeadRecord
-from rankwise.report.pages import short
-from rankwise.report.references import Reference, references_of
+from rankwise._internals.records import format_number
+from rankwise.auditing.measure_table import (
+    HEAD_MEASURES,
+    LAYER_MEASURES,
+    NULLS,
+    HeadMeasure,
+    Measure,
+    share,
+)
+from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.report.format import count, round_for_page
 
-FRESH = "init_"
-"""Before the name of a measure: of the same head at fresh weights."""
+INITIAL = "init_"
+"""Prefix of measures of the same head at initialization."""
+_NOTES = {
+    "hardmax_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
+    "model: its rows weigh many tokens. It does not bound the rank of a head.",
+    "random_rank": "Softmax of independent, standard normal queries and keys of the head's width and scale. "
+    "This is not an untrained model: its queries and keys are smaller and come from the same tokens.",
+    "uniform_rank": "Every row weighs all tokens under its mask equally: the limit without scores, not the "
+    "least possible rank.",
+}
+"""What each reference rank is, and what it is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceMark:
+    """Mark on the scale of a measure: the same heads at initialization, or random heads."""
+
+    name: str
+    note: str
+    values: Sequence[float]
+    """One value per head; NaN where unknown."""
+
+    def data(self) -> dict[str, Any]:
+        """Return the mean and the range as the page's scripts read them."""
+        known = [value for value in self.values if math.isfinite(value)]
+        ends = [f"{end:.2g}" for end in (min(known), max(known))]
+        return {
+            "name": self.name,
+            "note": self.note,
+            "at": round_for_page(sum(known) / len(known)),
+            "label": "–".join(dict.fromkeys(ends)),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A number of each head."""
+    """One number of every head."""
 
     name: str
-    """Of the measure, which findings name."""
+    """Name of the measure, to which findings refer."""
     share: bool = False
-    """Whether it is a share of min(T, S): its name in a CSV file says so."""
+    """True for a share of min(T, S), which the name in a CSV file contains."""
     title: str
-    head: str
-    """A title for a narrow column."""
+    short_title: str
     digits: int | None
     """Decimals that are shown."""
     values: Sequence[float]
-    """One for each head; NaN where it is not known."""
+    """One value per head; NaN where unknown."""
     spread: Sequence[float] = ()
     """Standard deviations over sequences, if known."""
     over_seeds: bool = False
-    """Whether ``spread`` is over seeds of fresh weights, of which the number is a mean."""
-    words: dict[int, str] = field(default_factory=dict)
-    """What is shown of a head in place of its number, such as a range."""
+    """True if `spread` is over seeds of the initialization, of which the values are means."""
+    labels: Mapping[int, str] = field(default_factory=dict)
+    """Text instead of the number of a head, such as a range."""
     meaning: str = ""
-    """Said beside its heat map; a column without has none."""
+    """Explanation next to its heat map; a column without one has no map."""
     low: str = ""
     high: str = ""
-    """What the ends of its scale mean."""
+    """Meaning of the ends of the scale."""
     limits: tuple[float, float] = (0.0, 1.0)
-    """The ends of its scale."""
-    silent: frozenset[int] = frozenset()
-    """Heads of which it says nothing."""
-    references: Sequence[Reference] = ()
+    """Ends of the scale."""
+    undefined_for: frozenset[int] = frozenset()
+    """Heads for which the measure is not informative."""
+    references: Sequence[ReferenceMark] = ()
+
+    @property
+    def beyond(self) -> list[float]:
+        """Values above the upper end of the scale."""
+        return [value for value in self.values if math.isfinite(value) and value > self.limits[1]]
+
+    def label(self, head: int) -> str:
+        """Return the text of a head's number."""
+        return self.labels.get(head) or format_number(self.values[head], self.digits)
 
     def data(self) -> dict[str, Any]:
-        """As the page's scripts read it."""
-        low, high = self.limits
-        beyond = [value for value in self.values if math.isfinite(value) and value > high]
-        said: dict[str, Any] = {
+        """Return the column as the page's scripts read it."""
+        found: dict[str, Any] = {
             "name": self.name,
             "file_name": f"{self.name}_share" if self.share else self.name,
             "title": self.title,
-            "head": self.head,
+            "short_title": self.short_title,
             "digits": self.digits,
-            "values": [short(value) for value in self.values],
+            "values": [round_for_page(value) for value in self.values],
         }
         if any(math.isfinite(number) for number in self.spread):
-            said["spread"] = [short(number) for number in self.spread]
-            said["over_seeds"] = self.over_seeds
-        if self.words:
-            said["words"] = self.words
+            found["spread"] = [round_for_page(number) for number in self.spread]
+            found["over_seeds"] = self.over_seeds
+        if self.labels:
+            found["labels"] = self.labels
         if self.meaning:
-            said |= {
+            low, high = self.limits
+            found |= {
                 "meaning": self.meaning,
-                "ends": [[short(low), self.low], [short(high), self.high]],
-                "beyond": [len(beyond), short(max(beyond, default=math.nan))],
-                "silent": sorted(self.silent),
+                "ends": [[round_for_page(low), self.low], [round_for_page(high), self.high]],
+                "beyond": [len(self.beyond), round_for_page(max(self.beyond, default=math.nan))],
+                "undefined_for": sorted(self.undefined_for),
                 "references": [reference.data() for reference in self.references],
             }
-        return said
+        return found
 
 
 def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
-    """The columns of an audit's heads, in the order in which they are shown.
-
-    Args:
-        heads: its heads.
-    """
+    """Return the columns of the heads of an audit, in the order in which they are shown."""
     columns: list[Column] = []
     for measure in HEAD_MEASURES:
-        if measure.name.startswith(FRESH) or not measure.known_in(heads):
+        if measure.name.startswith(INITIAL) or not measure.known_in(heads):
             continue
         column = measure_column(measure, heads)
         if measure.kinds and not any(map(math.isfinite, column.values)):
             continue
         columns.append(column)
-        beside = [*_nulls(measure, heads), *_fresh(measure, heads)]
-        columns += [other for other in beside if any(map(math.isfinite, other.values))]
+        related = [*_reference_ranks(measure, heads), *_at_initialization(measure, heads)]
+        columns += [other for other in related if any(map(math.isfinite, other.values))]
     return columns
 
 
-def _nulls(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
+def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
+    """Return a row of the table of measures as a column."""
+    informed = [head for head in heads if measure.applies_to(head)]
+    return Column(
+        name=measure.name,
+        share=measure.share,
+        title=measure.title,
+        short_title=measure.head,
+        digits=measure.digits,
+        values=[measure.value(head) for head in heads],
+        # the deviation of a share is unknown: the deviation of a rank includes that of the lengths
+        spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
+        labels={at: measure.formatted(head) for at, head in enumerate(heads) if measure.name in head.stderr},
+        meaning=measure.meaning,
+        low=measure.low,
+        high=measure.high,
+        limits=color_limits(measure, informed),
+        undefined_for=frozenset(at for at, head in enumerate(heads) if not measure.applies_to(head)),
+        references=_reference_marks(measure, informed),
+    )
+
+
+def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
     return [
         Column(
             name=name,
             share=True,
             title=f"{words.capitalize()}, share",
-            head=words.capitalize(),
+            short_title=words.capitalize(),
             digits=measure.digits,
             values=[share(getattr(head, name), head) for head in heads],
         )
@@ -113,25 +174,23 @@ def _nulls(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
     ]
 
 
-def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
-    """The measure at fresh weights: mean and standard deviation over seeds."""
+def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
+    """Return the measure at initialization: mean and standard deviation over seeds."""
     if not any(head.baseline is not None and measure.name in head.baseline.mean for head in heads):
         return []
-    known = [
-        (math.nan, math.nan)
-        if (fresh := head.baseline) is None
-        else (fresh.mean.get(field, math.nan), fresh.seed_std.get(field, math.nan))
-        for head in heads
-        for field in [measure.shown_field(head)]
-    ]
-    of = [tuple(share(number, head) for number in pair) for pair, head in zip(known, heads, strict=True)]
-    pairs = of if measure.share else known
+    pairs: list[tuple[float, float]] = []
+    for head in heads:
+        mean, std = math.nan, math.nan
+        if head.baseline is not None:
+            name = measure.shown_field(head)
+            mean, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
+        pairs.append((share(mean, head), share(std, head)) if measure.share else (mean, std))
     return [
         Column(
-            name=f"{FRESH}{measure.name}",
+            name=f"{INITIAL}{measure.name}",
             share=measure.share,
-            title=f"{measure.title} at fresh weights",
-            head=f"Fresh {measure.head[0].lower()}{measure.head[1:]}",
+            title=f"{measure.title} at initialization",
+            short_title=f"{measure.head} at initialization",
             digits=measure.digits,
             values=[mean for mean, _ in pairs],
             spread=[std for _, std in pairs],
@@ -140,37 +199,30 @@ def _fresh(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
     ]
 
 
-def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
-    """A measure of the table of measures as a column.
-
-    Args:
-        measure: its row.
-        heads: all heads.
-    """
-    values = [measure.value(head) for head in heads]
-    said = [(at, measure.formatted(head)) for at, head in enumerate(heads) if measure.name in head.stderr]
-    spoken = [head for head in heads if measure.applies_to(head)]
-    return Column(
-        name=measure.name,
-        share=measure.share,
-        title=measure.title,
-        head=measure.head,
-        digits=measure.digits,
-        values=values,
-        spread=[_spread(measure, head) for head in heads],
-        words=dict(said),
-        meaning=measure.meaning,
-        low=measure.low,
-        high=measure.high,
-        limits=color_limits(measure, spoken),
-        silent=frozenset(at for at, head in enumerate(heads) if not measure.applies_to(head)),
-        references=references_of(measure, spoken),
-    )
-
-
-def _spread(measure: HeadMeasure, head: HeadRecord) -> float:
-    """Of a share it is not known: the deviation of a rank holds that of the lengths of sequences."""
-    return math.nan if measure.share else head.std.get(measure.name, math.nan)
+def _reference_marks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[ReferenceMark]:
+    initial = [
+        math.nan if head.baseline is None else head.baseline.mean.get(measure.name, math.nan)
+        for head in heads
+    ]
+    if measure.share:
+        initial = [share(value, head) for value, head in zip(initial, heads, strict=True)]
+    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
+    marks = [
+        ReferenceMark(
+            name="at initialization",
+            note="The same heads of the same architecture before training, on the same data, mean over "
+            f"{count(seeds, 'seed')}: what the model starts from, not what it should be.",
+            values=initial,
+        ),
+        *(
+            ReferenceMark(
+                name=words, note=_NOTES[name], values=[share(getattr(head, name), head) for head in heads]
+            )
+            for name, words in NULLS.items()
+            if name in measure.nulls
+        ),
+    ]
+    return [mark for mark in marks if any(map(math.isfinite, mark.values))]
 
 
 def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:
@@ -200,3 +252,24 @@ def outer_fence(values: Sequence[float]) -> float:
         return math.inf
     first, _, third = quantiles(values, n=4, method="inclusive")
     return third + 3 * (third - first)
+
+
+def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
+    """Return the token states as columns of the page's table, each with its numbers and decimals."""
+    columns: list[dict[str, Any]] = [
+        {"name": "stack", "short_title": "Stack", "texts": [layer.stack for layer in layers]}
+    ]
+    numbers = [("layer", "Blocks passed"), ("tokens", "Tokens")]
+    after = [("sequences", "Sequences"), ("nonfinite", "Not finite")]
+    for name, title in numbers:
+        columns.append(_state_column(name, title, 0, [getattr(layer, name) for layer in layers]))
+    for measure in LAYER_MEASURES:
+        values = [measure.value(layer) for layer in layers]
+        columns.append(_state_column(measure.name, measure.head, measure.digits, values))
+    for name, title in after:
+        columns.append(_state_column(name, title, 0, [getattr(layer, name) for layer in layers]))
+    return columns
+
+
+def _state_column(name: str, title: str, digits: int, values: Sequence[float | int]) -> dict[str, Any]:
+    return {"name": name, "short_title": title, "digits": digits, "values": list(values)}

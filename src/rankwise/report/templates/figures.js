@@ -12,14 +12,17 @@ const shadeOf = (part) => `hsl(${260 - 200 * part}, 62%, ${(dark.matches ? 62 : 
 function painted(trace) {
   const { scale, muted, shade, series: number, band, severity } = trace.meta ?? {};
   if (scale) return { ...trace, colorscale: scale === "signed" ? signedRamp() : ramp(), showscale: false };
-  const own = severity ? colour(severity) : muted ? colour("muted") : shade === undefined ? series(number ?? 0) : shadeOf(shade);
-  const filled = band === undefined ? {} : { fill: band ? "tonexty" : "none", fillcolor: faded(own, 0.16) };
+  const own = severity ? color(severity) : muted ? color("muted") : shade === undefined ? series(number ?? 0) : shadeOf(shade);
+  const filled = band === undefined ? {} : { fill: band ? "tonexty" : "none", fillcolor: withAlpha(own, 0.16) };
   return { ...trace, ...filled, line: { ...trace.line, color: own }, marker: { ...trace.marker, color: own } };
 }
 
-function drawFigure(plot, shapes) {
+const marksOn = new Map(); // shapes that other scripts add to a figure
+
+function drawFigure(plot) {
   const { data, layout } = report.figures[plot.dataset.figure];
   const whole = { ...LAYOUT, ...layout, xaxis: { ...AXIS, ...layout.xaxis }, yaxis: { ...AXIS, ...layout.yaxis } };
+  const shapes = (marksOn.get(plot) ?? []).map((shape) => ({ ...shape, line: { ...shape.line, color: color("focus") } }));
   return draw(plot, data.map(painted), whole, shapes);
 }
 
@@ -35,6 +38,4 @@ function drawFigures() {
 }
 
 for (const picker of findAll(".choose")) picker.addEventListener("change", drawFigures);
-for (const query of [dark, narrow]) query.addEventListener("change", drawFigures);
-await drawFigures();
-document.documentElement.dataset.ready = "true";
+drawers.push(drawFigures);

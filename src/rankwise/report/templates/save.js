@@ -16,13 +16,13 @@ function csvCell(value) {
 }
 
 const csv = (rows) => rows.map((row) => row.map(csvCell).join(",") + "\r\n").join("");
-const saveCsv = (name, rows) => download(`${fileName(report.model, name)}.csv`, new Blob(["\ufeff", csv(rows)], { type: "text/csv" }));
+const saveCsv = (name, rows) => download(`${fileName(report.title, name)}.csv`, new Blob(["\ufeff", csv(rows)], { type: "text/csv" }));
 
 async function savePng(plot, name) {
-  const layout = { ...plot.layout, paper_bgcolor: colour("raised"), plot_bgcolor: colour("raised") };
+  const layout = { ...plot.layout, paper_bgcolor: color("raised"), plot_bgcolor: color("raised") };
   const size = { width: plot.clientWidth, height: plot.clientHeight, scale: 2, format: "png" };
   const image = await Plotly.toImage({ data: plot.data, layout }, size);
-  download(`${fileName(report.model, name)}.png`, new Blob([bytesOf(image.split(",")[1])], { type: "image/png" }));
+  download(`${fileName(report.title, name)}.png`, new Blob([bytesOf(image.split(",")[1])], { type: "image/png" }));
 }
 
 for (const plot of findAll("[data-png]")) {

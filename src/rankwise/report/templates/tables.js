@@ -2,16 +2,16 @@
 const MOST_ROWS = 200;
 
 function headTable() {
-  const { layer, head, panel, kind, mask, site, tokens, sequences, nonfinite, nearest, max_token: peak } = report.heads;
-  const texts = (name, title, coded) => ({ name, head: title, texts: coded.of.map((at) => coded.words[at]) });
-  const numbers = (name, title, values) => ({ name, head: title, digits: 0, values });
-  const link = (at) => element("a", { href: `#panel-${panel[at]}`, textContent: `L${layer[at]} H${head[at]}` });
+  const { layer, head, grid, kind, mask, site, tokens, sequences, nonfinite, nearest, max_token: peak } = report.heads;
+  const texts = (name, title, coded) => ({ name, short_title: title, texts: coded.of.map((at) => coded.words[at]) });
+  const numbers = (name, title, values) => ({ name, short_title: title, digits: 0, values });
+  const link = (at) => element("a", { href: `#grid-${grid[at]}`, textContent: `L${layer[at]} H${head[at]}` });
   const first = {
-    head: "Head", order: layer.map((_, at) => at),
+    short_title: "Head", order: layer.map((_, at) => at),
     cell: (at) => {
       const name = link(at);
       name.dataset.head = at;
-      return report.panels.length > 1 ? [name, " ", element("small", { textContent: report.panels[panel[at]].title })] : [name];
+      return report.grids.length > 1 ? [name, " ", element("small", { textContent: report.grids[grid[at]].title })] : [name];
     },
   };
   const only = { csv: true };
@@ -20,7 +20,7 @@ function headTable() {
     { ...texts("site", "Site", site), ...only }, { ...numbers("layer", "Layer", layer), ...only }, { ...numbers("head", "Head", head), ...only },
     texts("kind", "Kind", kind), texts("mask", "Mask", mask), numbers("tokens", "Tokens", tokens),
     ...report.columns,
-    { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", file_name: undefined, head: "Nearest head", digits: 0, values: nearest, spread: undefined, words: undefined },
+    { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", file_name: undefined, short_title: "Nearest head", digits: 0, values: nearest, spread: undefined, labels: undefined },
     texts("max_token", "Peak at", peak),
     numbers("sequences", "Sequences", sequences), numbers("nonfinite", "Not finite", nonfinite),
   ];
@@ -43,7 +43,7 @@ class Table {
     this.order = Array.from({ length: rowsOf(columns) }, (_, row) => row);
     this.whole = this.order.length <= MOST_ROWS;
     const titles = this.columns.map((column, at) => {
-      const button = element("button", { type: "button", textContent: column.head });
+      const button = element("button", { type: "button", textContent: column.short_title });
       button.addEventListener("click", () => this.sortBy(at));
       return element("th", { scope: "col", className: column.texts ? "word" : "" }, button);
     });
@@ -68,7 +68,7 @@ class Table {
     const cell = element(at ? "td" : "th", { className: column.texts ? "word" : "" });
     if (!at) cell.scope = "row";
     if (column.cell) cell.append(...column.cell(row));
-    else cell.textContent = column.texts ? column.texts[row] || "–" : said(column, row) + (column.over_seeds ? around(column, row) : "");
+    else cell.textContent = column.texts ? column.texts[row] || "–" : label(column, row) + (column.over_seeds ? spreadLabel(column, row) : "");
     return cell;
   }
 
@@ -93,3 +93,5 @@ function makeTables() {
   if (find("#head-table")) new Table(find("#head-table"), headTable());
   if (find("#state-table")) new Table(find("#state-table"), report.states);
 }
+
+starters.push(makeTables);

@@ -1,25 +1,25 @@
-// Colours live in the style sheet alone; the plots read them from there, so that they follow light and dark.
+// Colors live in the style sheet alone; the plots read them from there, so that they follow light and dark.
 const report = JSON.parse(document.getElementById("report-data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 640px)");
-const beside = matchMedia("(min-width: 1100px)"); // room for a head beside the map; else it is a sheet below
-const calm = matchMedia("(prefers-reduced-motion: reduce)");
+const wide = matchMedia("(min-width: 1100px)"); // room for a head wide the map; else it is a sheet below
+const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const SERIES = 6;
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
 const find = (selector, within = document) => within.querySelector(selector);
 const findAll = (selector, within = document) => [...within.querySelectorAll(selector)];
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const series = (number) => colour(`series-${number % SERIES}`);
+const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const series = (number) => color(`series-${number % SERIES}`);
 
 // Plotly reads some HTML in its texts; a name must stay a name.
 const literal = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-const faded = (hex, alpha) => `rgba(${channels(hex).join(", ")}, ${alpha})`;
+const withAlpha = (hex, alpha) => `rgba(${channels(hex).join(", ")}, ${alpha})`;
 
-// The colour of a scale at a share of its length.
+// The color of a scale at a share of its length.
 function blend(steps, wanted) {
   const share = Math.min(Math.max(wanted, 0), 1); // a number may lie beyond the scale
   const after = Math.max(1, steps.findIndex(([at]) => at >= share));
@@ -36,14 +36,14 @@ function inkOn(background) {
 }
 
 function themed(layout, shapes = []) {
-  const axis = { gridcolor: colour("line"), linecolor: colour("line"), tickfont: { color: colour("muted") } };
+  const axis = { gridcolor: color("line"), linecolor: color("line"), tickfont: { color: color("muted") } };
   return {
     ...layout,
     shapes,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("muted") },
-    hoverlabel: { bgcolor: colour("raised"), bordercolor: colour("line"), font: { family: getComputedStyle(document.body).fontFamily, color: colour("text") }, align: "left" },
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: color("muted") },
+    hoverlabel: { bgcolor: color("raised"), bordercolor: color("line"), font: { family: getComputedStyle(document.body).fontFamily, color: color("text") }, align: "left" },
     xaxis: { ...layout.xaxis, ...axis },
     yaxis: { ...layout.yaxis, ...axis },
   };
@@ -54,13 +54,13 @@ function draw(place, data, layout, shapes) {
 }
 
 function scrollTo(element, block = "center") {
-  element.scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block });
+  element.scrollIntoView({ behavior: reducedMotion.matches ? "auto" : "smooth", block });
 }
 
-// The one scale of colours, from little to much: no end of it is good or bad.
-const ramp = () => [0, 1, 2, 3, 4].map((step) => [step / 4, colour(`scale-${step}`)]);
+// The one scale of colors, from little to much: no end of it is good or bad.
+const ramp = () => [0, 1, 2, 3, 4].map((step) => [step / 4, color(`scale-${step}`)]);
 // Of numbers with signs: two hues around 0.
-const signedRamp = () => ["minus-2", "minus-1", "scale-0", "plus-1", "plus-2"].map((name, step) => [step / 4, colour(name)]);
+const signedRamp = () => ["minus-2", "minus-1", "scale-0", "plus-1", "plus-2"].map((name, step) => [step / 4, color(name)]);
 
 function element(tag, fields = {}, ...inside) {
   const made = Object.assign(document.createElement(tag), fields);
@@ -69,3 +69,6 @@ function element(tag, fields = {}, ...inside) {
 }
 
 const bytesOf = (base64) => Uint8Array.from(atob(base64), (one) => one.charCodeAt(0));
+
+const drawers = []; // functions that draw a part of the page
+const starters = []; // functions that listen to the reader, called after the first drawing

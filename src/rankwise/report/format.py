@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, share
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import HeadRecord, Severity
 
 SEVERITIES: dict[Severity, tuple[str, str]] = {
@@ -27,11 +27,11 @@ _TITLES = {
 } | {measure.name: measure.label for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
 
 
-def plain(name: str) -> str:
+def strip_control(name: str) -> str:
     r"""Replace what a terminal would obey, such as escape sequences, by a visible mark.
 
     Examples:
-        >>> plain("layer\x1b[31m")
+        >>> strip_control("layer\x1b[31m")
         'layer�[31m'
     """
     return "".join("�" if unicodedata.category(c) in {"Cc", "Cf", "Cs"} else c for c in name)
@@ -57,11 +57,11 @@ def is_command(remedy: str) -> bool:
     return remedy.startswith(("rankwise ", "rankwise.", "rw."))
 
 
-def pieces(text: str) -> list[tuple[str, bool]]:
+def split_code(text: str) -> list[tuple[str, bool]]:
     """Split a remedy into words and code: what stands in backticks, or all of a command.
 
     Examples:
-        >>> pieces("then `rankwise compare A B`"), pieces("rankwise plan --tokens 128")
+        >>> split_code("then `rankwise compare A B`"), split_code("rankwise plan --tokens 128")
         ([('then ', False), ('rankwise compare A B', True)], [('rankwise plan --tokens 128', True)])
     """
     if is_command(text):
@@ -107,23 +107,8 @@ def model_name(name: str) -> str:
 
 
 def rank_share(head: HeadRecord) -> float:
-    """Numerical rank (of a matrix with signs the relative one) over min(T, S); NaN without tokens."""
+    """Return the rank (of a matrix with signs, the relative rank) over min(T, S); NaN without tokens."""
     return RANK.value(head)
-
-
-def null_share(head: HeadRecord) -> float:
-    """Null rank over min(T, S), in [0, 1]; NaN where there are no tokens."""
-    return share(head.hardmax_rank, head)
-
-
-def random_share(head: HeadRecord) -> float:
-    """Random rank over min(T, S): what random queries and keys give; NaN where that is not known."""
-    return share(head.random_rank, head)
-
-
-def uniform_share(head: HeadRecord) -> float:
-    """Uniform rank over min(T, S): what equal weights give; NaN where that is not known."""
-    return share(head.uniform_rank, head)
 
 
 def count(number: int, singular: str, many: str = "") -> str:
@@ -134,3 +119,13 @@ def count(number: int, singular: str, many: str = "") -> str:
         ('1 head', '0 heads', '2 entries')
     """
     return f"{number} {singular if number == 1 else many or singular + 's'}"
+
+
+def round_for_page(value: float) -> float | None:
+    """Return a number with the 6 significant digits that pages hold; None if it is not finite.
+
+    Examples:
+        >>> round_for_page(1 / 3), round_for_page(math.inf)
+        (0.333333, None)
+    """
+    return float(f"{value:.6g}") if math.isfinite(value) else None

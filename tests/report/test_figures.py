@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from tests.report import samples
 
 from rankwise.auditing.attention_maps import block_averages
-from rankwise.auditing.measure_table import HEAD_MEASURES
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES
 from rankwise.auditing.records import AttentionMap, Baseline
 from rankwise.operators import DenseMixing
-from rankwise.report.curves import draw_depth
-from rankwise.report.head_columns import head_columns
-from rankwise.report.heatmap import draw_panel
+from rankwise.report.document import Figure
+from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
+from rankwise.report.format import rank_share
+from rankwise.report.head_columns import head_columns, measure_column
+from rankwise.report.head_details import NONE, coarser, opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of
-from rankwise.report.one_head import NONE, coarser, opening_head, pack_pictures, pack_spectra
-from rankwise.report.page import page_context
-from rankwise.report.text import rank_share
 
 
 def column(heads, name):
@@ -30,15 +29,29 @@ def column(heads, name):
 
 def test_each_cell_is_its_own_head() -> None:
     heads = samples.encoder_decoder().heads
-    met = []
-    for panel in grids_of(heads):
-        figure = draw_panel(panel, {})
-        for index, (x, y) in figure["places"].items():
-            assert figure["grid"][y][x] == index
-            assert panel.rows[y].layer == heads[index].layer
-            assert panel.columns[x] == heads[index].head
-            met.append(index)
-    assert sorted(met) == list(range(len(heads)))
+    sinks = next(measure for measure in HEAD_MEASURES if measure.name == "first_token_mass")
+    values = []
+    for grid in grids_of(heads):
+        figure = heat_map(grid, measure_column(sinks, heads), heads)
+        for y, row in enumerate(figure.data[0]["z"]):
+            for x, value in enumerate(row):
+                (head,) = [head for head in heads if head.first_token_mass == value]
+                assert (head.stack, head.layer, head.head) == (
+                    grid.stack,
+                    grid.rows[y].layer,
+                    grid.columns[x],
+                )
+                values.append(value)
+    assert len(values) == len(heads)
+
+
+def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None:
+    heads = samples.memberships().heads
+    grid = grids_of(heads)[0]
+    figure = heat_map(grid, measure_column(HEAD_MEASURES[0], heads), heads)
+    heat, signs = figure.data
+    assert {value for row in heat["z"] for value in row} == {None}
+    assert signs["text"] == ["╱╱╱"] * len(grid.indices)
 
 
 def test_columns_hold_the_numbers_of_the_records() -> None:
@@ -56,10 +69,10 @@ def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() 
     expected = 1 - (1 - 1 / 128) ** 128
     (winners,) = column(samples.encoder().heads, "numerical_rank")["references"]
     assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
-    assert winners["said"] == f"{expected:.2g}"
+    assert winners["label"] == f"{expected:.2g}"
     assert " not " in winners["note"]
     (winners,) = column(samples.mixed().heads, "numerical_rank")["references"]
-    assert winners["said"] == "0.5–0.63"  # under a causal and a full mask
+    assert winners["label"] == "0.5–0.63"  # under a causal and a full mask
 
 
 def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() -> None:
@@ -69,14 +82,14 @@ def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() ->
     )
     heads = [head.model_copy(update={"baseline": fresh}) for head in audit.heads]
     first, *others = column(heads, "numerical_rank")["references"]
-    assert (first["name"], first["at"], first["said"]) == ("fresh weights", 0.5, "0.5")
+    assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")
     assert "2 seeds" in first["note"]
     assert [one["name"] for one in others] == ["random winners"]
     assert column(heads, "sigma_max")["references"][0]["at"] == 1.5
     assert column(heads, "first_token_mass")["references"] == []
-    data = page_context(audit.model_copy(update={"heads": heads}))["data"]
-    assert set(data["fresh_spectra"]["points"]) == {2}
-    assert page_context(audit)["data"]["fresh_spectra"] is None
+    data = samples.data(audit.model_copy(update={"heads": heads}))
+    assert set(data["initial_spectra"]["points"]) == {2}
+    assert samples.data(audit)["initial_spectra"] is None
 
 
 def test_what_is_not_finite_has_no_value_and_no_reference() -> None:
@@ -96,13 +109,13 @@ def test_one_outlier_does_not_stretch_the_scale_and_is_told() -> None:
 
 def test_measures_that_follow_from_a_diagonal_are_silent_of_it() -> None:
     heads = samples.memberships().heads
-    assert column(heads, "numerical_rank")["silent"] == list(range(len(heads)))
-    assert column(heads, "effective_rank")["silent"] == []
-    assert column(samples.encoder().heads, "numerical_rank")["silent"] == []
+    assert column(heads, "numerical_rank")["undefined_for"] == list(range(len(heads)))
+    assert column(heads, "effective_rank")["undefined_for"] == []
+    assert column(samples.encoder().heads, "numerical_rank")["undefined_for"] == []
 
 
 def test_an_estimate_says_so_in_its_column() -> None:
-    words = column(samples.estimated().heads, "numerical_rank")["words"]
+    words = column(samples.estimated().heads, "numerical_rank")["labels"]
     assert words[4].startswith("≈")
     assert "–" in words[8]
     assert set(words) == set(range(4, 12))
@@ -115,19 +128,23 @@ def test_no_word_of_a_measure_judges() -> None:
 
 def test_marks_stand_in_the_cells_of_their_heads() -> None:
     heads = samples.grid(2, 3)
-    signs = draw_panel(grids_of(heads)[0], {4: "error", 0: "info"})["signs"]
+    signs = severity_signs(grids_of(heads)[0], {4: "error", 0: "info"})
     found = {sign["meta"]["severity"]: (round(sign["x"][0]), round(sign["y"][0])) for sign in signs}
     assert found == {"error": (1, 1), "info": (0, 0)}
 
 
+def depth(layers) -> list[Figure]:
+    return [depth_curves(measure, layers) for measure in DRAWN]
+
+
 def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
     layers = samples.encoder_decoder().layers
-    for figure in draw_depth(layers):
+    for measure, figure in zip(DRAWN, depth(layers), strict=True):
         for series, stack in enumerate(["encoder.block", "decoder.block"]):
-            upper, lower, line = [trace for trace in figure["data"] if trace["meta"]["series"] == series]
+            upper, lower, line = [trace for trace in figure.data if trace["meta"]["series"] == series]
             mine = [layer for layer in layers if layer.stack == stack]
             assert line["x"] == [layer.layer for layer in mine]
-            assert line["y"] == [getattr(layer, figure["name"]) for layer in mine]
+            assert line["y"] == [measure.value(layer) for layer in mine]
             for low, value, high in zip(lower["y"], line["y"], upper["y"], strict=True):
                 assert low < value < high or value == pytest.approx(high)
 
@@ -135,16 +152,42 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 def test_the_band_stays_within_what_the_measure_can_be() -> None:
     layer = samples.states(0)[0]
     layer = layer.model_copy(update={"relative_spread": 0.9, "std": {"relative_spread": 0.5}})
-    upper, lower, _ = draw_depth([layer])[0]["data"]
+    upper, lower, _ = depth([layer])[0].data
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 
 
-def test_depth_is_counted_in_whole_blocks() -> None:
-    for layers in (1, 5, 6, 48):
-        ticks = draw_depth(samples.states(layers))[0]["layout"]["xaxis"]["tickvals"]
+@pytest.mark.parametrize("layers", [1, 5, 6, 48])
+def test_depth_is_counted_in_whole_blocks_and_scales_start_at_0(layers: int) -> None:
+    for figure in depth(samples.states(layers)):
+        ticks = figure.layout["xaxis"]["tickvals"]
         assert ticks[0] == 0
         assert len(ticks) <= 9
         assert all(isinstance(tick, int) for tick in ticks)
+        axis = figure.layout["yaxis"]
+        assert axis.get("rangemode") == "tozero" or axis["range"][0] == 0
+
+
+def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> None:
+    heads = samples.memberships().heads
+    figures = membership_maps(grids_of(heads), heads)
+    assert [figure.title for figure in figures] == ["layer 0", "layer 1", "layer 2"] * 2
+    text, picture = figures[1].data[0], figures[5].data[0]
+    first = [head for head in heads if (head.stack, head.layer) == ("text", 1)]
+    assert (len(text["z"]), len(text["z"][0]), len(text["x"]), len(text["y"])) == (4, 40, 40, 4)
+    assert text["z"][2][7] == pytest.approx(first[2].membership_map[7], rel=5e-3)  # three digits are written
+    patches = [head for head in heads if (head.stack, head.layer) == ("picture", 2)]
+    tiles = picture["z"]
+    assert (len(tiles), len(tiles[0])) == (4, 4 * 6 + 3)
+    assert len(set(picture["x"])) == len(tiles[0])
+    assert tiles[3][2 * 7 + 5] == pytest.approx(patches[2].membership_map[3 * 6 + 5], rel=5e-3)
+    assert picture["x"][2 * 7 + 5] == "head 2, column 5"
+    assert [row[6] for row in tiles] == [None] * 4
+    assert text["zmax"] == max(max(head.membership_map) for head in heads[:12])
+
+
+def test_without_memberships_there_is_no_map() -> None:
+    heads = samples.encoder().heads
+    assert membership_maps(grids_of(heads), heads) == []
 
 
 def decoded(packed, head):
@@ -183,7 +226,7 @@ def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int)
     picture = AttentionMap.of(values, tokens=5, sources=7, row_tokens="input_ids")
     audit = samples.encoder()
     heads = [audit.heads[0].model_copy(update={"attention_map": picture}), *audit.heads[1:]]
-    found, left_out = pack_pictures(audit.model_copy(update={"heads": heads}))
+    found, left_out = pack_attention_maps(audit.model_copy(update={"heads": heads}))
     ((packed,),) = found.values()
     codes = np.frombuffer(zlib.decompress(base64.b64decode(packed["values"])), np.uint8).astype(float)
     root = 2 * codes / packed["steps"] - 1 if packed["signed"] else codes / packed["steps"]
@@ -199,11 +242,11 @@ def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.Monk
     audit = samples.encoder()
     heads = [head.model_copy(update={"attention_map": picture}) for head in audit.heads]
     audit = audit.model_copy(update={"heads": heads})
-    monkeypatch.setattr("rankwise.report.one_head.PICTURES_BYTES", 72 * 5000)
-    packed, left_out = pack_pictures(audit)
+    monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 72 * 5000)
+    packed, left_out = pack_attention_maps(audit)
     assert (len(packed), left_out) == (72, 0)
     assert packed[0][0]["steps"] < 254
-    packed, left_out = pack_pictures(audit, flagged=[71, 70], room=20_000)
+    packed, left_out = pack_attention_maps(audit, flagged=[71, 70], room=20_000)
     assert len(packed) + left_out == 72
     assert left_out > 0
     assert {70, 71} <= set(packed)
@@ -227,12 +270,12 @@ def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() 
         h.model_copy(update={"attention_map": picture, "second_attention_map": picture}) for h in audit.heads
     ]
     audit = audit.model_copy(update={"heads": heads})
-    packed, left_out = pack_pictures(audit)
+    packed, left_out = pack_attention_maps(audit)
     assert left_out == 0
     assert all([one["sequence"] for one in of_head] == [0, 1] for of_head in packed.values())
-    coarsest = pack_pictures(audit, room=0)
+    coarsest = pack_attention_maps(audit, room=0)
     assert coarsest == ({}, 144)
-    packed, left_out = pack_pictures(audit, room=60_000)
+    packed, left_out = pack_attention_maps(audit, room=60_000)
     assert 0 < left_out < 144
     assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
 

@@ -1,4 +1,4 @@
-"""What the page holds of a single head, to open it beside the map: its spectrum and its matrix."""
+"""Pack spectra and attention maps of heads for a page, within a byte budget."""
 
 import base64
 import json
@@ -12,32 +12,31 @@ from numpy.typing import NDArray
 
 from rankwise.auditing.records import AttentionMap, HeadRecord
 from rankwise.auditing.result import Audit
-from rankwise.report.pages import short
-from rankwise.report.text import rank_share
+from rankwise.report.format import rank_share, round_for_page
 
 SMALLEST = 1e-12
-"""Below this share of the largest, a float64 singular value is rounding noise and is not drawn."""
+"""Share of the largest singular value below which float64 values are rounding noise, and are not drawn."""
 NONE = 65535
-"""Stands for a singular value that is not drawn; others are −log₁₀ σᵢ/σ₁ in steps of 12/65534."""
+"""Code of a singular value that is not drawn; other codes are −log₁₀ σᵢ/σ₁ in steps of 12/65534."""
 SPECTRA_BYTES = 200_000
-"""Of all spectra of a page: of more heads, fewer points each, but 16."""
-PICTURES_BYTES = 400_000
-"""Of all matrices of a page: where they take more, they are coarser; where the coarsest do too, the rest
-is left to audit.json."""
-COARSENESS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14), (32, 30), (32, 14))
-"""Rows and columns at most, and steps between the smallest and the largest magnitude of a matrix."""
+"""Byte budget for the spectra of a page: with more heads, each has fewer points, but at least 16."""
+MAP_BYTES = 400_000
+"""Byte budget for the attention maps of a page. Above it, maps are stored at lower resolution; what still
+does not fit is only in audit.json."""
+RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14), (32, 30), (32, 14))
+"""Most rows and columns of a map, and steps between its smallest and largest magnitude."""
 
 
 def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
-    """Pack the singular values of heads, as shares of their largest, on a logarithmic scale.
+    """Pack the singular values of heads as shares of their largest, on a logarithmic scale.
 
     Args:
-        spectra: those of each head, from the largest; empty where they are not known.
-        points: of each head at most, from the first to the last.
+        spectra: singular values per head, from the largest; empty where unknown.
+        points: most points per head, from the first value to the last.
 
     Returns:
-        ``values`` (base64 of little-endian uint16, one head after the other) and ``points`` (how many each
-        head has; 0 where it has no spectrum).
+        `values` (base64 of little-endian uint16, one head after the other) and `points` (number per head; 0
+        without a spectrum).
     """
     most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
@@ -60,23 +59,23 @@ def _code(share: float) -> int:
     return round(min(max(-math.log10(share), 0.0), 12.0) / 12 * (NONE - 1))
 
 
-def pack_pictures(
+def pack_attention_maps(
     audit: Audit, flagged: Sequence[int] = (), room: int | None = None
 ) -> tuple[dict[int, list[dict[str, Any]]], int]:
-    """Pack the matrices that heads have kept, by the index of the head, the first sequence first.
+    """Pack the recorded attention maps by the index of the head, the first sequence first.
 
-    Values are the square roots of the shares of the largest magnitude, with their signs, in as many steps as
-    there is room for: what is small beside the largest can still be seen.
+    Values are square roots of shares of the largest magnitude, with their signs, in as many steps as there is
+    room for: small weights remain visible.
 
     Args:
         audit: the audit.
-        flagged: heads whose matrices are kept before those of others, the first one first.
-        room: characters that they may take in all; `PICTURES_BYTES` where none are named.
+        flagged: heads whose maps are kept first, in this order.
+        room: byte budget; by default `MAP_BYTES`.
 
     Returns:
-        The matrices, and how many there was no room for: those of the second sequence go first.
+        The maps, and the number of omitted maps: maps of the second sequence are omitted first.
     """
-    room = PICTURES_BYTES if room is None else room
+    room = MAP_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
     sequences = [
         [audit.heads[index].attention_map for index in order],
@@ -89,32 +88,30 @@ def pack_pictures(
         if picture is not None
     ]
     packed: list[dict[str, Any]] = []
-    for side, steps in COARSENESS:
+    for side, steps in RESOLUTIONS:
         packed = [_packed(coarser(picture, side), steps) | {"sequence": at} for at, _, picture in kept]
         if sum(map(_size, packed)) <= room:
             break
-    left_out = 0
+    omitted = 0
     of_heads: dict[int, list[dict[str, Any]]] = {}
     for (_, index, _), picture in zip(kept, packed, strict=True):
         room -= _size(picture)
         if room < 0:
-            left_out += 1
+            omitted += 1
         else:
             of_heads.setdefault(index, []).append(picture)
-    return of_heads, left_out
+    return of_heads, omitted
 
 
 def _size(picture: dict[str, Any]) -> int:
-    """Characters in the page."""
+    """Return the characters that a map takes on the page."""
     return len(json.dumps(picture)) + 2
 
 
 def coarser(picture: AttentionMap, side: int) -> AttentionMap:
-    """A picture of at most so many rows and columns: means over the same tokens as `block_averages` takes.
+    """Return a map with at most `side` rows and columns: means over the same tokens as in `block_averages`.
 
-    Args:
-        picture: of more rows or columns, or not.
-        side: rows and columns at most; half of what pictures have, or as many.
+    Blocks differ in size by one token, so that a mean over tokens is not a mean over cells.
 
     Examples:
         >>> import numpy as np
@@ -131,7 +128,7 @@ def coarser(picture: AttentionMap, side: int) -> AttentionMap:
 
 
 def _merged(matrix: NDArray[np.float64], size: int, side: int) -> NDArray[np.float64]:
-    """Rows that are means over blocks of a size, in larger blocks."""
+    """Return rows that are means over larger blocks of the same tokens."""
     rows = len(matrix)
     if rows <= side:
         return matrix
@@ -153,26 +150,22 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
         "signed": signed,
         "steps": steps,
         **picture.model_dump(exclude={"values"}),
-        "largest": short(picture.largest),
+        "largest": round_for_page(picture.largest),
     }
 
 
 def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
-    """Choose the head that is open at first: one with a matrix and a finding, a matrix, a finding, or the
-    lowest rank.
+    """Return the head to open first: with a map and a finding, a map, a finding, or of the lowest rank.
 
     Args:
         heads: the heads of the audit.
-        flagged: those with a finding, the gravest first.
-
-    Returns:
-        Its index; None where there is no head.
+        flagged: heads with a finding, the most severe first.
     """
-    pictured = [at for at, head in enumerate(heads) if head.attention_map is not None]
+    mapped = [at for at, head in enumerate(heads) if head.attention_map is not None]
     both = [at for at in flagged if heads[at].attention_map is not None]
     known = [at for at, head in enumerate(heads) if math.isfinite(rank_share(head))]
     lowest = sorted(known, key=lambda at: rank_share(heads[at]))
-    found = [*both, *sorted(pictured, key=lambda at: _nan_last(rank_share(heads[at]))), *flagged, *lowest]
+    found = [*both, *sorted(mapped, key=lambda at: _nan_last(rank_share(heads[at]))), *flagged, *lowest]
     return found[0] if found else 0 if heads else None
 
 
