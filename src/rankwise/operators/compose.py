@@ -80,10 +80,10 @@ class ProductMixing(_SeveralMixing):
         return rows.mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at entries that a chain of non-zero entries, one per part, can reach."""
+        """Return rows of the support: True if non-zero entries of all parts connect row and column."""
         seen = self.parts[0].support_rows(start, stop)
         for part in self.parts[1:]:
-            if not isinstance(part, DiagonalMixing):  # a diagonal keeps the support
+            if not isinstance(part, DiagonalMixing):  # a diagonal part does not change the support
                 seen = (seen.float() @ part.support().float()) > 0
         return seen.expand(*self.shape[:-2], *seen.shape[-2:])
 
@@ -140,9 +140,9 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Selected rows and columns of another operator M, ``M[rows][:, columns]``, such as all but padding.
+    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as those of real tokens.
 
-    Cost: the cost of products with M, because values are padded with zeros.
+    Cost: the cost of products with the whole M, because values are padded with zeros.
 
     Args:
         operator: M, of shape (..., T, S).

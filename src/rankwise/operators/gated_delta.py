@@ -1,4 +1,4 @@
-"""The gated delta rule: the operators of DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
+"""Gated delta rule: mixing matrices (operators) of DeltaNet, Gated DeltaNet and Kimi Delta Attention."""
 
 from dataclasses import dataclass
 
@@ -18,16 +18,16 @@ CHANNEL_CHUNK = 16
 class GatedDeltaMixing(CausalScanMixing):
     r"""Gated delta rule: a linear memory in which each write first removes the value stored at its key.
 
+    Token t has query q_t, key k_t, value v_t, write strength β_t and decay a_t; the state S_t is K×V:
     ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
     ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
 
-    Any block on or below the diagonal has rank at most K. The rule is DeltaNet without decay, Gated DeltaNet
-    with
-    one decay per token, and Kimi Delta Attention (KDA) with one decay per token and feature. Entries may have
-    either sign, and rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2], so that no step makes
-    a state longer; if ``β_t ‖k_t‖² > 2``, the rule itself can grow without bound.
+    Any block on or below the diagonal has rank at most K. DeltaNet has no decay, Gated DeltaNet one decay per
+    token, and Kimi Delta Attention (KDA) one decay per token and feature. Entries may have either sign, and
+    rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2], so that no step makes a state
+    longer; if ``β_t ‖k_t‖² > 2``, the state can grow without bound.
 
-    `@`, its transpose and `rows` (the transpose, applied to unit vectors) run over chunks: O(T K V) time and
+    `M @ V`, Mᵀ U and `rows` (Mᵀ applied to unit vectors) run over chunks of tokens: O(T K V) time and
     O(T (K + V)) memory per head. V is the width of the values or the number of rows.
 
     Source: S. Yang, B. Wang, Y. Zhang, Y. Shen and Y. Kim, "Parallelizing Linear Transformers with the Delta
@@ -81,7 +81,7 @@ class GatedDeltaMixing(CausalScanMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, H, T, T."""
+        """Shape (..., H, T, T)."""
         return torch.Size([*self.beta.shape, self.beta.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -97,7 +97,7 @@ class GatedDeltaMixing(CausalScanMixing):
         return (delta_scan_transposed if transposed else delta_scan)(*self._inputs(values.dtype), values)
 
     def _inputs(self, work: torch.dtype, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return query, key, β and log a (with a feature axis) of the first tokens, in dtype ``work``."""
+        """Return q, k, β and log a (with a feature axis) of the first tokens, cast to dtype ``work``."""
         decay = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         decay = decay[..., None] if decay.ndim == self.beta.ndim else decay
         query, key, decay = (tensor[..., :tokens, :].to(work) for tensor in (self.query, self.key, decay))
@@ -106,20 +106,20 @@ class GatedDeltaMixing(CausalScanMixing):
 
 @dataclass(frozen=True)
 class _Block:
-    """A chunk of tokens; D(t, s) is the decay from s to t, D(t) the decay from before the chunk to t."""
+    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay from before the chunk."""
 
     query: Tensor
     key: Tensor
     beta: Tensor
     """Write strengths β, (..., C, 1)."""
     attend: Tensor
-    """A[t, s] = q_t · D(t, s) k_s for s ≤ t, else 0."""
+    """Weight q_t · D(t, s) k_s with which token t reads the update of token s ≤ t, else 0."""
     system: Tensor
-    """β_t k_t · D(t, s) k_s for s ≤ t, else 0; only the entries below the diagonal are read."""
+    """Linear system for the updates: β_t k_t · D(t, s) k_s; only entries s < t are read."""
     reach: Tensor
-    """D(t), the decay of the state from before the chunk to each token, (..., C, 1 or K)."""
+    """Decay D(t) of the previous chunk's state at each token, (..., C, 1 or K)."""
     tail: Tensor
-    """Decay from each token to the end of the chunk, (..., C, 1 or K)."""
+    """Decay from each token to the last token of the chunk, (..., C, 1 or K)."""
 
 
 def delta_scan(
@@ -132,7 +132,7 @@ def delta_scan(
 ) -> Float[Tensor, "*out T V"]:
     """Compute the output of the gated delta rule at every token: o_t = S_tᵀ q_t.
 
-    S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ from S_0 = 0. Within a chunk the updates
+    The state is S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ, S_0 = 0. In a chunk the updates
     u_t = β_t (v_t − k_tᵀ diag(a_t) S_{t−1}) solve one triangular system, so a chunk takes a few matrix
     products. A state of K×V numbers connects the chunks.
 
@@ -176,7 +176,7 @@ def delta_scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int | None = None,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Mᵀ U for the matrix M of `delta_scan`: the adjoint of each chunk, from the last chunk.
+    """Return Mᵀ U for the mixing matrix M that `delta_scan` applies; chunks run from the last to the first.
 
     Examples:
         >>> one = torch.ones(3, 1)
@@ -197,7 +197,7 @@ def delta_scan_transposed(
 
 
 def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
-    """Return the chunks of tokens, as slices in the order of the scan."""
+    """Return the chunks of tokens, as slices from the first token to the last."""
     tokens, features = log_decay.shape[-2:]
     chunk = chunk or (CHUNK if features == 1 else CHANNEL_CHUNK)
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]

@@ -13,8 +13,8 @@ from rankwise.operators.scan import scan, scan_transposed
 class LinearAttentionMixing(FastMixing):
     r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a mask, M has rank ≤ F.
 
-    The F features are outputs of the map Φ. ``z`` holds the row sums, z_t = φ(q_t) · Σ_s φ(k_s) over the
-    sources that row t sees, plus ``eps``; without normalization z is 1. A row with z = 0 is zero.
+    The map φ turns a query or key into F features; Φ applies φ to all rows. z_t is the sum of row t,
+    φ(q_t) · Σ_s φ(k_s) over visible columns s, plus ``eps``; 1 without normalization. If z_t = 0, row t is 0.
 
     Cost: O((T + S) F V) time and O((T + S) (F + V)) memory per head for `@` and its transpose; the causal
     products run over chunks.
@@ -72,11 +72,11 @@ class LinearAttentionMixing(FastMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, T, S."""
+        """Shape (..., H, T, S)."""
         return torch.Size([*self.query_features.shape[:-1], self.key_features.shape[-2]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M, as products of the features: O((stop − start) S F)."""
+        """Return rows of M from the features: O((stop − start) S F) time."""
         work = compute_dtype(self.dtype)
         products = self.query_features[..., start:stop, :].to(work) @ self.key_features.to(work).mT
         products = products.tril(start) if self.is_causal else products
@@ -104,18 +104,18 @@ class LinearAttentionMixing(FastMixing):
         return mixed if transposed or inverse is None else mixed * inverse
 
     def _row_sums(self, query: Tensor, key: Tensor) -> Float[Tensor, "*batch T 1"]:
-        if self.is_causal:  # rows after the last column see all columns
+        if self.is_causal:  # rows t ≥ S see all columns
             seen = _to_length(key, self.shape[-2]).cumsum(-2)
             return (query * seen).sum(-1, keepdim=True)
         return query @ key.sum(-2)[..., None]
 
     def _inverse(self, row_sums: Tensor) -> Tensor:
-        """Return 1/z, or 0 if z = 0; two `where` keep the gradients finite."""
+        """Return 1/z of the row sums z, 0 if z = 0; a second `where` keeps gradients finite there."""
         divisor = row_sums + self.eps
         return torch.where(divisor == 0, 0.0, 1 / torch.where(divisor == 0, 1.0, divisor))
 
 
 def _to_length(tensor: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` tokens; a shorter tensor is padded with zeros."""
+    """Return the first ``length`` tokens, padded with zeros if there are fewer."""
     missing = length - tensor.shape[-2]
     return tensor[..., :length, :] if missing <= 0 else F.pad(tensor, (0, 0, 0, missing))

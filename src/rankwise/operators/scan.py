@@ -1,4 +1,4 @@
-"""Causal scans with decay, computed in chunks of tokens, and the base class of their operators."""
+"""Causal scans (weighted sums over earlier tokens) with decay, in chunks, and base class of operators."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,11 +7,11 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens per chunk (a dense block): the cost per token equals the cost of a state with 64 features."""
+"""Tokens per chunk, computed as a dense block: a row of it costs as much as a state with 64 features."""
 
 
 class CausalScanMixing(FastMixing):
-    """Lower-triangular operator with T = S, applied by a scan over tokens."""
+    """Base class of lower-triangular mixing matrices (T = S) that a scan over tokens applies."""
 
     may_hide_columns = False
 
@@ -22,10 +22,10 @@ class CausalScanMixing(FastMixing):
 
 
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
-    """Return the log-decay from every source to the rows from ``start`` on: Σ_{s < r ≤ t} log a_r.
+    """Return Σ_{s < r ≤ t} log a_r, the log-decay from token s to row t, for rows from ``start`` on.
 
-    Log-decays are only added: an infinite or huge log-decay does not affect the tokens on either side of it.
-    Sources after the row get −inf.
+    Entries with s > t are −inf. Log-decays are added and never subtracted, so an infinite log-decay between
+    two tokens does not affect other pairs of tokens.
 
     Cost: O(R N) memory per leading axis.
 
@@ -43,7 +43,7 @@ def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[T
     row = tokens[start:, None]
     steps = log_decay[..., start:, None].expand(*log_decay.shape[:-1], stop - start, stop)
     sums = steps.masked_fill(tokens >= row, 0).cumsum(-2)
-    if start > 1:  # the sums from each source up to row start − 1
+    if start > 1:  # add the sums from each token s up to row start − 1
         before = log_decay[..., 1:start].flip(-1).cumsum(-1).flip(-1)
         sums = sums + torch.nn.functional.pad(before, (0, stop - start + 1))[..., None, :]
     return sums.masked_fill(tokens > row, -torch.inf)
@@ -56,9 +56,9 @@ def scan(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every t.
+    """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every token t.
 
-    Each chunk is a dense block; a state of F×V numbers connects the chunks.
+    Within a chunk of tokens the weights form a dense block; a state of F×V numbers connects chunks.
 
     Cost: O(T (F V + chunk (F + V))) time and O(T V + chunk² + F V) memory per leading axis. No decay exceeds
     1, and nothing is divided by a decay.
@@ -93,7 +93,7 @@ def scan(
         elif log_decay is None:
             output, state = output + q @ state, state + added
         else:
-            reach = decay.cumsum(-1).exp()[..., None]  # decay from the state to each row
+            reach = decay.cumsum(-1).exp()[..., None]  # decay of the previous state at each row
             output, state = output + (q * reach) @ state, state * reach[..., -1:, :] + added
         outputs.append(output)
     return torch.cat(outputs, dim=-2)
@@ -106,7 +106,7 @@ def scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Compute Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t for every s: `scan` from the end.
+    """Return Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t for every token s: `scan` backwards.
 
     Examples:
         >>> import torch
@@ -120,5 +120,5 @@ def scan_transposed(
 
 
 def reversed_decays(decay: Float[Tensor, "*batch T"]) -> Float[Tensor, "*batch T"]:
-    """Return decays for a scan from the last token: a_r, between r − 1 and r, moves to token r − 1."""
+    """Return decays for a scan over reversed tokens: the decay between tokens r − 1 and r goes to r − 1."""
     return decay.roll(-1, -1).flip(-1)

@@ -1,4 +1,4 @@
-"""Scans with one decay per channel and feature: the operators of Mamba."""
+"""Scans with one decay per channel and state feature: the mixing matrices (operators) of Mamba."""
 
 from itertools import pairwise
 
@@ -19,8 +19,8 @@ class SelectiveMixing(CausalScanMixing):
     r"""Selective scan with one decay per channel and state feature, as in Mamba.
 
     ``M_d[t, s] = Σ_n c_t[n] · exp(rate[d, n] · Σ_{s < r ≤ t} step_r[d]) · b_s[n] · step_s[d]`` for s ≤ t,
-    else 0: one T×T matrix per channel d, T = S. Channels take the place of heads; a channel has one number
-    per token, so values are (..., D, T, V) with V = 1 in Mamba. The D·x of Mamba is a skip, not part of M.
+    else 0: one T×T matrix per channel d, with N state features n. The D channels are the heads; in Mamba
+    each has one number per token, so values (..., D, T, V) have V = 1. Mamba's skip D·x is not part of M.
 
     `@` forms neither the matrices nor any tensor of D·N·T numbers. It walks over the tokens with a state of
     D·N·V numbers, in O(T D N V) time and O(D V (N + T)) memory per sequence. `rows` and `dense` take O(D T T)
@@ -82,17 +82,17 @@ class SelectiveMixing(CausalScanMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, channels, T, T."""
+        """Shape (..., D, T, T), D channels."""
         return torch.Size([*self.step.shape, self.step.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M, summed over features one by one: O((stop − start) T N) per channel."""
+        """Return rows of M as a sum over the N features: O((stop − start) T N) time per channel."""
         if stop - start > ROW_BLOCK:  # the terms take several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
-        # 0 · ∞ above the diagonal would be NaN, so the time is clamped; tril removes these entries below
+        # Above the diagonal 0 · ∞ would be NaN, so the time is clamped; `tril` later sets these entries to 0.
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
         rows = torch.zeros_like(time)
         for n in range(c.shape[-1]):
@@ -108,7 +108,7 @@ class SelectiveMixing(CausalScanMixing):
         return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Return selected sequences and channels; channels of one sequence still share c and b."""
+        """Return selected sequences and channels; shared vectors c and b stay shared."""
         leading = self.shape[:-2]
         step = index_leading(self.step, index, leading)
         rate = index_leading(self.rate.expand(*leading, -1), index, leading)
@@ -135,9 +135,9 @@ def selective_scan(
     values: Float[Tensor, "*values T V"],
     numbers: int = STATES,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every t.
+    """Return Σ_{s ≤ t} Σ_n left_tn right_sn exp(rate_n Σ_{s < r ≤ t} step_r) values_s for every token t.
 
-    `scan` with a decay per feature: token by token, with a state of N×V numbers.
+    This is `scan` with a decay per feature n, computed token by token with a state of N×V numbers.
 
     Cost: O(T N V) time and O(T V + N V) memory per leading axis, plus two buffers of ``numbers`` numbers over
     all leading axes.
@@ -162,14 +162,14 @@ def selective_scan(
     chunk = max(1, numbers // max(1, state.numel()))
     for start in range(0, values.shape[-2], chunk):
         part = slice(start, start + chunk)
-        # the axis of tokens is first, so that the state of one token is contiguous
+        # tokens are the first axis, so that the state of each token is contiguous in memory
         decay = (step[..., part, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
         added = (right[..., part, :, None] * values[..., part, None, :]).movedim(-3, 0)
         states = []
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
-        # sum elementwise products, because many small matrix products take longer on a CPU
+        # elementwise products and a sum, because many small matrix products take longer on a CPU
         read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
         outputs.append((read * torch.stack(states)).sum(-2))
     return torch.cat(outputs).movedim(0, -2)

@@ -1,4 +1,4 @@
-"""Scans with one decay per head and token: the mixing matrix (operator) of Mamba-2."""
+"""Scans with one decay per head and token: the mixing matrices (operators) of Mamba-2."""
 
 import torch
 from jaxtyping import Float
@@ -11,14 +11,14 @@ from rankwise.operators.scan import CausalScanMixing, log_weights, scan, scan_tr
 
 
 class SemiseparableMixing(CausalScanMixing):
-    r"""A scan with scalar decay: ``M[t, s] = c_t · b_s · (Π_{s < r ≤ t} a_r) · step_s`` for s ≤ t, else 0.
+    r"""Scan with scalar decay: ``M[t, s] = c_t · b_s · (Π_{s < r ≤ t} a_r) · step_s`` for s ≤ t, else 0.
 
-    T = S. Any block on or below the diagonal has rank at most N. If c and b have fewer heads than the decays,
-    each is shared by a group: head h reads group ``h // (H // G)``. Mamba-2 has log a = Δ·A and step = Δ; the
-    D·x of Mamba-2 is a skip, not part of M.
+    Vectors c_t and b_s have N features, so any block on or below the diagonal has rank at most N. Heads may
+    share c and b in groups: head h of H uses group ``h // (H // G)`` of G. Mamba-2 has log a = Δ·A and
+    step = Δ; its skip D·x is not part of M.
 
-    Log-decays are only added, so a = 0 (−inf), a = 1 and any length are exact up to rounding, and
-    nothing overflows. `@` and its transpose run over chunks: O(T N V) time and O(T (N + V)) memory per head.
+    Log-decays are added and never subtracted, so a = 0 (log a = −inf) and long sequences are exact up to
+    rounding, and nothing overflows. `M @ V` and Mᵀ U take O(T N V) time and O(T (N + V)) memory per head.
 
     Source: T. Dao and A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality", ICML 2024, sections 3 and 6.
@@ -82,7 +82,7 @@ class SemiseparableMixing(CausalScanMixing):
         return self.log_decay.shape[-2] // self.c.shape[-3] if self.c.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M, as products of c, b and the decay: O((stop − start) T N)."""
+        """Return rows of M from c, b and the decays: O((stop − start) T N) time."""
         work = compute_dtype(self.dtype)
         products = self.c[..., start:stop, :].to(work) @ self.b[..., :stop, :].to(work).mT
         weights = log_weights(self.log_decay[..., :stop].to(work), start).exp()
@@ -106,7 +106,7 @@ class SemiseparableMixing(CausalScanMixing):
         return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Return selected sequences and heads; c and b stay grouped if the index selects no heads."""
+        """Return selected sequences and heads; c and b are repeated per head if the index selects heads."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)
@@ -116,5 +116,5 @@ class SemiseparableMixing(CausalScanMixing):
         return SemiseparableMixing(c, b, self.log_decay, self.step)[index]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with each group repeated, once per head of the group."""
+        """Return a tensor with G groups as a tensor with H heads: each group is repeated for its heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

@@ -11,15 +11,14 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, causal_rows, check_mask, compute_dtype
 
 MASKED_BELOW = -9e3
-"""Bias below which entries are masked: exp(−9000) is 0 in any dtype. Models use −inf, finfo.min, −1e4."""
+"""Bias below which an entry is masked: exp(−9000) is 0 in any dtype; models use −inf, finfo.min or −1e4."""
 
 
 class SoftmaxMixing(MixingOperator):
     r"""Softmax attention ``M = softmax(Q Kᵀ · scale + mask)``.
 
     It takes the arguments of `torch.nn.functional.scaled_dot_product_attention`. If there are fewer key heads
-    than query heads, each is shared by a group: query head h reads key head ``h // (H // Hkv)``. A row that
-    sees no column is zero.
+    Hkv than query heads H, query head h uses key head ``h // (H // Hkv)``. A row that sees no column is zero.
 
     Args:
         query: queries, (..., H, T, K).
@@ -99,7 +98,7 @@ class SoftmaxMixing(MixingOperator):
         return torch.softmax(scores, dim=-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at the entries that neither the mask nor causality removes."""
+        """Return True at entries that neither the mask nor the causal mask hides."""
         sources, mask = self.shape[-1], self._mask_rows(start, stop)
         everywhere = torch.ones(1, sources, dtype=torch.bool, device=self.device)
         allowed = causal_rows(start, stop, sources, self.device) if self.is_causal else everywhere
@@ -108,13 +107,13 @@ class SoftmaxMixing(MixingOperator):
         return allowed.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V, computed by the fused attention of torch; values have H or Hkv heads."""
+        """Return M V by torch's fused attention; values have H or Hkv heads."""
         self._check(values)
         if self._one_per_key_head(values.shape[:-2]):
             values = self._repeat_groups(values)
         leading = torch.broadcast_shapes(values.shape[:-2], self.shape[:-2])
         values = values.expand(*leading, *values.shape[-2:])
-        if self.is_causal and self.mask is not None:  # fused attention takes only one of the two
+        if self.is_causal and self.mask is not None:  # fused attention accepts only one of the two
             return super().__matmul__(values)
         width = values.shape[-1]
         # If the width is not K, torch does not use the fused kernel and forms the whole matrix.
@@ -125,13 +124,13 @@ class SoftmaxMixing(MixingOperator):
     def _attend(self, values: Tensor) -> Tensor:
         mask, dtype = self.mask, values.dtype
         if mask is not None and mask.dtype != torch.bool:
-            ends = torch.finfo(dtype)  # a finite bias out of the range of half precision does not mask
+            ends = torch.finfo(dtype)  # clamp: in half precision a large bias would become −inf and mask
             mask = torch.where(mask.isinf(), mask, mask.clamp(ends.min, ends.max)).to(dtype)
         query, key = self.query.to(dtype), self._repeat_groups(self.key).to(dtype)
         return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
     def __getitem__(self, index: Index) -> "SoftmaxMixing":
-        """Pick sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        """Return selected sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         key = self._repeat_groups(self.key)
@@ -150,5 +149,5 @@ class SoftmaxMixing(MixingOperator):
         return self.heads_per_group > 1 and len(leading) > 0 and leading[-1] == self.key.shape[-3]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return key heads, or values per key head, repeated once per query head."""
+        """Return a tensor with Hkv key heads as one with H heads: each is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

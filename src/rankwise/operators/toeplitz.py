@@ -9,14 +9,14 @@ from rankwise.operators.base import FastMixing, compute_dtype
 
 
 class ToeplitzMixing(FastMixing):
-    """Convolution over tokens: ``M[t, s] = kernel[t − s]``, T = S.
+    """Convolution over tokens, a Toeplitz matrix: ``M[t, s] = kernel[t − s]``, T = S.
 
-    `@` and its transpose use the Fourier transform: O(T log T · V) time, O(T V) memory. In float32 their
-    error is about 1e-7·‖kernel‖·‖values‖ at every entry, large or small, also above the diagonal. `rows` and
-    `dense` are exact.
+    `M @ V` and Mᵀ U use the Fourier transform: O(T log T · V) time, O(T V) memory. In float32 each entry of
+    the result has an error of about 1e-7·‖kernel‖·‖values‖, even if it should be 0. `rows` and `dense` are
+    exact.
 
     Args:
-        kernel: lags 0 … T − 1 of a causal operator, (..., H, T), or lags −(T − 1) … T − 1 of any other,
+        kernel: values at lags t − s: 0 … T − 1 if causal, (..., H, T), otherwise −(T − 1) … T − 1,
             (..., H, 2T − 1).
         is_causal: True if M is lower triangular.
 
@@ -65,10 +65,10 @@ class ToeplitzMixing(FastMixing):
         tokens: int,
         conjugates: bool = False,
     ) -> "ToeplitzMixing":
-        """Build the causal convolution of a diagonal state space, as in S4D.
+        """Return the causal convolution of a diagonal state space model, as in S4D.
 
         Formula: ``kernel[l] = Re Σ_n c_n b̄_n exp(l · step · a_n)`` with b̄ = (exp(step · a) − 1)/a · b, a
-        zero-order hold (step · b if a = 0); twice that if conjugate states were left out.
+        zero-order hold (step · b if a = 0). The kernel is doubled if each state stands for a conjugate pair.
         Cost: O(T N) time and O(T) memory per head.
         Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal
         State Space Models", NeurIPS 2022, eq. 4 and listing 1.
@@ -79,7 +79,7 @@ class ToeplitzMixing(FastMixing):
             c: output weight of each state.
             step: Δ, one per head.
             tokens: T.
-            conjugates: True if each complex state represents its conjugate too, as in S4D.
+            conjugates: True if each complex state stands for itself and its conjugate, as in S4D.
 
         Raises:
             ShapeError: if the tensors do not fit together, or T is less than 1.
@@ -135,11 +135,11 @@ class ToeplitzMixing(FastMixing):
         return tokens[start:stop, None] - tokens
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
-        """Return the values convolved with the kernel, reversed if ``transposed``."""
+        """Return values convolved with the kernel, or with the reversed kernel if ``transposed``."""
         if 0 in values.shape:  # the FFT rejects an empty axis
             return values.expand(torch.broadcast_shapes(values.shape, (*self.shape[:-1], values.shape[-1])))
         tokens = self.shape[-1]
-        length = 1 << (2 * tokens - 2).bit_length()  # at least 2T − 1, so that no lag wraps around
+        length = 1 << (2 * tokens - 2).bit_length()  # a power of two ≥ 2T − 1, so that no lag wraps around
         spectrum = torch.fft.rfft(self._circular(self.kernel.to(values.dtype), length))[..., None]
         spectrum = spectrum.conj() if transposed else spectrum
         product = spectrum * torch.fft.rfft(values, length, dim=-2)

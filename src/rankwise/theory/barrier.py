@@ -1,4 +1,4 @@
-"""Low-rank barrier: the expected rank of a hardmax matrix (one 1 per row) with random winners."""
+"""Low-rank barrier: expected rank of hardmax attention (a single 1 per row) with random columns."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def rank_barrier(
     sources: int | None = None,
     window: int | None = None,
 ) -> float | Float64[Tensor, "*batch"]:
-    """Return the expected rank of a hardmax matrix whose winners are drawn uniformly.
+    """Return the expected rank of a hardmax matrix (a single 1 per row, at a random visible column).
 
     Each row has a single 1, at a column drawn uniformly from its visible columns, independently of the other
     rows. The rank is the number of different columns drawn. Formula, with n_i the columns visible to row i:
@@ -102,9 +102,9 @@ def _full(tokens: int, sources: int) -> float:
 
 
 def _window(tokens: int, window: int) -> float:
-    """Sum over columns j, which rows j … min(j + w, T) − 1 see.
+    """Return the formula for any mask under a window w: column j is seen by rows j … min(j + w, T) − 1.
 
-    Row i < w − 1 sees i + 1 columns: the product over these rows telescopes, Π_{i=j}^{k−1} i/(i + 1) = j/k.
+    Rows i < w − 1 see i + 1 columns, and the product over them telescopes: Π_{i=j}^{k−1} i/(i + 1) = j/k.
     Later rows see w columns each.
     """
     if window == 1:

@@ -1,4 +1,4 @@
-"""Theorem on λ-skips (weighted skip connections): strength of a mixer, least |λ| for both hypotheses."""
+"""Theorem of the λ-skip paper (a skip connection with weight λ): the least |λ| under its hypotheses."""
 
 import math
 
@@ -6,10 +6,11 @@ from rankwise.errors import in_range
 
 
 def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortest: float = 1.0) -> float:
-    r"""Return the strength of a mixer with which the theorem of the paper holds for any states and any ε.
+    r"""Return a strength of a mixer that replaces S·C_M in `min_lambda_paper`, for any states and any ε.
 
-    Formula: √((S·C_M·q)² + ε)/ℓ. On the sphere with ε = 0 it is S·C_M. In place of S·C_M it extends the
-    theorem to all states, with μ² = D·μ(U)² of their directions U. Range: [0, ∞]. Cost: O(1).
+    Formula: √((S·C_M·q)² + ε)/ℓ, which is S·C_M if each state has norm √D and ε = 0, as the theorem assumes.
+    In place of S·C_M it extends the theorem to all states, with μ² = D·μ(U)² of their directions U.
+    Range: [0, ∞]. Cost: O(1).
     Source: own; proof in docs/proofs/skip-bound.md.
 
     Args:

@@ -1,4 +1,4 @@
-"""Simulated heads: attention matrices of random queries and keys, and their singular values."""
+"""Simulated heads: attention matrices of random queries and keys, and singular values of the matrices."""
 
 import math
 from functools import lru_cache
@@ -20,7 +20,7 @@ MAX_PARALLEL_BYTES = 2**29
 
 
 class SimulatedRank(NamedTuple):
-    """Mean and spread of the rank over simulated matrices (trials)."""
+    """Mean and standard deviation of the rank over simulated matrices (trials)."""
 
     mean: float
     """Mean over trials; NaN if nothing could be simulated."""
@@ -31,7 +31,7 @@ class SimulatedRank(NamedTuple):
 
 
 def mean_and_std(ranks: list[int]) -> SimulatedRank:
-    """Return mean, standard deviation and number of ranks, one rank per trial, at least one trial."""
+    """Return mean and standard deviation of ranks, one per trial; the list must not be empty."""
     mean = sum(ranks) / len(ranks)
     squares = sum((rank - mean) ** 2 for rank in ranks)
     std = math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan
@@ -44,10 +44,10 @@ class Spectra(NamedTuple):
     values: NDArray[np.float64]
     """Singular values, (trials, N)."""
     least_delta: float
-    """Smallest δ at which rounding cannot change a count."""
+    """Smallest threshold δ at which rounding errors cannot change a rank."""
 
     def rank(self, delta: float) -> SimulatedRank:
-        """Return the number of singular values ≥ δ over trials; requires δ ≥ ``least_delta``."""
+        """Return mean and spread of the number of singular values ≥ δ; requires δ ≥ ``least_delta``."""
         return mean_and_std([int(count) for count in (self.values >= delta).sum(-1)])
 
 
@@ -63,16 +63,16 @@ def simulate_spectra(
     seed: int,
     precise: bool = False,
 ) -> Spectra:
-    """Return singular values of heads with independent N(0, 1) queries and keys, from a local generator.
+    """Return singular values of simulated attention matrices with independent N(0, 1) queries and keys.
 
-    Temperature 0 means hardmax, ∞ equal weights. ``precise`` takes an SVD, which is exact up to rounding and
-    takes eight times as long.
+    Temperature 0 means hardmax, ∞ equal weights. By default they are roots of eigenvalues of a Gram matrix;
+    ``precise`` takes an SVD, which has smaller errors and takes eight times as long.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def spectrum(drawn: tuple[Tensor, ...]) -> tuple[NDArray[np.float64], float]:
         query, key = drawn
-        if temperature == 0:  # each row has a single 1, so MᵀM is diagonal
+        if temperature == 0:  # each row has a single 1, so MᵀM is diagonal and needs no decomposition
             return _hardmax_wins(query, key, mask, window).sqrt().numpy(), 0.0
         seen = _seen_rows(0, tokens, sources, mask, window)
         return singular_values_of_stochastic(_softmax(query, key, seen, temperature), precise)
@@ -89,7 +89,7 @@ def simulate_spectra(
 def _seen_rows(
     start: int, stop: int, sources: int, mask: str, window: int | None
 ) -> Bool[Tensor, "R S"] | None:
-    """Return rows ``start`` to ``stop`` of a named mask; None if every row sees every column."""
+    """Return rows ``start`` to ``stop`` of a mask by name, True = visible; None if all is visible."""
     if mask == "full" and window is None:
         return None
     ahead = torch.arange(sources) - torch.arange(start, stop)[:, None]
@@ -122,12 +122,12 @@ def _hardmax_wins(
 def count_wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch S"]:
-    """Return, per column, the number of rows in which the column has the largest score."""
+    """Return the number of rows, per column, in which the column has the largest visible score."""
     *batch, _, sources = scores.shape
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     winner = scores.argmax(-1)
-    if mask is not None:  # rows that see no column count for an extra column, which is dropped
+    if mask is not None:  # rows that see no column win an extra column, which is dropped
         winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
     count = torch.zeros(*batch, sources + 1, dtype=torch.int64, device=scores.device)
     return count.scatter_add_(-1, winner, torch.ones_like(winner))[..., :sources]
@@ -173,16 +173,16 @@ def hardmax_rank(
 def singular_values_of_stochastic(
     matrix: Float64[Tensor, "T S"], precise: bool
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the singular values of a matrix without negative entries, and the least δ at which counts are
-    exact.
+    """Return the singular values of a non-negative matrix M, and the least δ at which ranks are exact.
 
-    Eigenvalues of the smaller Gram matrix take an eighth of the time of an SVD. They are off by some
-    n·u·‖M‖², and ‖M‖² ≤ ‖M‖_1·‖M‖_∞; δ² must be far above that. ``precise`` takes the SVD, for any δ.
+    They are roots of eigenvalues of the smaller Gram matrix, which take an eighth of the time of an SVD. The
+    rounding error of an eigenvalue is about n·ε·‖M‖_1·‖M‖_∞, so δ² must be far larger. ``precise`` takes the
+    SVD, which is exact for any δ.
     """
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0
     smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # no entry is negative
+    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, as no entry is negative
     gram = smaller @ smaller.mT
     # on one thread numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md)
     numpys = numpy_is_on_one_thread()
@@ -192,7 +192,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Return the number of singular values ≥ δ of a non-negative matrix, by an SVD only if δ requires it."""
+    """Return the number of singular values ≥ δ of a non-negative matrix; takes an SVD only for tiny δ."""
     values, least = singular_values_of_stochastic(matrix, precise=False)
     if delta < least:
         values, _ = singular_values_of_stochastic(matrix, precise=True)

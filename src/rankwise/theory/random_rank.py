@@ -8,9 +8,9 @@ from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_heads import SimulatedRank, simulate_spectra
 
 MAX_ENTRIES = 4096 * 4096
-"""Entries of the largest simulated softmax matrix: a trial takes about 10 seconds of one core and 0.4 GiB."""
+"""Largest T·S of a simulated softmax matrix: a trial takes about 10 seconds of one core and 0.4 GiB."""
 MAX_HARDMAX_ENTRIES = 16384 * 16384
-"""Entries of the largest simulated hardmax matrix: a trial takes 2 seconds, with blocks of rows in memory."""
+"""Largest T·S of a simulated hardmax matrix: a trial takes 2 seconds and keeps only blocks of rows."""
 ALWAYS_SIMULATED = 32
 """Sequence length up to which every length is simulated, not interpolated."""
 
@@ -106,18 +106,18 @@ def random_head_rank(
         return SimulatedRank(math.nan, math.nan, 0)
     counts = [trials or max(2, min(8, 2**23 // (rows * other))) for rows, other, _ in nodes]
     points = [simulate(rows, other, count) for (rows, other, _), count in zip(nodes, counts, strict=True)]
-    # beyond a window, each further token adds about the same rank
+    # for sequences longer than a window, each further token adds about the same rank
     linear = window is not None and tokens > window
     return _between(points, [weight for *_, weight in nodes], linear)
 
 
 def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
-    """Return the simulated lengths below and above ``size``, with interpolation weights."""
+    """Return the nearest simulated lengths below and above ``size``, each with an interpolation weight."""
     if size <= ALWAYS_SIMULATED:
         return [(size, 1.0)]
     steps = 2 * math.ceil(math.log2(size / ALWAYS_SIMULATED)) + 1
     grid = {round(ALWAYS_SIMULATED * 2 ** (step / 2)) for step in range(steps)}
-    if window is not None:  # the rank curve bends at the first multiples of the window
+    if window is not None:  # rank as a function of T bends at these multiples of the window
         grid |= {at * window for at in range(1, 5) if ALWAYS_SIMULATED < at * window < max(grid)}
     if size in grid:
         return [(size, 1.0)]
@@ -142,7 +142,7 @@ def _between(points: list[SimulatedRank], weights: list[float], linear: bool) ->
 
 
 def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns; raise if sizes and a named mask do not fit together."""
+    """Return the number of columns S, by default T; raise if sizes, mask and window do not fit together."""
     for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
         if size is not None:
             whole_number(f"`{name}`", size)
@@ -158,5 +158,5 @@ def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None)
 
 
 def check_delta(delta: float) -> float:
-    """Return a threshold of singular values; raise if it is not positive and finite."""
+    """Return the threshold δ; raise if it is not positive and finite."""
     return in_range("`delta`", delta, "(0, inf)", fix="Singular values of at least δ count, such as 0.01.")

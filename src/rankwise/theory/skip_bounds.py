@@ -1,4 +1,4 @@
-"""Proved bounds for a λ-skip, λx + f(x), with or without a norm after it; docs/proofs/skip-bound.md."""
+"""Proved bounds for a λ-skip, λx + f(x) with skip weight λ; proofs in docs/proofs/skip-bound.md."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
 Norm = Literal["none", "layer", "rms"]
 DOUBLINGS, HALVINGS = 30, 40
-"""Steps of the search for the least |λ|: at most 1e9 times the first guess, to a precision of 1e-12."""
+"""Steps of the search for the least |λ|: doublings reach 1e9 times the first guess, halvings 1e-12 of it."""
 
 
 def skip_bound(
@@ -29,22 +29,22 @@ def skip_bound(
 ) -> Float64[Tensor, "*batch"]:
     r"""Return a proved lower bound of μ(λx + f(x)), or of μ after LayerNorm or RMSNorm of it.
 
-    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of rows from their mean (`rankwise.measures.token_spread`).
+    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean (`rankwise.measures.token_spread`).
 
-    - "none": |λ|·μ(x) − μ(f(x)), or 0: μ is a seminorm. It is attained for f(x) = −c·x.
-    - "layer" and "rms": the larger of two bounds before gain and bias, or 0. With P the centering of each row
-      (LayerNorm) or the identity (RMSNorm), y_i and m_i the rows of xP and f(x)P, u_i = y_i/‖y_i‖, ū their
-      mean, U the matrix of the u_i, and φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if that ratio is not below 1:
+    - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. It is attained for f(x) = −c·x.
+    - "layer" and "rms": the larger of two bounds before gain and bias, at least 0. y_i and m_i are the rows
+      of x and f(x), centered for LayerNorm. u_i = y_i/‖y_i‖ are directions, ū their mean, U their matrix.
+      f(x) turns row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more:
 
         μ ≥ √D·μ(U) − ‖(e_i)_i‖₂,             e_i = min(2√D sin(φ_i/2) + √D − r_i, 2√D),
-        μ² ≥ Σ_i r_i² − T·(√D‖ū‖ + ē)²,       ē the mean of the e_i,
+        μ² ≥ Σ_i r_i² − T·(√D‖ū‖ + ē)²,       ē the mean of the e_i.
 
-      where r_i = √D·s_i/√(s_i² + Dε), s_i = |λ|‖y_i‖ − ‖m_i‖, or 0: the least length of row i after the norm,
-      √D for ε = 0. If y_i = 0, then u_i = r_i = 0 and e_i = √D, or 0 if m_i = 0 too. The first bound sums
-      the losses of the rows. The second bounds the gain of the mean row, which is less if rows turn far.
+      Row i has at least the length r_i = √D·s_i/√(s_i² + Dε) after the norm, s_i = max(|λ|‖y_i‖ − ‖m_i‖, 0).
+      It moves by at most e_i. If y_i = 0, then u_i = r_i = 0 and e_i = √D, or 0 if m_i = 0 too. The first
+      bound subtracts the moves of the rows. The second bounds the mean row; it is better if rows turn far.
 
-    Range: [0, |λ|μ(x)] without a norm, [0, √D·μ(U)] with one; √D·μ(U) is μ(x) on the sphere of the norm. It
-    grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
+    Range: [0, |λ|μ(x)] without a norm, [0, √D·μ(U)] with one, which is [0, μ(x)] if the rows y_i have norm
+    √D. It grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
     Without a norm the bound uses μ of the given branch. With a norm it holds for every branch with these
     lengths of (centered) rows, in any direction. Cost: O(T D).
     Source: own; proof in docs/proofs/skip-bound.md.
@@ -86,14 +86,14 @@ def min_lambda(
     eps: float = 0.0,
     relative: bool = False,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return the least |λ| from which on `skip_bound` is at least √a·μ(x).
+    r"""Return the least |λ| for which `skip_bound` is at least √a·μ(x), for this and any larger |λ|.
 
-    Formula: √a + μ(f(x))/μ(x) without a norm. With ``relative``, for the share μ/‖·‖_F in place of μ, which a
-    large λ does not raise by making the states longer: (μ(f(x))/μ(x) + √a·‖f(x)‖_F/‖x‖_F)/(1 − √a). With a
-    norm, bisection from above; √a·√D·μ(U) is kept, which is √a·μ(x) on the sphere of the norm.
+    Formula: √a + μ(f(x))/μ(x) without a norm. ``relative`` replaces μ by μ/‖·‖_F, which does not grow with
+    the length of the states: (μ(f(x))/μ(x) + √a·‖f(x)‖_F/‖x‖_F)/(1 − √a). With a norm, |λ| is found by
+    bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions U as in `skip_bound`).
     Range: [√a, ∞] without a norm, infinite for μ(x) = 0 < μ(f(x)) and √a if both are 0; [0, ∞] with
     ``relative``; (0, ∞] with a norm, infinite if the directions of x do not differ, or f(x) moves rows of
-    zeros too far. The bound also holds for every larger |λ|, for the same x and f(x).
+    zeros too far.
     Cost: O(T D), with a norm O(T) about 70 times more.
     Source: own; proof in docs/proofs/skip-bound.md.
 
@@ -146,23 +146,23 @@ def min_lambda(
 
 
 class Directions(NamedTuple):
-    """Directions and lengths of rows, in units of √D, the radius of the sphere of the norm."""
+    """Lengths and directions of the rows y_i of x and m_i of f(x); lengths are divided by √D."""
 
     lengths: Tensor
-    """‖y_i‖, the length of each row of the skip."""
+    """‖y_i‖/√D, the length of each row of x."""
     moves: Tensor
-    """‖m_i‖, the length of each row of the branch."""
+    """‖m_i‖/√D, the length of each row of f(x)."""
     real: Tensor
     spread: Tensor
-    """μ(U), U the directions of the rows."""
+    """μ(U), the spread of the directions U = (y_i/‖y_i‖)."""
     mean: Tensor
-    """‖ū‖, the norm of the mean direction."""
+    """‖ū‖, the norm of the mean direction of the rows."""
     radius: float
-    """√D, the radius of the sphere of the norm."""
+    """√D, the norm of each row after LayerNorm or RMSNorm with ε = 0."""
 
 
 def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
-    """Return the lower bound of μ after a norm, for one λ."""
+    """Return the lower bound of μ after a norm, as in `skip_bound`, for λ = ``scale``."""
     size = scale.abs()[..., None] * directions.lengths
     ratio = safe_divide(directions.moves, size)
     chords = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1)) / 2), 2.0)
@@ -181,7 +181,7 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
 
 
 def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Directions:
-    """Return directions and lengths of the rows of x, and the length of each row of the branch."""
+    """Return lengths and directions of the rows of x and lengths of f(x), centered if ``kind`` is layer."""
     y, real = _real_rows(x, mask)
     m, _ = _real_rows(branch, mask)
     unknown = torch.zeros_like(real)
@@ -190,7 +190,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
         y, m = _centered(y).masked_fill(unknown[..., None], 0), _centered(m)
     radius = math.sqrt(x.shape[-1])
     lengths, moves = (vector_norm(rows, (-1,)) / radius for rows in (y, m))
-    moves = moves.masked_fill(unknown, math.inf)  # rounding hides the direction of such a row
+    moves = moves.masked_fill(unknown, math.inf)  # rounding errors hide the direction of this row
     units = safe_divide(y, radius * lengths[..., None], 0.0)
     mean = units.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
@@ -198,7 +198,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
 
 
 def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return rows in float64 with 0 for padding, and True per real row; raise if shapes do not fit."""
+    """Return rows in float64, padding set to 0, and a mask of real rows; raise if shapes do not fit."""
     if not (isinstance(rows, Tensor) and rows.is_floating_point() and rows.ndim >= 2):
         got = f"{tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         fix = "Pass token states, one row per token; cast integers with .float()."
@@ -216,7 +216,7 @@ def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _centered(rows: Tensor) -> Tensor:
-    """Return rows minus the mean of each row: exactly 0 for a row of equal numbers, despite rounding."""
+    """Return each row minus the mean of its entries; exactly 0 if all entries of a row are equal."""
     return (rows - rows.mean(-1, keepdim=True)).masked_fill(_constant(rows)[..., None], 0)
 
 
@@ -225,13 +225,13 @@ def _constant(rows: Tensor) -> Tensor:
 
 
 def direction_unknown(rows: Tensor) -> Tensor:
-    """Return True for each row whose entries differ by no more than the rounding error of the mean."""
+    """Return True for rows whose centered direction is lost: entries differ only by rounding errors."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
     largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)
 
 
 def safe_divide(part: Tensor, whole: Tensor, of_zero: float = math.inf) -> Tensor:
-    """Return part/whole, with 0/0 = 0 and ``of_zero`` for a positive part divided by 0."""
+    """Return part/whole, with 0/0 = 0, and ``of_zero`` for a positive part over 0."""
     filled = torch.where(part > 0, of_zero, 0.0).to(part)
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), filled)

@@ -55,13 +55,13 @@ def uniform_rank(
 
 
 def _causal(tokens: int, delta: float) -> int:
-    """Return the number of non-positive pivots of BᵀB − I/δ², the numerical rank under the causal mask.
+    """Return the numerical rank under the causal mask: the number of negative pivots of BᵀB − I/δ².
 
-    BᵀB has 2j² on its diagonal, T² at its end, and −j(j + 1) next to the diagonal. No pivot is so near 0 that
-    the next one overflows: Sturm counts in floating point are exact for a matrix with relative errors of a
-    few units in the last place (W. Kahan 1966; J. Demmel, "Applied Numerical Linear Algebra", Section 5.3.4).
+    The tridiagonal BᵀB (matrix B of `uniform_rank`) has diagonal entries 2j², the last T², and −j(j + 1) next
+    to the diagonal. A pivot of 0 is replaced by a tiny one. The count in floating point is exact for a matrix
+    with relative errors of a few ulp (W. Kahan 1966; J. Demmel, "Applied Numerical Linear Algebra", 5.3.4).
     """
-    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # δ² may underflow
+    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # 1/δ², although δ² may underflow
     for j in range(1, tokens + 1):
         pivot = (2.0 * j * j if j < tokens else float(j) * j) - shift - beside * beside / pivot
         pivot = pivot or -math.ulp(shift)

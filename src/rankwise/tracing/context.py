@@ -55,7 +55,7 @@ SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Mixing
 
 
 class _Added(NamedTuple):
-    """A call that mixed tokens, and its site."""
+    """A captured attention call and the `MixerSite` (operator and address) made of it."""
 
     mixing: MixingCall
     site: MixerSite
@@ -106,7 +106,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         intervention: Intervention | None = None,
     ) -> None:
         model_checks.check_capturable(model)
-        # A compiled model run eagerly is its original with another name.
+        # With compilation turned off, a compiled model runs its original module, which carries the hooks.
         self._model = original_of(model)
         self._sites = dict(sites or {})
         model_checks.check_sites(self._model, self._sites, blocks)
@@ -120,7 +120,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._mixers = self._states = 0
 
     def __enter__(self) -> Trace:
-        """Start to record."""
+        """Add hooks and start to record."""
         if self._entered_once:
             raise CaptureError(
                 "`capture`", expected="one `with` block for each", got="a capture that was started before",
@@ -204,7 +204,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if not call.raised:
             self._read(call)
             self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
-        # last, because a mixer that is itself a block must be known by now
+        # last, because a mixer may itself be a block
         self._blocks.left(call)
 
     def _read(self, call: ModuleCall) -> None:
@@ -228,7 +228,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
 
     def _up_to_torch_layer(self) -> list[ModuleCall]:
-        """Return the calls under way up to the outermost of PyTorch's own layers, which is the mixer."""
+        """Return the running calls down to the outermost of PyTorch's own layers, which is the mixer."""
         running = self._calls.running
         own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
         return running[: own + 1]
@@ -249,7 +249,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(partial(torch_layers.functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `multi_head_attention_forward` with heads replaced."""
+        """Run `multi_head_attention_forward` with the heads that the intervention returns."""
         if self._mode_ignores():
             return functional.multi_head_attention_forward(*args, **kwargs)
         calls = self._up_to_torch_layer()
@@ -272,7 +272,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return None
 
     def _replace(self, added: _Added | None, output: Tensor) -> Tensor | None:
-        """Return the replacement of the output of a mixer by the intervention; None keeps the output."""
+        """Return the mixer's output with the heads that the intervention returns; None keeps the output."""
         axes = None if added is None else added.mixing.axes
         if axes is None or not self._substitution.on:
             return None
@@ -295,7 +295,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return any(call.name in self._sites for call in self._calls.running)
 
     def _mode_ignores(self) -> bool:
-        """Return True inside calls whose operator is read from the whole call: the mode must ignore them."""
+        """Return True inside calls that an adapter or `sites` reads as a whole, so the mode ignores them."""
         return not self._calls.running or self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
@@ -308,7 +308,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         *tensors: Tensor,
         calls: Sequence[ModuleCall] | None = None,
     ) -> _Added | None:
-        """Add the operator of a call; a call that cannot be read must not stop the model."""
+        """Add the operator of a call; if the call cannot be read, list the module as not captured."""
         name = (calls or self._calls.running)[-1].name
         if any(model_checks.is_shard(tensor) for tensor in tensors):
             self._sightings.leave_out(name, model_checks.SHARD)
@@ -322,7 +322,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             raise
         except (ShapeError, RuntimeError) as error:
             why = str(error)
-            if isinstance(error, ShapeError):  # its fix is for callers of the operator
+            if isinstance(error, ShapeError):  # without the fix, which is for callers of operators
                 why = f"{error.subject}: expected {error.expected}, got {error.got}"
             self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None
@@ -355,7 +355,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._on_state(state)
 
     def _outside_model(self, device: torch.device | None) -> ExitStack:
-        """Run without mode, hooks and gradients, as outside of the model; with a device, without autocast."""
+        """Return a context without function mode, hooks and gradients; with a device, also no autocast."""
         stack = ExitStack()
         for context in (self._calls.paused(), without_torch_function(), torch.no_grad()):
             stack.enter_context(context)

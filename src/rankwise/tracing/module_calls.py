@@ -1,4 +1,4 @@
-"""Calls of modules: those under way in a model, and recorded ones; hooks are always removed."""
+"""Follow the module calls of a running model by hooks, and record calls; hooks are always removed."""
 
 import inspect
 import sys
@@ -20,14 +20,14 @@ from rankwise.tracing.head_id import CallId
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]
 ABSENT = object()
-"""Represents an argument that the module does not have, or was not passed."""
+"""Stands for an argument that the module does not have or did not receive."""
 
 
 @dataclass
 class ModuleCall:
-    """A call of a module that is under way, or has just ended.
+    """Record of a module call that is running or has just ended, shared by all parts of a capture.
 
-    The docstring of `rankwise.tracing.context` says who writes into it, and when.
+    The module docstring of `rankwise.tracing.context` lists which part writes which field, and when.
     """
 
     name: str
@@ -35,51 +35,51 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: Arguments
     serial: int = 0
-    """Number of the call in the capture."""
+    """Serial number of the call in the capture, from 0."""
     output: Any = None
     raised: bool = False
     """True if the call ended with an error."""
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
-    """Error that was being handled when the call began."""
+    """Exception that the caller was handling when the call began; it is not an error of the call."""
     exit_stack: ExitStack = field(default_factory=ExitStack)
     unplaced_mixers: list[Any] = field(default_factory=list)
-    """Mixers captured inside the call that do not belong to a block yet."""
+    """Mixers captured inside the call that are not assigned to a block yet."""
     called_inside: bool = False
-    """True if a module inside it was called."""
+    """True if a submodule was called during the call."""
     mixed_inside: bool = False
-    """True if a mixer inside it was captured."""
+    """True if a mixer was captured during the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """Modules that mixed its tokens without attention, by name, with a description."""
+    """By name, modules that mixed the call's tokens without attention, each with a description."""
     adapter: Any = None
-    """`Adapter` that reads its operator when it ends."""
+    """`Adapter` that reads the operator of this call when the call ends; None without an adapter."""
     input_copy: Tensor | None = None
-    """Copy of the input of a block whose output may be replaced."""
+    """Copy of the block's input, if an intervention may replace the block's output."""
     call_id: CallId | None = None
-    """Number of the call as a mixer, if its heads were seen before it ended."""
+    """Address of the call as a mixer, set early if an intervention sees its heads before it ends."""
     changed: bool = False
-    """True if its output was replaced."""
+    """True if an intervention replaced the output."""
     changed_arguments: bool = False
-    """True if its arguments were replaced."""
+    """True if an intervention replaced the arguments."""
     inner: dict[str, "RecordedCall"] = field(default_factory=dict)
-    """Calls inside it that its adapter reads, by their names inside the mixer."""
+    """Calls of submodules that the adapter of this call reads, by name relative to the mixer."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors among its arguments, by position and then by name."""
+        """Tensor arguments of the call, positional arguments first."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
     @property
     def tokens(self) -> Tensor | None:
-        """First (B, T, D) tensor among its arguments."""
+        """First argument of shape (B, T, D); None if there is none."""
         return first_tokens(self.tensors)
 
     @property
     def stream(self) -> Tensor | None:
-        """First (B, T, D) tensor among its arguments, otherwise the first (T, D) tensor."""
+        """First argument of shape (B, T, D); without one, the first of shape (T, D)."""
         return first_tokens(self.tensors, axes=2) if self.tokens is None else self.tokens
 
     def argument(self, name: str) -> Any:
-        """Return an argument by its name in ``forward``, or `ABSENT`."""
+        """Return an argument by its name in ``forward``; `ABSENT` if the call has no such argument."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = parameter_names(self.module)
@@ -88,12 +88,12 @@ class ModuleCall:
 
 
 def holds(outer: str, inner: str) -> bool:
-    """Return True if the module of the first name is or contains the second; the empty name contains all."""
+    """Return True if module ``outer`` is ``inner`` or contains it, by name; the name "" contains all."""
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
 def first_tokens(values: object, axes: int = 3) -> Tensor | None:
-    """Return the first floating (B, T, D) tensor among some values; nested tensors count."""
+    """Return the first floating-point tensor with that many axes among values, also a nested tensor."""
     tensors = (value for value in tensors_of(values) if value.is_floating_point() and value.dim() == axes)
     return next(tensors, None)
 
@@ -108,7 +108,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a module's ``forward``, in order."""
-    if "forward" in vars(module):  # replaced on this module alone, as device placement does
+    if "forward" in vars(module):  # accelerate replaces `forward` of single modules to place them
         return tuple(inspect.signature(module.forward).parameters)
     return _names_of(type(module).forward)[1:]
 
@@ -119,11 +119,11 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class ModuleCalls:
-    """Keeps the calls under way in a model, and reports each call when it begins and when it has ended.
+    """Stack of the running module calls of a model; reports each call when it begins and when it has ended.
 
-    Ordinary modules get hooks of their own. A hook inside PyTorch's own attention layers would end their
-    inference fast path and change the computation; PyTorch's global hooks, which the path ignores, follow the
-    modules there: ``hookless`` has their names.
+    Each module gets hooks, except the modules named in ``hookless``, inside PyTorch's own attention layers. A
+    hook there would turn off the inference fast path and change the computation. Global hooks, which the fast
+    path ignores, follow these modules.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ModuleCalls:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow the model until the block ends, however it ends."""
+        """Context manager that follows the calls of the model by hooks and removes the hooks at the end."""
         handles = []
         always: dict[str, Any] = {"with_kwargs": True, "always_call": True}
         try:
@@ -169,7 +169,7 @@ class ModuleCalls:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore calls until the block ends: callbacks may run parts of the model."""
+        """Context manager that ignores calls, because a callback may run parts of the model."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -181,7 +181,7 @@ class ModuleCalls:
     ) -> tuple[tuple[Any, ...], Arguments] | None:
         if self._ignores():
             return None
-        if module is self._model:  # whatever is still here was left behind by a call that never ended
+        if module is self._model:  # drop calls of an earlier pass that never ended
             self._drop_above(0)
         if self.running:
             self.running[-1].called_inside = True
@@ -195,13 +195,13 @@ class ModuleCalls:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> Any:
         if self._ignores() or not any(call.module is module for call in self.running):
             return None
-        # calls of modules that raised are still here
+        # drop inner calls that raised: no hook reported their end
         while self.running[-1].module is not module:
             self._drop_above(len(self.running) - 1)
         call = self.running[-1]
         call.exit_stack.close()
         call.kwargs, call.output = kwargs, output
-        # the output of a call that raised is None, but so is the output of some modules
+        # A call that raised has the output None, but some modules also return None.
         call.raised = output is None and sys.exc_info()[1] is not call.handled
         try:
             if self._on_leave is not None:
@@ -211,7 +211,7 @@ class ModuleCalls:
         return call.output if call.changed else None
 
     def _ignores(self) -> bool:
-        if in_backward():  # a checkpointed block runs a second time
+        if in_backward():  # activation checkpointing runs a block again in the backward pass
             return True
         other = threading.get_ident() != self._thread
         self.in_other_thread = self.in_other_thread or other
@@ -228,26 +228,26 @@ class ModuleCalls:
     def _leave_hookless(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         if id(module) not in self._hookless:
             return None
-        *kwargs, output = rest  # PyTorch omits keyword arguments if the module raised
+        *kwargs, output = rest  # PyTorch omits kwargs if the module raised
         return self._leave(module, args, kwargs[0] if kwargs else {}, output)
 
 
 class Hook:
-    """Calls a function as a module hook; copies of the module get a hook that does nothing.
+    """Module hook that calls a function; in a copy of the module the hook does nothing.
 
-    Copying a module copies its hooks. A copied hook would report to a copy of the capture that never ends.
+    A copy of a module includes its hooks, which would otherwise report to a copied capture that never ends.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    @no_type_check  # a function compiled inside the model traces through it, and cannot through checks
+    @no_type_check  # torch.compile inside the model traces this method, but cannot trace type checks
     def __call__(self, *given: Any) -> Any:
-        """Pass the call on."""
+        """Call the function with the arguments of the hook."""
         return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
 
     def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
-        """Return the replacement in copies and pickles."""
+        """Return a hook without effect, which replaces this hook in copies and pickles."""
         return partial, (_ignore,)
 
 
@@ -256,7 +256,7 @@ def _ignore(*given: Any) -> None:
 
 
 def same(known: Tensor | None, tensor: Tensor) -> bool:
-    """Return True if two tensors are the same entries of the same memory."""
+    """Return True if two tensors are views of the same entries of the same memory."""
     if known is None or known is tensor:
         return known is tensor
     if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
@@ -270,14 +270,14 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
 
 
 def snapshot(tokens: Tensor) -> Tensor:
-    """Return a copy without gradient history, safe from later changes in place."""
+    """Return a detached copy, which later changes in place do not affect."""
     with torch.no_grad():
         return tokens.detach().clone()
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A call of a module that has ended."""
+    """Record of a module call that has ended: arguments and output."""
 
     name: str
     module: nn.Module
@@ -296,9 +296,9 @@ def record_calls(
 ) -> Iterator[list[RecordedCall]]:
     """Record calls of some modules of a model, in the order in which the calls end.
 
-    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass. ``copy``
-    protects arguments, as they are before the call, and outputs from later changes in place. ``detach``
-    records tensors without their gradient history.
+    Calls that raise are not recorded, nor are calls that autograd repeats in a backward pass. ``copy`` copies
+    arguments before the call and outputs after it, so that later changes in place do not affect the record.
+    ``detach`` records tensors without gradient history.
 
     Examples:
         >>> import torch

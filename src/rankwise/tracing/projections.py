@@ -1,4 +1,4 @@
-"""The linear layer whose output is the queries, keys or values of a head, recognized by its numbers."""
+"""Find the linear layer whose output is the queries, keys or values of a head, by comparing numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 CLOSE = 64
-"""Roundings of the dtype, relative to the largest value, by which a query may differ from its projection."""
+"""Allowed difference of queries and linear output, in units of eps of the dtype times the largest value."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, and which of its channels belong to which head."""
+    """A linear layer whose output contains the queries, keys or values, and the output channels per head."""
 
     module: str
     """Name of the linear layer in the model."""
     channels: Int[Tensor, "H K"]
     """``captured[..., h, :, i] = factor · output[..., channels[h, i]]``."""
     factor: float = 1.0
-    """Factor that the model applies before attention, such as 1/√K in OPT."""
+    """Factor that the model multiplies the output by before attention, such as 1/√K in OPT."""
 
 
 def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None] | None:
-    """Return weight (out, in) and bias of a linear layer, in the memory of the layer; None for another
-    module.
+    """Return weight (out, in) and bias of a linear layer, as views; None for another module.
 
-    ``Conv1D`` of transformers counts, whose weight is transposed.
+    ``Conv1D`` of transformers counts as linear; its weight is stored transposed.
     """
     if isinstance(module, nn.Linear):
         return module.weight, module.bias
@@ -37,7 +36,7 @@ def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor,
 
 
 def is_linear(_name: str, module: nn.Module) -> bool:
-    """Return True for a linear layer: selects modules for `record_calls`."""
+    """Return True for a linear layer; this function selects modules in `record_calls`."""
     return linear_parts(module) is not None
 
 
@@ -46,8 +45,8 @@ def find_projection(
 ) -> Projection | None:
     """Return the linear layer whose output, cut into heads, is ``heads`` up to one factor.
 
-    Channels of head h may be at ``offset + h·K``, as in one projection of queries or in ``[q | k | v]``, or
-    at ``h·g·K + j·K``, as in projections with queries, keys and values of each head next to each other.
+    Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``, or
+    at ``h·g·K + j·K``, if g parts (queries, keys, values) of each head are adjacent.
 
     Args:
         heads: queries, keys or values in attention.
@@ -74,12 +73,12 @@ def find_projection(
 
 
 def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "B H T K"]:
-    """Return the heads in the output of a projection."""
+    """Return the part of a linear layer's output that holds the heads, as (B, H, T, K)."""
     return output[..., side.channels.to(output.device)].permute(0, 2, 1, 3)
 
 
 def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
-    """Return the possible channels of H heads of width K among the outputs of a projection."""
+    """Return all layouts, as channels per head, of H heads of width K in a linear output."""
     head, dim = torch.arange(heads)[:, None], torch.arange(width)
     blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
     group = outputs // (heads * width)
@@ -100,7 +99,7 @@ def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | Non
 
 
 def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
-    """Return key or value heads without the copies that some attention code makes for each query head."""
+    """Return the G different key or value heads, if attention code repeats each for a group of queries."""
     count = heads.shape[1]
     for group in range(count, 1, -1):
         if count % group == 0:
@@ -111,7 +110,7 @@ def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
 
 
 def names_below(names: Sequence[str], site: str) -> list[str]:
-    """Return the names inside a module; if there are none, the names inside the module around it."""
+    """Return the names inside a module; if there are none, the names inside its parent module."""
     parent = site.rpartition(".")[0]
     inside = [name for name in names if name.startswith(f"{site}.") or not site]
     return inside or [name for name in names if name.startswith(f"{parent}.")]

@@ -1,4 +1,4 @@
-"""PyTorch's own attention layers: their operator follows from inputs and weights, fast path or not."""
+"""Operators of PyTorch's own attention layers, from inputs and weights, also on the inference fast path."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ ATTRIBUTES = (
     *("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn"),
     *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
 )
-"""Arguments of the functional form that are attributes of the module."""
+"""Arguments of `multi_head_attention_forward` that are attributes of `nn.MultiheadAttention`."""
 Attention = nn.MultiheadAttention | SimpleNamespace
-"""PyTorch's module, or the arguments of its functional form as attributes."""
+"""`nn.MultiheadAttention`, or arguments of `multi_head_attention_forward` as attributes."""
 
 
 def is_torch_layer(module: nn.Module) -> bool:
-    """Return True for one of PyTorch's attention layers with the ``forward`` of its class."""
+    """Return True for one of PyTorch's attention layers whose ``forward`` is not overridden."""
     return any(
         isinstance(module, kind) and type(module).forward is kind.forward
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -32,12 +32,12 @@ def is_torch_layer(module: nn.Module) -> bool:
 
 
 def is_torch_encoder(module: nn.Module) -> bool:
-    """Return True for PyTorch's encoder, which decides on the fast path before its layers run."""
+    """Return True for `nn.TransformerEncoder`, which decides on the fast path before its layers run."""
     return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
 
 
 def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
-    """Return why the operator of a layer that has run does not follow from its inputs; None if it does."""
+    """Return why the operator of a finished layer call cannot be computed from inputs; None if it can."""
     if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
         return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
@@ -49,7 +49,7 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
 
 
 def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
-    """Return the names of PyTorch's own layers and all modules inside: none may carry a hook."""
+    """Return the names of PyTorch's own layers and all modules inside them, which must not have hooks."""
     modules = dict(model.named_modules())
     layers = [name for name, module in modules.items() if is_torch_layer(module)]
     return frozenset(name for name in modules if any(holds(layer, name) for layer in layers))
@@ -58,7 +58,7 @@ def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
 def layer_mixing(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall | None
 ) -> MixingCall:
-    """Return the operator of one of PyTorch's layers that has just run with these arguments."""
+    """Return the operator of a finished call of one of PyTorch's layers, from its arguments."""
     given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
     if isinstance(module, nn.MultiheadAttention):
         return from_attention(module, given, outer)
@@ -75,7 +75,7 @@ def layer_mixing(
 
 
 def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: ModuleCall) -> MixingCall | None:
-    """Return the operator of a call of the functional form; None if keys or values are already projected."""
+    """Return the operator of `multi_head_attention_forward`; None if keys or values are already projected."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return None
@@ -90,8 +90,8 @@ def attention_by_heads(
 ) -> Any:
     """Run `multi_head_attention_forward` with its head outputs (B, H, T, V) replaced; None keeps them.
 
-    The function projects the heads itself. Here it projects by the identity, which keeps every finite number;
-    the model's projection follows the replacement.
+    The function applies the output projection itself. Here it projects with the identity, which keeps every
+    finite number; after the replacement of heads the model's own projection is applied.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
@@ -121,7 +121,7 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
     projected = _projections(attention, query, key, value)
     q, k, v = (tensor.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for tensor in projected)
-    # With added columns, PyTorch uses `is_causal` instead of the mask: no row sees the added columns.
+    # If bias_k or a zero column is added, PyTorch uses `is_causal` instead of the mask: no row sees it.
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
     causal = bool(added and hinted and not given.get("need_weights", True))
@@ -133,7 +133,7 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
 
 
 def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
-    """Return True for keys of another length, or of another tensor if the outer module has two streams."""
+    """Return True for cross-attention: keys differ in length, or are another input of the outer module."""
     if query is key or query.is_nested:
         return False
     if query.shape != key.shape:
@@ -173,7 +173,7 @@ def _projections(
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Return one mask, (B or 1, H or 1, T, S): booleans (True = visible) if both are, otherwise a bias."""
+    """Return both masks as one, (B or 1, H or 1, T, S): True = visible if both are boolean, else a bias."""
     batch, heads, tokens, _ = q.shape
     masks = []
     if attn_mask is not None:
@@ -187,7 +187,7 @@ def _joint_mask(
         joint = ~(masks[0] if len(masks) == 1 else masks[0] | masks[1])
     else:
         joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
-    missing = k.shape[-2] - joint.shape[-1]  # the columns of bias_k are seen by every row
+    missing = k.shape[-2] - joint.shape[-1]  # every row sees the columns that bias_k adds
     return F.pad(joint, (0, max(missing, 0)), value=True if joint.dtype == torch.bool else 0.0)
 
 

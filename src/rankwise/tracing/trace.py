@@ -1,4 +1,4 @@
-"""Records of a capture: mixers, token states, modules that were not captured."""
+"""Results of a capture: mixers, token states, and modules that were not captured."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,42 +14,42 @@ UNNUMBERED = CallId("", 0)
 
 @dataclass(frozen=True)
 class MixerSite:
-    """A call of a mixer: the operator that it applied, and which tokens are real."""
+    """One call of a mixer (a module that mixes tokens): its operator (mixing matrix) and real tokens."""
 
     name: str
-    """Module that mixes tokens, such as ``encoder.layer.0.attention.self``."""
+    """Name of the module, such as ``encoder.layer.0.attention.self``."""
     layer: int
-    """Number of its block in the stack, from 0: it reads token state ``layer`` and writes ``layer + 1``."""
+    """Index of the block in the stack, from 0; the block reads state ``layer``, writes ``layer + 1``."""
     kind: str
-    """softmax, semiseparable, selective, toeplitz, linear or diagonal."""
+    """Kind of operator: softmax, semiseparable, selective, toeplitz, linear, diagonal, …"""
     operator: MixingOperator
     """Shape (B, H, T, S)."""
     valid_tokens: Bool[Tensor, "B T"]
-    """False for rows of padding."""
+    """True for rows of real tokens, False for padding."""
     valid_sources: Bool[Tensor, "B S"]
-    """False for columns of padding."""
+    """True for columns of real tokens, False for padding."""
     stack: str = ""
-    """Stack of blocks that contains it, such as ``encoder.layer``."""
+    """Name of the stack (chain of blocks) that contains the module, such as ``encoder.layer``."""
     cross: bool = False
     """True if queries and keys come from different sequences."""
     sequences: int = 0
-    """Number of sequences in the batch axis: fewer than B if a sequence is cut into several windows."""
+    """Number of sequences in the batch; below B if sequences are cut into windows."""
     forward_pass: int = 0
-    """Number of the forward pass in the capture, from 0."""
+    """Index of the forward pass in the capture, from 0."""
     call: int = 0
-    """Number of the call among the calls of the module in its layer and forward pass, from 0."""
+    """Index of the call among the calls of the module in this layer and forward pass, from 0."""
     call_id: CallId = UNNUMBERED
-    """Call of the module in the run of the model, as interventions name it."""
+    """Address of the call that an `Intervention` receives, unique in a forward pass."""
     values: Float[Tensor, "B Hv S V"] | None = None
-    """Input of the operator, if requested."""
+    """Input V of the operator, if requested."""
     output: Float[Tensor, "B H T V"] | None = None
-    """Output of the operator in the model itself, if requested and visible."""
+    """Output M V as the model computed it, if requested and visible."""
     apply_output: Callable[[Tensor], Tensor] | None = None
     """Function from ``operator @ values`` to the output of a state-space layer: its D-term, gate, norm and
     output projection. Set only if values are kept.
     """
     projection: Float[Tensor, "B H T K"] | None = None
-    """Tokens in the subspaces of the heads, from which TSSA computes its statistics."""
+    """Tokens projected to the subspace of each head, only for token statistics self-attention (TSSA)."""
 
     def head_id(self, head: int | None = None) -> HeadId:
         """Return the address of a head of this call; None addresses the call itself."""
@@ -62,15 +62,15 @@ class MixerSite:
 
 @dataclass(frozen=True)
 class StateSite:
-    """The residual stream after ``layer`` blocks of a stack."""
+    """Token states: the residual stream (B, T, D) after ``layer`` blocks of a stack."""
 
     name: str
-    """Block that wrote the state; for layer 0, the block that reads it."""
+    """Name of the block that wrote the state; for layer 0, of the block that reads it."""
     layer: int
-    """Number of blocks that have run before it: 0 is the output of the embedding."""
+    """Number of blocks of the stack that ran before; state 0 is the output of the embedding."""
     tokens: Float[Tensor, "B T D"]
     mask: Bool[Tensor, "B T"] | None = None
-    """False for padding; None if no padding is known."""
+    """True for real tokens, False for padding; None if no padding is known."""
     stack: str = ""
     forward_pass: int = 0
 
@@ -89,14 +89,14 @@ class UncapturedModule:
 
 @dataclass
 class Trace:
-    """Mixing operators and token states of the forward passes in a `capture`, in the order of the model."""
+    """Mixers and token states of all forward passes in a `capture`, in the order in which they ran."""
 
     mixers: list[MixerSite] = field(default_factory=list)
     states: list[StateSite] = field(default_factory=list)
     uncaptured: list[UncapturedModule] = field(default_factory=list)
-    """Filled when the capture ends."""
+    """Modules that look like mixers but were not captured; filled when the capture ends."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the reader: dropout was on, the model was compiled, …"""
+    """Notes for the user, such as that dropout was active or the model was compiled."""
 
     def __repr__(self) -> str:
         return (

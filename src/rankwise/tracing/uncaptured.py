@@ -32,7 +32,7 @@ WITHOUT_OPERATOR = {
     "PatchTSMixer": "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
     "LSTM|GRU|RNN": "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
 }
-"""Patterns for classes of layers that no adapter reads, with the reason."""
+"""By pattern of class names, why the operator of such layers cannot be captured."""
 NO_OPERATOR = {
     "DeformableAttention$": (
         "deformable attention: each query reads its values at a few places between them, which it chooses "
@@ -59,14 +59,14 @@ NO_OPERATOR = {
         "forms the matrix of this choice"
     ),
 }
-"""Patterns for classes of transformers that weigh tokens in ways that no adapter reads, with the reason."""
+"""By pattern of transformers class names, why the token mixing of such layers cannot be read."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
     r"|Structure|Patchify|Scaler)$"
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")
-"""Classes that make tokens, and may read several places of an input to do so."""
+"""Pattern of classes that create tokens, and may combine several input positions per token."""
 QUERY_KEY = (
     {"q_proj", "k_proj"},
     {"query", "key"},
@@ -78,7 +78,7 @@ QUERY_KEY = (
 
 
 def looks_like_mixer(module: nn.Module) -> bool:
-    """Return True if the class name or query and key projections of a module suggest a mixer."""
+    """Return True if a module's class name, or query and key projections in it, suggest a mixer."""
     name = type(module).__name__
     if MIXER_NAME.search(name) and not NOT_A_MIXER.search(name):
         return True
@@ -87,7 +87,7 @@ def looks_like_mixer(module: nn.Module) -> bool:
 
 
 def why_no_operator(module: nn.Module) -> str | None:
-    """Return why no adapter reads a layer of transformers that weighs tokens in its own way."""
+    """Return why a transformers layer with its own way to mix tokens cannot be read; None if it can."""
     kind = type(module)
     if not kind.__module__.startswith("transformers.models."):
         return None
@@ -100,7 +100,7 @@ def mixer_like(model: nn.Module) -> set[str]:
 
 
 def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
-    """Return the innermost module, not of torch's own, with (B, T, D) tokens that a function mixed."""
+    """Return the innermost call of a non-torch module whose (B, T, D) input a function mixed over T."""
     for call in reversed(calls):
         tokens = call.tokens
         if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
@@ -113,27 +113,27 @@ def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> M
 
 @dataclass
 class Sightings:
-    """Observations of the modules of a running model, by name."""
+    """Observations about the mixers of a running model, by module name."""
 
     captured: set[str] = field(default_factory=set)
-    """Modules in which a mixer was captured."""
+    """Names of modules in which a mixer was captured."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Modules in which a mixer was seen but not captured, with the first reason."""
+    """By module, the first reason why a mixer in it was seen but not captured."""
     not_exact: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Modules with a call that no adapter could read exactly, with every reason."""
+    """Pairs (module, reason) for calls that no adapter could read exactly, in order."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """Modules that mixed tokens without attention, with a description."""
+    """By module, how it mixed tokens without attention, such as by a convolution."""
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Note why a mixer was not captured."""
+        """Register the reason why a mixer was not captured; the first reason stays."""
         self.left_out.setdefault(name, reason)
 
     def note_other_mixing(self, call: ModuleCall, is_block: bool) -> None:
-        """Note the modules of a finished call that mixed tokens without attention.
+        """Register the modules that mixed tokens without attention during a finished call.
 
-        They count if the call returns a vector for each token that it read. A module with a captured mixer
-        does not count: other mixing, such as a short convolution before a scan, belongs to that mixer. In a
-        block, which may hold several mixers, modules next to the captured one count.
+        They count if the call returns one vector per token that it read. They do not count if the call has a
+        captured mixer: a short convolution before a scan belongs to the mixer. But a block may hold several
+        mixers, so in a block modules next to the captured mixer count.
         """
         if not call.other_mixing or (call.mixed_inside and not is_block):
             return
@@ -159,7 +159,7 @@ class Sightings:
 def uncaptured_modules(
     model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
 ) -> list[UncapturedModule]:
-    """Return the outermost of the candidates and sighted modules with no captured mixer in or around them."""
+    """Return the outermost possible mixers that neither contain a captured mixer nor are inside of one."""
     known, others = sightings.reasons(), sightings.other_mixing
     candidates = candidates | set(known) | set(others)
     seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}
@@ -201,11 +201,11 @@ def _reason(
 
 
 Reader = Callable[..., set[int]]
-"""Function from a call to the lengths of the axes along which it mixes."""
+"""Function of a call's output and arguments that returns the lengths of the axes that the call mixes."""
 
 
 def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
-    """Return what one of `FUNCTIONS` does, and the lengths of the axes along which it mixes."""
+    """Return a description of a function in `FUNCTIONS`, and the lengths of the axes that this call mixes."""
     name, lengths = FUNCTIONS[func]
     return name, lengths(out, *args, **kwargs)
 
@@ -217,13 +217,13 @@ def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named
 
 
 def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
-    """Return the axes with as many entries added on one side as cut off on the other."""
+    """Return the lengths of the axes that `F.pad` shifts: entries added on one side, cut on the other."""
     pairs = zip(pad[::2], pad[1::2], strict=True)
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
 
 def _along(name: str, position: int, default: Any) -> Reader:
-    """Return the reader of a function of (input, …) with axes as an argument of this name and position."""
+    """Return a `Reader` for a torch function whose mixed axes are the argument ``name``."""
 
     def read(out: Tensor, input: Tensor, *args: Any, **named: Any) -> set[int]:
         dims = named.get(name, args[position] if position < len(args) else default)
@@ -235,7 +235,7 @@ def _along(name: str, position: int, default: Any) -> Reader:
 
 
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
-    """Return the inputs if they are tokens on the last axis, as in the token-mixing part of an MLP-Mixer."""
+    """Return the input width if the last axis may be tokens, as in the token mixing of an MLP-Mixer."""
     turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
     return {input.shape[-1]} if turned else set()
 

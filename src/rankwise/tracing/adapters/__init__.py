@@ -1,6 +1,6 @@
-"""Adapters read the operators of layers from their weights and from calls of the modules inside them.
+"""Adapters: read the operator (mixing matrix) of a layer from its weights and calls of its submodules.
 
-To add an adapter: an `Adapter` in a file, alone or next to similar ones, and a line in `ADAPTERS`.
+To add an adapter, write a subclass of `Adapter` in a file here, and add an instance to `ADAPTERS`.
 """
 
 from torch import nn
@@ -24,11 +24,11 @@ ADAPTERS: tuple[Adapter, ...] = (
     ZambaAdapter(),
     NoOperatorAdapter(),
 )
-"""The first one that reads a module is used."""
+"""All adapters, in order of precedence: the first adapter that reads a module is used."""
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter that reads a module; None if there is none."""
+    """Return the first adapter that reads a module; None if no adapter does."""
     return next((adapter for adapter in ADAPTERS if adapter.reads(module)), None)
 
 

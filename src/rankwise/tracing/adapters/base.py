@@ -1,4 +1,4 @@
-"""`Adapter`, adapters of modules that describe their own mixing, and the reader that asks adapters."""
+"""Base class of adapters, the adapter for modules that describe their own mixing, and `AdapterReader`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ CONTINUED = (
 )
 
 InnerCalls = Mapping[str, RecordedCall]
-"""Calls of the modules that an adapter names in `inner`, by their names inside the mixer."""
+"""Recorded calls of the submodules in `Adapter.inner`, by name relative to the mixer."""
 
 
 class NotExactError(RankwiseError):
-    """Raised if the recorded calls do not determine the operator; its text is the reason."""
+    """Raised if the recorded calls do not determine the operator exactly; the message is the reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("this call", expected="one whose operator can be read", got="another", fix=reason)
@@ -39,33 +39,33 @@ class NotExactError(RankwiseError):
 
 
 class Adapter(ABC):
-    """Reads the operators of one family of layers exactly, or not at all.
+    """Base class: read the operators (mixing matrices) of one family of layers exactly, or not at all.
 
-    An adapter changes nothing and runs no module of the model again. It reads the weights of the mixer, and
-    inputs and outputs of modules inside it.
+    An adapter reads weights of the mixer, and inputs and outputs of submodules. It changes nothing and runs
+    no module again.
     """
 
     classes: ClassVar[frozenset[str]] = frozenset()
-    """Classes of transformers that the adapter reads."""
+    """Names of transformers classes that the adapter reads."""
     inner: ClassVar[tuple[str, ...]] = ()
-    """Modules inside the mixer whose calls are kept until the mixer ends."""
+    """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
-    """Module inside that reads the concatenated heads, (B, T, H V); "" for the output of the mixer itself."""
+    """Submodule that reads the concatenated heads (B, T, H V); "" if the mixer returns them."""
     head_count: ClassVar[str] = ""
-    """Attribute of the mixer that counts the heads; without one, each channel is a head."""
+    """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True for a module of this family."""
+        """Return True if the adapter reads modules of this class."""
         return named(module, self.classes)
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return why the operator of a call that begins will not be exact; None if it will be."""
+        """Return why the operator of a starting call cannot be read exactly; None if it can."""
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return the module that reads the concatenated heads and their number; 0 if each channel is a head.
+        """Return the submodule that reads the concatenated heads, and their number.
 
-        None if the concatenated heads are not visible.
+        The number is 0 if each channel is a head. None if concatenated heads are not visible.
         """
         if self.output_projection is None:
             return None
@@ -73,15 +73,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a call that has ended, with ``values`` its input and the steps after it.
+        """Return the operator of a finished call; with ``values`` also its input and output steps.
 
         Raises:
-            NotExactError: if the operator does not follow from the calls.
+            NotExactError: if the recorded calls do not determine the operator.
         """
 
 
 def named(module: nn.Module, classes: frozenset[str]) -> bool:
-    """Return True if a class of the module, or one of its bases, is one of these classes of transformers."""
+    """Return True if the module's class or a base class is among these transformers classes, by name."""
     return any(
         kind.__name__ in classes and kind.__module__.startswith("transformers.models.")
         for kind in type(module).__mro__
@@ -89,7 +89,7 @@ def named(module: nn.Module, classes: frozenset[str]) -> bool:
 
 
 def output_of(inner: InnerCalls, name: str) -> Tensor:
-    """Return the output of a module inside the mixer; raise `NotExactError` if the module was not called."""
+    """Return the output of a submodule; raise `NotExactError` if the submodule was not called."""
     if name not in inner:
         raise NotExactError(FUSED)
     output: Tensor = inner[name].output
@@ -97,20 +97,20 @@ def output_of(inner: InnerCalls, name: str) -> Tensor:
 
 
 def check_on_device(*weights: Tensor | None) -> None:
-    """Raise `NotExactError` if a weight is offloaded."""
+    """Raise `NotExactError` if a weight is offloaded (on the meta device)."""
     if any(weight is not None and weight.is_meta for weight in weights):
         raise NotExactError(OFFLOADED)
 
 
 class StateSpaceAdapter(Adapter):
-    """Base of adapters of layers with a short convolution and a recurrent state, as transformers has them."""
+    """Base of adapters for transformers layers with a short convolution and a recurrent state."""
 
     output_projection = "out_proj"
     state_index: ClassVar[int] = 0
-    """Which of the convolution states of a layer in the cache belongs to the mixer."""
+    """Index of the mixer's state among the convolution states that the cache keeps for a layer."""
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens, or a row holds several sequences."""
+        """Return a reason if a cache holds earlier tokens, or a batch row packs several sequences."""
         at = getattr(call.module, "layer_idx", None)
         for cache in map(call.argument, ("cache_params", "past_key_values")):
             fresh = cache in (None, ABSENT) or cache.get_conv_state(at, state_idx=self.state_index) is None
@@ -120,32 +120,31 @@ class StateSpaceAdapter(Adapter):
 
 
 class ProtocolAdapter(Adapter):
-    """Calls the methods with which a module describes its own mixing.
+    """Adapter for modules that describe their own mixing by methods, which are called after ``forward``.
 
-    ``mixing_operator`` returns the operator, (B, H, T, S), that ``forward`` applies to the same arguments.
-    The rest is optional: ``mixing_values`` returns the values, (B, H, S, V); ``mixing_projection`` returns
-    the tokens in the subspaces of the heads, (B, T, H, K); ``output_projection`` names the module inside that
-    reads the concatenated heads, (B, T, H V), and ``num_heads`` counts them. Methods are called after the
-    module has run.
+    ``mixing_operator`` returns the operator (B, H, T, S) that ``forward`` applies to the same arguments. The
+    rest is optional. ``mixing_values`` returns the values (B, H, S, V), ``mixing_projection`` the tokens in
+    the subspace of each head (B, T, H, K). ``output_projection`` is the name of the submodule that reads
+    the concatenated heads (B, T, H V), and ``num_heads`` is the number of heads.
     """
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True for a module with a method ``mixing_operator``."""
+        """Return True if the module has a method ``mixing_operator``."""
         return callable(getattr(module, "mixing_operator", None))
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if there is a cache: every call changes it, so the methods must not be called."""
+        """Return a reason if the call has a cache, because a second call would change the cache."""
         if any(call.argument(name) not in (None, ABSENT) for name in CACHE_ARGUMENTS):
             return "it was called with a cache that a second call would change; capture it without one"
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return the attributes of the module; each channel is a head if it does not count them."""
+        """Return ``output_projection`` and ``num_heads`` of the module; 0 heads without the latter."""
         name, heads = getattr(module, "output_projection", None), getattr(module, "num_heads", 0)
         return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Call the methods of the module."""
+        """Return the results of the module's own methods."""
         module: Any = call.module
         with _own_random_numbers(call):
             operator = module.mixing_operator(*call.args, **call.kwargs)
@@ -166,26 +165,26 @@ class ProtocolAdapter(Adapter):
 
 
 def _own_random_numbers(call: ModuleCall) -> AbstractContextManager[None]:
-    """Keep the model's random numbers: methods may draw some, as for dropout."""
+    """Return a context that restores torch's random state, because methods may draw random numbers."""
     devices = {tensor.device for tensor in (*call.module.parameters(), *call.tensors)}
     drawn = [device for device in devices if device.type == "cuda"]
     return torch.random.fork_rng(devices=drawn)
 
 
 class NoOperatorAdapter(Adapter):
-    """Names layers without a readable operator, so that parts of them are not taken for mixers."""
+    """Adapter that refuses layers without a readable operator, so that no part of them counts as a mixer."""
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True for a layer in the table of `why_no_operator`."""
+        """Return True for a layer for which `why_no_operator` has a reason."""
         return why_no_operator(module) is not None
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Raise `NotExactError` with the reason."""
+        """Raise `NotExactError` with the reason of `why_no_operator`."""
         raise NotExactError(why_no_operator(call.module) or "it has no operator")
 
 
 class AdapterReader:
-    """Asks adapters, given by the names of modules, for the operators of calls in a running model."""
+    """Reads operators of calls in a running model with adapters, given by module name."""
 
     def __init__(
         self, adapters: Mapping[str, Adapter], calls: ModuleCalls, sightings: Sightings, values: bool
@@ -194,11 +193,11 @@ class AdapterReader:
 
     @property
     def inside(self) -> bool:
-        """True while a call is under way that an adapter reads."""
+        """True during a call that an adapter reads."""
         return any(call.adapter is not None for call in self._calls.running)
 
     def entered(self, call: ModuleCall) -> None:
-        """Choose the adapter of a call that begins, if its operator will be exact."""
+        """Set the adapter of a starting call, or register why its operator cannot be exact."""
         adapter = self._adapters.get(call.name)
         if adapter is None or self.inside:
             return
@@ -212,7 +211,7 @@ class AdapterReader:
             self._leave_out(call, reason)
 
     def left(self, call: ModuleCall) -> MixingCall | None:
-        """Return the operator of a call that has ended, or keep the call for the adapter of an outer call."""
+        """Return the operator of a finished call, or record the call for the adapter of an outer call."""
         if call.adapter is None:
             self._keep(call)
             return None
@@ -226,7 +225,7 @@ class AdapterReader:
             raise
         except NotExactError as error:
             self._leave_out(call, error.reason)
-        except Exception as error:  # another version of a library may have changed the class
+        except Exception as error:  # the class may differ in another version of its library
             self._leave_out(call, _unreadable(error))
         return None
 

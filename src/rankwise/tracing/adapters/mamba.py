@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2 and their variants, and the gated convolution of LFM2 and LFM3, as in transformers."""
+"""Adapters for Mamba, Mamba-2 and variants, and for the gated convolution of LFM2 and LFM3."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from rankwise.tracing.module_calls import ABSENT, ModuleCall
 
 
 class MambaAdapter(StateSpaceAdapter):
-    """Reads one operator per channel: Δ, B and C are outputs of the layer's own projections.
+    """Reads Mamba: one selective scan per channel; step Δ and vectors B, C come from the layer's projections.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
     token. D·x, the gate and the output projection follow.
@@ -23,7 +23,7 @@ class MambaAdapter(StateSpaceAdapter):
     inner = ("in_proj", "x_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "dt_proj")
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the selective scan of a whole sequence."""
+        """Return one selective scan per channel, for whole sequences."""
         mixer: Any = call.module
         check_on_device(mixer.A_log, mixer.D, mixer.dt_proj.weight, mixer.dt_proj.bias)
         size = mixer.ssm_state_size
@@ -46,9 +46,9 @@ class MambaAdapter(StateSpaceAdapter):
 
 
 def _step(mixer: Any, time_step: Tensor, inner: InnerCalls) -> Tensor:
-    """Return Δ, (B, D, T)."""
+    """Return the step sizes Δ, (B, D, T), of D channels."""
     bias = mixer.dt_proj.bias
-    if "dt_proj" in inner:  # called as a module if the model is quantized
+    if "dt_proj" in inner:  # quantized models call the projection as a module
         raw = inner["dt_proj"].output.transpose(1, 2)
     else:
         raw = mixer.dt_proj.weight.detach() @ time_step.transpose(1, 2)
@@ -67,7 +67,7 @@ def _gated_channels(
 
 
 class ZambaAdapter(StateSpaceAdapter):
-    """Reads one operator per channel; channels of a head share the input and output vectors of its state.
+    """Reads Zamba: one selective scan per channel; the channels of a head share the vectors B and C.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
     token. D·x, the gate and the output projection follow.
@@ -77,11 +77,11 @@ class ZambaAdapter(StateSpaceAdapter):
     inner = ("in_proj",)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the selective scan of a whole sequence, head by head."""
+        """Return one selective scan per channel, with B and C per head, for whole sequences."""
         mixer: Any = call.module
         weights = (mixer.A_log, mixer.D, mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias)
         check_on_device(*weights, mixer.conv1d.weight, mixer.conv1d.bias)
-        # the projection holds, channel by channel, the input of the convolution and its gate
+        # per channel, the projection returns two numbers: input of the convolution, and gate
         x, gate = output_of(inner, "in_proj").transpose(1, 2).unflatten(1, (-1, 2)).unbind(2)
         x = convolved(mixer.conv1d, x.transpose(1, 2), mixer.act)
         channels = without_padding(x, call.argument("attention_mask")).transpose(1, 2)
@@ -103,7 +103,7 @@ class ZambaAdapter(StateSpaceAdapter):
 
 
 class Mamba2Adapter(StateSpaceAdapter):
-    """Reads one operator per head from the output of the input projection and the short convolution.
+    """Reads Mamba-2: one scan per head, from outputs of the input projection and the short convolution.
 
     Values are the heads after the short convolution, its activation and the padding mask. D·x, the gate with
     its norm and the output projection follow.
@@ -123,12 +123,12 @@ class Mamba2Adapter(StateSpaceAdapter):
     head_count = "num_heads"
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the chunked scan of a whole sequence."""
+        """Return one scan with a decay per token for each head, for whole sequences."""
         mixer: Any = call.module
         conv = mixer.conv1d
         check_on_device(mixer.A_log, mixer.D, mixer.dt_bias, conv.weight, conv.bias)
         projected = output_of(inner, "in_proj")
-        multiplier = getattr(mixer, "mup_vector", None)  # of Falcon-H1
+        multiplier = getattr(mixer, "mup_vector", None)  # Falcon-H1 scales the projection
         projected = projected if multiplier is None else projected * multiplier
         gate, x, dt = projected.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
         x = without_padding(convolved(conv, x, mixer.act), call.argument("attention_mask"))
@@ -153,7 +153,7 @@ class Mamba2Adapter(StateSpaceAdapter):
 
 
 class ShortConvAdapter(StateSpaceAdapter):
-    """Reads one Toeplitz matrix per channel from the weights of the convolution alone.
+    """Reads LFM's gated convolution: one Toeplitz matrix per channel, from the weights alone.
 
     Values are the channels after the first gate. The bias of the convolution, the second gate and the output
     projection follow.
@@ -163,7 +163,7 @@ class ShortConvAdapter(StateSpaceAdapter):
     inner = ("in_proj",)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the convolution of a whole sequence."""
+        """Return the convolution of each channel, for whole sequences."""
         layer: Any = call.module
         check_on_device(layer.conv.weight, layer.conv.bias)
         enters, leaves, x = output_of(inner, "in_proj").transpose(1, 2).chunk(3, dim=1)
@@ -180,7 +180,7 @@ class ShortConvAdapter(StateSpaceAdapter):
 
 
 def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
-    """Return the depthwise causal convolution of `torch.nn.Conv1d`, weights (D, 1, L), for each sequence."""
+    """Return the causal convolution of a depthwise `nn.Conv1d` with weights (D, 1, L), once per sequence."""
     taps = weight.detach()[:, 0].flip(-1)
     kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
     return ToeplitzMixing(kernel.expand(sequences, -1, -1))
@@ -201,7 +201,7 @@ def convolved(conv: nn.Conv1d, tokens: Tensor, activation: Callable[[Tensor], Te
 
 
 def without_padding(tokens: Tensor, mask: object) -> Tensor:
-    """Set padding to zero, as transformers does."""
+    """Return tokens with padding set to zero, as transformers does."""
     if mask is None or mask is ABSENT:
         return tokens
     assert isinstance(mask, Tensor)

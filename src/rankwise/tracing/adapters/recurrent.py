@@ -1,4 +1,4 @@
-"""RG-LRU, lightning attention, RWKV-4 and gated delta rules, as in transformers."""
+"""Adapters for RG-LRU, lightning attention, RWKV-4 and gated delta rules in transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,29 +23,29 @@ from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
 
 SHARPNESS = 8.0
-"""The constant c of De et al., "Griffin", 2024, eq. 4."""
+"""Constant c in the log-decay −c·r·softplus(Λ) of RG-LRU: De et al., "Griffin", 2024, eq. 4."""
 NORM_EPS = 1e-6
-"""Added by transformers to the squared norm of queries and keys in a gated delta rule."""
+"""Number that transformers adds to squared norms of queries and keys in a gated delta rule."""
 
 
 class RGLRUAdapter(Adapter):
-    """Reads one operator per channel: a scan with a state of one number, its decay and gates from weights.
+    """Reads RG-LRU: per channel one scan with a state of one number; gates set its decay and input weight.
 
-    Values are the input of the unit, after the short convolution; the output is the unit's own. The unit
-    ignores padding masks: real tokens depend on padding on the left, as they do in the model.
+    Values are the unit's input, after the short convolution; M V is the unit's output. The unit ignores
+    padding masks, so in the model and here real tokens depend on padding to their left.
     """
 
     classes = frozenset({"RecurrentGemmaRglru"})
     output_projection = ""
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the unit continues from a state that its first token does not reset."""
+        """Return a reason if the unit starts from an earlier state, which the first token does not reset."""
         state, positions = getattr(call.module, "recurrent_states", None), call.argument("position_ids")
         fresh = state is None or not bool(state.any()) or bool((positions[:, 0] == 0).all())
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the linear recurrence of a whole sequence."""
+        """Return one scan with a decay per token for each channel, for whole sequences."""
         unit: Any = call.module
         check_on_device(unit.recurrent_param, unit.input_gate_weight, unit.recurrent_gate_weight)
         x = call.argument("activations").detach()
@@ -64,12 +64,12 @@ class RGLRUAdapter(Adapter):
 
 
 def _head_gate(heads: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return σ of a linear map within each head, (B, T, D)."""
+    """Return the sigmoid of a block-diagonal linear map, one block per head, (B, T, D)."""
     return torch.sigmoid(torch.einsum("bthi,hio->btho", heads, weight.detach()) + bias.detach()).flatten(2)
 
 
 class LightningAdapter(Adapter):
-    """Reads MiniMax's linear attention, one constant decay per head: q_t · k_s exp(−slope (t − s)), s ≤ t.
+    """Reads MiniMax's lightning attention: M[t, s] = q_t · k_s exp(−slope (t − s)) for s ≤ t, slope per head.
 
     Values are the heads after the projection, its activation and the padding mask. The norm, the gate and
     the output projection follow.
@@ -88,7 +88,7 @@ class LightningAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the decayed products of a whole sequence."""
+        """Return one scan with a constant decay for each head, for whole sequences."""
         layer: Any = call.module
         check_on_device(layer.slope_rate)
         projected = layer.act_fn(output_of(inner, "qkv_proj"))
@@ -108,11 +108,11 @@ class LightningAdapter(Adapter):
 
 
 class RwkvAdapter(Adapter):
-    """Reads one operator per channel: decaying weights, a bonus for the token itself, rows that sum to 1.
+    """Reads RWKV-4: per channel weights that decay with distance, and rows that sum to 1.
 
-    ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t: a scan that
-    each row reads one token late, plus a diagonal. Values are the output of the value projection. The
-    receptance and the output projection follow. The layer ignores padding masks.
+    ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t, with key k,
+    decay w, bonus u and row sum z_t: a scan delayed by one token, plus a diagonal. Values are the output of
+    the value projection. The receptance and output projection follow. The layer ignores padding masks.
     """
 
     classes = frozenset({"RwkvSelfAttention"})
@@ -120,13 +120,13 @@ class RwkvAdapter(Adapter):
     output_projection = "output"
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens; sums of a new state are zero."""
+        """Return a reason if the state holds earlier tokens, whose sums are not zero."""
         state, layer = call.argument("state"), call.module.layer_id
         fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the weighted means of a whole sequence."""
+        """Return RWKV's weighted means for each channel, for whole sequences."""
         layer: Any = call.module
         check_on_device(layer.time_decay, layer.time_first)
         key = output_of(inner, "key").float().transpose(1, 2)
@@ -143,7 +143,7 @@ class RwkvAdapter(Adapter):
 def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
     """Return RWKV's matrix per channel, (B, D, T, T), from k (B, D, T), −w ≤ 0 (D) and u (D).
 
-    No exponential exceeds 1: every sum of weights is kept relative to its largest weight, exp(m_t), as in the
+    Sums of weights are divided by their largest weight exp(m_t), so no exponential exceeds 1, as in the
     layer itself.
     """
     most = total = None
@@ -160,7 +160,7 @@ def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
         most = now
         kept.append((decay, enter, read / mean, (own - shift).exp() / mean))
     decay, enter, read, own = (torch.stack(steps, -1) for steps in zip(*kept, strict=True))
-    # one more token, so that row t reads the state after token t − 1
+    # shift by one token: row t reads the state after token t − 1
     c = F.pad(read, (0, 1))[..., None]
     scan = SemiseparableMixing(c, torch.ones_like(c), F.pad(decay, (1, 0)), F.pad(enter, (1, 0)))
     last = torch.arange(c.shape[-2], device=c.device)
@@ -168,7 +168,7 @@ def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
 
 
 class GatedDeltaAdapter(StateSpaceAdapter):
-    """Reads one operator per value head from the layer's projections and its short convolution.
+    """Reads gated delta rules: one operator per value head, from projections and the short convolution.
 
     Queries and keys are scaled to norm 1 and everything is float32, as in the layer. Values are the heads
     after the short convolution and its activation. The norm, its gate and the output projection follow.
@@ -199,14 +199,14 @@ class GatedDeltaAdapter(StateSpaceAdapter):
         return PACKED if call.kwargs.get("cu_seq_lens_q") is not None else super().why_not(call)
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return the output projection, and the heads that its inputs make up."""
+        """Return the name of the output projection, and the number of heads in its input."""
         layer: Any = module
         name = "out_proj" if hasattr(layer, "out_proj") else "o_proj"
         width = layer.head_dim if named(layer, self.by_feature) else layer.head_v_dim
         return name, getattr(layer, name).in_features // width
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the delta rule over a whole sequence."""
+        """Return one gated delta rule per value head, for whole sequences."""
         layer: Any = call.module
         check_on_device(layer.conv1d.weight, layer.conv1d.bias, getattr(layer, "A_log", None))
         by_feature = named(layer, self.by_feature)
@@ -242,7 +242,7 @@ class GatedDeltaAdapter(StateSpaceAdapter):
 
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Queries, keys and values of all heads before the short convolution; gate; β; log decay: all (B, T, …)."""
+"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay: (B, T, …)."""
 
 
 def _by_token(layer: Any, inner: InnerCalls) -> Projected:
@@ -280,10 +280,10 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Scale to norm 1 as layers with one decay per token do."""
+    """Return x with norm 1, rounded as in layers with one decay per token (multiply by rsqrt)."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _divided(x: Tensor) -> Tensor:
-    """Scale to norm 1 as layers with one decay per feature do."""
+    """Return x with norm 1, rounded as in layers with one decay per feature (divide by sqrt)."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)

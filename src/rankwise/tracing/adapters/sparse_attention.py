@@ -1,4 +1,4 @@
-"""Attention within windows and blocks, as in transformers: Longformer, the encoder of LED, BigBird."""
+"""Adapters for attention within windows and blocks: Longformer, the encoder of LED, BigBird."""
 
 import math
 from typing import Any
@@ -15,11 +15,11 @@ DRAWN = "in training it draws its random blocks inside itself; call model.eval()
 
 
 class LongformerAdapter(Adapter):
-    """Reads one softmax over a window and the global tokens; a mask hides all other columns.
+    """Reads Longformer: one softmax over a window and the global tokens; a mask hides all other columns.
 
-    Tokens with global attention have their own queries and keys, which are further features here: a local
-    row has zeros in the second half, a global row in the first. So one product of queries and keys contains
-    the scores of both. Global rows also weigh their own values: with global tokens there are no values.
+    Global tokens have queries and keys of their own. Here local and global queries are concatenated along
+    features: a local row is 0 in the second half, a global row in the first. So one product Q Kᵀ contains
+    both scores. Global rows also have their own values, so no values are kept with global tokens.
     """
 
     classes = frozenset({"LongformerSelfAttention", "LEDEncoderSelfAttention"})
@@ -52,22 +52,22 @@ class LongformerAdapter(Adapter):
 
     @staticmethod
     def _heads(layer: Any, projected: Tensor) -> Tensor:
-        """Turn (T, B, D), as in the layer, into (B, H, T, K)."""
+        """Return projected states (T, B, D), the layout of the layer, as heads (B, H, T, K)."""
         return projected.unflatten(-1, (layer.num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _local(layer: Any, hidden: Tensor) -> Tensor:
-    """Return the columns that each row sees in its window, (B, 1, T, T); hidden tokens have neither."""
+    """Return True at columns in the window of each row, (B, 1, T, T), without hidden rows and columns."""
     tokens = torch.arange(hidden.shape[1], device=hidden.device)
     near = (tokens[:, None] - tokens).abs() <= layer.one_sided_attn_window_size
     return near & ~hidden[:, None, None] & ~hidden[:, None, :, None]
 
 
 class BigBirdAdapter(Adapter):
-    """Reads one softmax over a window of three blocks, the first and the last block; a mask hides the rest.
+    """Reads BigBird: one softmax over three blocks around a row, the first and last block; others are hidden.
 
-    In evaluation, transformers takes the first block in place of every random one. The softmax of such a row
-    counts the block several times, which adds the logarithm of the count to its scores.
+    In evaluation, transformers replaces every random block by the first block. The softmax then counts the
+    first block n times, which equals one block with log n added to its scores.
     """
 
     classes = frozenset({"BigBirdBlockSparseAttention", "BigBirdPegasusBlockSparseAttention"})
@@ -93,7 +93,7 @@ def _big_bird_heads(layer: Any, projected: Tensor) -> Tensor:
 
 
 def _log_counts(layer: Any, tokens: int) -> Tensor:
-    """Return the logarithm of how often the softmax of each row counts each column, (T, T)."""
+    """Return log n for each row and column, (T, T), if the softmax of the row counts the column n times."""
     blocks = tokens // layer.block_size
     at = torch.arange(blocks)
     near = (at[:, None] - at).abs() <= 1
