@@ -1,4 +1,4 @@
-"""Cost of removing heads and blocks, estimated by gradients or measured by removal."""
+"""Importance: increase of the loss without a head or block, estimated by gradients or measured."""
 
 from typing import TYPE_CHECKING
 

@@ -31,9 +31,9 @@ UNGATED = (
 TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
 UNREACHED = "no gradient, or only a part of it, reached it"
 MORE_TRIES = 16
-"""Heads that are tried one by one after the first head that does not fit."""
+"""Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 Group = Callable[[HeadId], Hashable | None]
-"""Heads with the same key are removed together or not at all; heads with None stay."""
+"""Function that returns a key per head: heads with one key are removed together, heads with None never."""
 
 
 class AblationCost(NamedTuple):
@@ -43,7 +43,7 @@ class AblationCost(NamedTuple):
     cost: float
     """Increase of the loss."""
     relative: float
-    """The cost as a share of the reference, as in `ImportanceRecord.share`; NaN if the reference is 0."""
+    """Cost divided by the reference (usually the loss of the whole model); NaN if the reference is 0."""
 
 
 def measure(
@@ -59,12 +59,13 @@ def measure(
 ) -> Importance:
     r"""Measure what a model loses without each head and block, and the largest removable set of heads.
 
-    Formula: a gate ξ_h = 1 on the output of each head, ξ M V; with ``ablation="mean"``
-    ξ M V + (1 − ξ) m with its mean m. S_i is the loss of sequence i summed over its N_i tokens, N = Σ N_i,
-    L = Σ S_i / N. Gradient ∂L/∂ξ_h; first order Σ_i |∂S_i/∂ξ_h| / N (Michel et al.); Fisher
-    ½ Σ_i (∂S_i/∂ξ_h)² / N; curvature ½ J_hᵀ (diag p − p pᵀ) J_h / N with the Jacobian J of the logits, of
-    states ‖J_h‖² / ‖Y‖², as an expectation over random projections. Removal takes ξ_h from 1 to 0, to
-    second order ``curvature − gradient``. If the loss is how far the output moves, the gradient is 0.
+    Formula: head h gets a gate, a factor ξ_h = 1 of its output: ξ M V, or with ``ablation="mean"``
+    ξ M V + (1 − ξ) m with the mean output m. S_i is the loss of sequence i summed over its N_i tokens,
+    N = Σ N_i, L = Σ S_i / N. Gradient: ∂L/∂ξ_h. First order: Σ_i |∂S_i/∂ξ_h| / N (Michel et al.). Fisher:
+    ½ Σ_i (∂S_i/∂ξ_h)² / N. Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N with J_h the derivative of the logits
+    by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random projections. Removal
+    takes ξ_h from 1 to 0 and costs ``curvature − gradient`` to second order. The gradient is 0 if the loss
+    compares the output with the output of the whole model.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
     Cost: one pass of the first batch; per batch one forward pass with gradients and ``1 + probes`` backward
     passes for all heads; exact costs one forward pass per head and block; the set log2 of the number of
@@ -78,8 +79,8 @@ def measure(
         settings: how to measure.
         sites: as in `rankwise.capture`.
         blocks: as in `rankwise.capture`.
-        heads: heads of each mixer (address without a head) to remove one by one; all by default.
-        group: heads with the same key are removed together or not at all; heads with None stay.
+        heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
+        group: function of a head; heads with one key are removed together, heads with None never.
         on_progress: called with a description of each pass.
 
     Raises:
@@ -104,7 +105,7 @@ def measure(
         if not settings.exact:
             raise
         settings = replace(settings, estimates=False)
-        passes, placed = _start(model, every, settings, capturing, say)  # sums are half filled
+        passes, placed = _start(model, every, settings, capturing, say)  # start with new sums
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
     found, known_blocks = _estimates(passes, placed, notes)
@@ -153,7 +154,7 @@ def ablation_cost(
 
     Args:
         model: any `torch.nn.Module`.
-        batches: as in `measure`; batches on which the heads were not chosen show whether the choice holds.
+        batches: as in `measure`; use other batches than for `measure` to check the choice of heads.
         heads: addresses, as in the removable set of `measure`.
         settings: the loss, and what replaces the heads.
         sites: as in `rankwise.capture`.
@@ -180,9 +181,9 @@ def ablation_cost(
 def sort_by_cost(
     heads: Mapping[HeadId, HeadImportance], *, exact: bool, group: Group | None = None
 ) -> list[list[HeadId]]:
-    """Return groups of heads, cheapest first; costs within a group add up.
+    """Return groups of heads, cheapest group first; the cost of a group is the sum over its heads.
 
-    Groups with a head of unknown cost are left out. ``exact`` takes exact costs instead of estimates.
+    Groups with a head of unknown cost are left out. ``exact`` sorts by exact costs, otherwise by estimates.
     """
     members: dict[Hashable, list[HeadId]] = {}
     costs: dict[Hashable, float] = {}
@@ -204,7 +205,7 @@ def _start(
     capturing: dict[str, Any],
     say: Callable[[str], None],
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
-    """Run the first batch, choose the loss, and find the stack and layer of each block by name."""
+    """Run the first batch and choose a loss; return the passes, and stack and layer by name of block."""
     if not every:
         raise InputError(
             "`batches`", expected="at least one batch", got="none",
@@ -220,11 +221,10 @@ def _start(
     with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
         output = run_model(model, to_device(inputs[0], device_of(model)))
     loss = choose_loss(model, LossBatch(inputs[0], every[0]), output, settings)
-    both = enumerate(zip(inputs, every, strict=True))
-    batches = [loss.prepare(batch, original, number) for number, (batch, original) in both]
+    batches = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, every, strict=True))]
     loss.check(batches, output)
     del output
-    # the output of a block is the next state; a block whose next state was not seen cannot be removed
+    # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
     placed = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
     passes = GatedPasses(model, batches, loss, settings, capturing, say)
     passes.forward += 1
@@ -234,7 +234,7 @@ def _start(
 def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
 ) -> tuple[dict[HeadId, HeadImportance], dict[str, BlockImportance]]:
-    """Return the estimates of every head and of every block; add a note on mixers without estimates."""
+    """Return the estimates of every head and every block (by name); add a note on mixers without any."""
     found: dict[HeadId, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings = passes.settings
@@ -265,7 +265,7 @@ def _remove_each(
     heads: dict[HeadId, HeadImportance],
     blocks: dict[str, BlockImportance],
 ) -> None:
-    """Remove the chosen heads and all blocks one by one, and write their exact costs into the dicts."""
+    """Remove chosen heads and all blocks one by one; add exact costs to the dicts ``heads``, ``blocks``."""
     runs = [
         (key, mixer, head)
         for key, (mixer, count) in passes.mixers.items()
@@ -285,22 +285,21 @@ def _remove_each(
 def _search(
     passes: GatedPasses, heads: Mapping[HeadId, HeadImportance], group: Group | None, notes: list[str]
 ) -> RemovableSet | None:
-    """Find the largest set of heads that can be removed within the tolerance; every set that counts was run.
+    """Find a large set of heads whose joint removal costs at most the tolerance, as measured by a run.
 
-    Heads are sorted by their own costs, exact if all are known. Bisection finds the largest number that fits,
-    as if costs rose with it; then the next heads are tried one by one. None if no cost is known, or if there
-    is nothing to compare costs with.
+    Heads are sorted by single costs, exact if all are known. Bisection finds how many of the cheapest heads
+    can be removed, as if the cost rose with the number. Then more heads are tried one by one. None
+    if no cost is known or the reference is 0.
     """
     tolerance = passes.settings.tolerance
     assert tolerance is not None
     exact = all(not math.isnan(head.exact) for head in heads.values() if not head.why_not)
     groups = sort_by_cost(heads, exact=exact, group=group)
-    if groups and not passes.reference:
-        notes.append(
-            f"no set of heads was searched for: {passes.loss.reference}, of which {tolerance:.2%} may be "
-            "lost, is 0"
-        )
-    if not (groups and passes.reference):
+    if not groups:
+        return None
+    if not passes.reference:
+        name = passes.loss.reference
+        notes.append(f"no set of heads was searched for: {name}, of which {tolerance:.2%} may be lost, is 0")
         return None
     limit, runs = tolerance * passes.reference, 0
 

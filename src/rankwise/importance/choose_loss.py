@@ -1,4 +1,4 @@
-"""Choose a loss that fits a model and its batches."""
+"""Choose the loss that importance measures, by the model, the batches and the output."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ from rankwise.importance.losses import (
 from rankwise.importance.settings import LOSSES, ImportanceSettings
 
 MASKED_SHARE = 0.15
-"""Share of tokens that are masked, as in the training of masked language models."""
+"""Fraction of tokens that are masked, as in the training of masked language models."""
 
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
@@ -35,9 +35,9 @@ MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
     """Return the loss of the settings, or the loss that fits the model's first batch and the output for it.
 
-    ``auto`` is, in this order: the next tokens of causal and encoder-decoder language models; labels of the
-    batch; masked tokens of masked language models, if the mask token is known; how far the output moves, as
-    a divergence of ``logits`` or as a squared change.
+    ``auto`` chooses the first that fits: next tokens of causal and encoder-decoder language models; labels of
+    the batch; masked tokens of masked language models, if the mask token is known; otherwise the change of
+    the output: a divergence of ``logits``, or a squared change.
     """
     loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
@@ -60,7 +60,7 @@ def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | 
     if logits is None:
         return "labels" if labels is not None and _of_places(labels, output) else "output"
     ask = getattr(model, "can_generate", None)
-    decodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
@@ -81,7 +81,7 @@ def _named(output: Any, name: str) -> Tensor | None:
 
 
 def _given(batch: LossBatch) -> Tensor | None:
-    """Return the labels of a batch: by name, or the second of two items, (x, y)."""
+    """Return the labels in a batch: by name in a dict, or y in a pair (x, y); None if there are none."""
     given, labels = batch.original, None
     if isinstance(given, Mapping):
         labels = next((given[name] for name in LABELS if name in given), None)
@@ -91,14 +91,14 @@ def _given(batch: LossBatch) -> Tensor | None:
 
 
 def _of_places(labels: Tensor, output: Any) -> bool:
-    """Return True if labels are integers, one per position of logits of two classes or more."""
+    """Return True if labels are one integer per position of the logits, with at least two classes."""
     logits = logits_of(output)
     whole = not labels.is_floating_point() and labels.shape == logits.shape[:-1]
     return whole and logits.shape[-1] > 1
 
 
 def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
-    """Predict each token but the first from the tokens before it; padding is neither read nor predicted."""
+    """Return the loss that predicts each token from the tokens before it, without padding."""
     if token_ids(batch.batch, name) is None and _given(batch) is None:
         raise InputError(
             f"loss {kind!r}", expected=f"token ids in the batch, or `{name}` or `labels` of a dict",
@@ -113,7 +113,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
     def labels(batch: LossBatch) -> Tensor:
         given, ids = _given(batch), token_ids(batch.batch, name)
         if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
-            given = None  # labels of sequences, not of tokens
+            given = None  # these labels belong to sequences, not to tokens
         if given is not None:  # encoder-decoder models shift their inputs, not the labels
             return given if name == "decoder_input_ids" else given[:, 1:]
         assert ids is not None
@@ -124,7 +124,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
 
 
 def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
-    """Predict masked tokens: by the labels of the batch, otherwise a share of the tokens by a fixed seed."""
+    """Return the loss on masked tokens: as labeled in the batch, otherwise masked at random by a seed."""
     if _given(batch) is not None:
         name = "masked tokens, as labelled"
         return LabelLoss(name, "nats per token", lambda batch: _known(_given(batch)), given=_given)

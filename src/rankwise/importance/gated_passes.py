@@ -1,4 +1,4 @@
-"""Passes of a model with a gate ξ = 1 on every head and block, their gradients, and passes without heads."""
+"""Forward passes with a gate (a factor ξ = 1) on every head and block, gradients of gates, and removal."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from rankwise.tracing import (
 )
 
 NO_BACKWARD = "WarnNotImplemented"
-"""Name of the graph node of an operation without a backward pass, such as an int8 product."""
+"""Name of the autograd node of an operation without a backward pass, such as an int8 product."""
 Floats = NDArray[np.float64]
 
 
@@ -44,7 +44,7 @@ class NotDifferentiableError(InputError):
 
 
 def quoted(sites: Sequence[str]) -> str:
-    """Return the first three names in quotes, and the number of the others."""
+    """Return up to three names in quotes, and the number of further names."""
     shown = ", ".join(repr(name) for name in sites[:3])
     return shown if len(sites) <= 3 else f"{shown} and {len(sites) - 3} more"
 
@@ -53,9 +53,9 @@ def quoted(sites: Sequence[str]) -> str:
 
 
 class UnitGate(torch.autograd.Function):
-    """``ξ · part + rest`` at ξ = 1: the forward pass multiplies nothing and keeps every bit.
+    """Autograd function ``ξ · part + rest`` at ξ = 1: the forward pass copies the values bit by bit.
 
-    The gradient of ξ is the sum of gradient · part over the axes that ξ does not have.
+    The gradient of ξ is the sum of (gradient · part) over the axes that ξ does not have.
     """
 
     @staticmethod
@@ -75,9 +75,9 @@ class UnitGate(torch.autograd.Function):
 
 
 class Gates(Intervention):
-    """Put a gate on the output of every head, (B, H), and on the update of every block, (B,).
+    """Intervention that puts a gate on the output of every head, (B, H), and the update of every block, (B,).
 
-    At ξ = 0 the outputs of a head are its row of `means` (H, V), or zero if there are no means.
+    At ξ = 0 the output of a head would be its row of `means` (H, V), or zero if there are no means.
     """
 
     def __init__(self, blocks: Iterable[str], sequences: int, means: Mapping[CallId, Tensor]) -> None:
@@ -86,7 +86,7 @@ class Gates(Intervention):
         self.of_blocks: dict[CallId, Tensor] = {}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor:
-        """Return the gated outputs."""
+        """Return the outputs of the heads, unchanged but with gates in the autograd graph."""
         values = heads.values
         gate = _ones(values, values.shape[:2])
         self.of_heads[heads.call_id] = gate
@@ -96,9 +96,9 @@ class Gates(Intervention):
         return UnitGate.apply(gate, values, part)
 
     def on_block(self, block: BlockOutput) -> Tensor:
-        """Return the block's output with a gate on its update."""
+        """Return the block's output, unchanged but with a gate on the update (output minus input)."""
         output = block.output
-        # tokens may be the first axis; if neither axis counts the sequences, the block gets one gate
+        # the batch may be axis 0 or 1; if neither has the size of the batch, the block gets one gate
         axis = next((at for at in (0, 1) if output.dim() > 2 and output.shape[at] == self._sequences), None)
         gate = _ones(output, (1 if axis is None else self._sequences,))
         self.of_blocks[block.call_id] = gate
@@ -114,20 +114,20 @@ def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 class MeanRecorder(Intervention):
-    """Sum the outputs of every head over real tokens into `sums`: (H, V) and number of tokens per call."""
+    """Intervention that sums head outputs over real tokens into `sums`: (H, V) and token count per call."""
 
     def __init__(self) -> None:
         self.sums: dict[CallId, tuple[Tensor, int]] = {}
 
     def on_heads(self, heads: HeadOutputs) -> None:
-        """Add the outputs of one call."""
+        """Add the outputs of one mixer call to the sums."""
         summed = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0).double().sum((0, 2))
         before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
         self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
 
 class Removal(Intervention):
-    """Replace outputs of heads by `means` (H, V), or by zero without means; blocks return their input."""
+    """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by the input."""
 
     def __init__(
         self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]
@@ -136,7 +136,7 @@ class Removal(Intervention):
         self._heads = {key: sorted(chosen) for key, chosen in heads.items()}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
-        """Return the outputs without the chosen heads of this call, if any."""
+        """Return the outputs with removed heads replaced; None if no head of this call is removed."""
         chosen = self._heads.get(heads.call_id)
         if not chosen:
             return None
@@ -147,14 +147,14 @@ class Removal(Intervention):
         return values
 
     def on_block(self, block: BlockOutput) -> Tensor:
-        """Return the block's input."""
+        """Return the block's input, so that the block does nothing."""
         return block.input
 
 
 def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
-    """Return ids of gates whose gradient is incomplete: an operation on their path has no backward.
+    """Return `id`s of gates whose gradient is incomplete, because it passes an operation without backward.
 
-    The residual stream passes a part of the gradient around such an operation.
+    Such a gate still gets the part of its gradient that flows along the residual stream.
     """
     after = _graph_nodes(node for node in _graph_nodes([scalar.grad_fn]) if NO_BACKWARD in node.name())
     leaves = {id(getattr(node, "variable", None)) for node in after}
@@ -162,7 +162,7 @@ def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
 
 
 def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
-    """Return all nodes that a backward pass reaches."""
+    """Return all autograd nodes that a backward pass reaches from some nodes."""
     seen: set[Any] = set()
     open_nodes = [node for node in starts if node is not None]
     while open_nodes:
@@ -177,16 +177,16 @@ def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
 
 
 class GateSums:
-    """Sums over sequences of gradients, absolute values, squares and squares of probes, (gates,) each."""
+    """Sums over sequences of gradients, their absolute values and squares, and squares of probe gradients."""
 
     def __init__(self, gates: int) -> None:
         self.gates = gates
         self.gradient, self.absolute, self.squares, self.curvature = np.zeros((4, gates))
         self.unreached = False
-        """True if no gradient, or only a part of it, reached the gates."""
+        """True if no gradient or an incomplete gradient reached the gates."""
 
     def add(self, rows: Floats, probes: int = 0) -> None:
-        """Add gradients (B, gates) of the sequences' losses, or of one of several random projections."""
+        """Add gradients (B, gates) of the losses, or of one of ``probes`` random projections of outputs."""
         squares = np.square(rows).sum(0)
         if probes:
             self.curvature += squares / probes
@@ -197,10 +197,9 @@ class GateSums:
 
 
 class GatedPasses:
-    """Passes of a model over its batches, with gates, and without some heads and blocks.
+    """Forward passes of a model over all batches: with gates (`whole`), or without heads and blocks.
 
-    `capturing` holds keyword arguments for `rankwise.capture`; `say` is called with a description of each
-    pass.
+    `capturing`: keyword arguments for `rankwise.capture`. `say`: called with a description of each pass.
     """
 
     def __init__(
@@ -219,7 +218,7 @@ class GatedPasses:
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[HeadId, int]] = {}
-        """Address and number of heads of each mixer call with gates."""
+        """By mixer call with gates, its address and number of heads."""
         self.ungated: dict[tuple[HeadId, int], None] = {}
         self.heads: dict[CallId, GateSums] = {}
         self.blocks: dict[CallId, GateSums] = {}
@@ -230,10 +229,10 @@ class GatedPasses:
             with torch.no_grad():
                 self._run(batch, recorder)
         self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in recorder.sums.items()}
-        """Mean output (H, V) of every head; empty if removed heads are replaced by zero."""
+        """By mixer call, mean outputs (H, V) of heads; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
-        """Run every batch once with gates, and backward from the loss and from random projections.
+        """Run every batch once with gates; with ``gradients`` also backward from the loss and projections.
 
         Raises:
             NotDifferentiableError: if no gradient reaches the gates.
@@ -258,7 +257,7 @@ class GatedPasses:
         if not gradients:
             return
         for key, sums in self.heads.items():
-            # gradients that are all exactly 0 are no estimates if the loss changes without the heads
+            # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.absolute.any() or sums.curvature.any()):
                 sums.unreached = self.without({key: range(sums.gates)})[0] != self.value
         unreached = [key.module for key, sums in self.heads.items() if sums.unreached]
@@ -268,14 +267,14 @@ class GatedPasses:
     def _run_gated(
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
-        """Run a batch with gates, and add its losses, gradients and mixers to what is known."""
+        """Run one batch with gates; add its losses, gradients and mixers to the sums."""
         gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, tuple[HeadId, int]]()
 
         def note(site: MixerSite) -> None:
             found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # whatever surrounds the call
+            with torch.set_grad_enabled(gradients):  # also inside torch.no_grad
                 output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
@@ -303,7 +302,7 @@ class GatedPasses:
     def _backward(
         self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
     ) -> None:
-        """Add the gradients of the loss and of random projections of one output."""
+        """Run backward from the loss and from random projections of one output; add the gates' gradients."""
         finite = losses.finite
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
         totals = [] if self.loss.compares_outputs else [(losses.total[finite].sum(), 0)]
@@ -327,7 +326,7 @@ class GatedPasses:
                     known.add(_by_sequence(gradient, finite), probes)
 
     def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
-        """Return the estimates of each gate as fields of `HeadImportance`; no fields if nothing is known."""
+        """Return the estimates per gate as fields of `HeadImportance`; empty dicts without gradients."""
         if sums is None or sums.unreached:
             return [{} for _ in range(gates)]
         if self.loss.compares_outputs:  # the loss has its minimum, 0, at ξ = 1
@@ -344,7 +343,7 @@ class GatedPasses:
         return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]
 
     def by_call(self, heads: Iterable[HeadId]) -> dict[CallId, list[int]]:
-        """Return the numbers of heads per mixer call; raise if the model has no such head with a gate."""
+        """Return head indices grouped by mixer call; raise if the model has no such head with a gate."""
         calls = {mixer: (key, count) for key, (mixer, count) in self.mixers.items()}
         chosen: dict[CallId, list[int]] = {}
         for head in heads:
@@ -361,9 +360,10 @@ class GatedPasses:
     def without(
         self, heads: Mapping[CallId, Iterable[int]], blocks: Iterable[str] = ()
     ) -> tuple[float, float]:
-        """Return the loss without heads and blocks, over sequences with a finite loss, and the mean cosine.
+        """Return the loss of the model without some heads and blocks, and a mean cosine.
 
-        The cosine is between token states without them and with them; NaN if the loss does not compute it.
+        Sequences whose loss is not finite in the whole model are left out. The cosine compares output states
+        with those of the whole model; NaN if the loss does not compute it.
         """
         total, cosine, sequences = 0.0, 0.0, 0
         for batch, finite in zip(self.batches, self._finite, strict=True):
@@ -387,8 +387,8 @@ class GatedPasses:
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
-    """Return rows (B, gates) of sequences with a finite loss; one row if gates are not per sequence."""
+    """Return gradients (B, gates) of sequences with a finite loss; one row if gates are not per sequence."""
     rows = gradient.detach().double().reshape(len(gradient), -1)
-    if rows.shape[0] % len(finite) == 0:  # windows of a sequence follow one another
+    if rows.shape[0] % len(finite) == 0:  # windows of a sequence are adjacent rows
         return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
     return rows.sum(0, keepdim=True).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Losses of a model: nats of labels, passed or read off its inputs, or how far its output moves."""
+"""Losses that importance measures: cross-entropy of labels, change of the output, or a user's function."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,22 +20,22 @@ LOSS_HINT = (
     "Name another loss, or pass a function of (output, batch) that returns the loss of each sequence: "
     "rw.audit(model, batches, importance=ImportanceSettings(loss=…))."
 )
-"""Fix if a loss does not fit."""
+"""Advice in errors about a loss that does not fit the model."""
 LossFunction = Callable[[Any, Any], Tensor]
-"""From a model's output and the batch to one number per sequence (B,), or one number."""
+"""Function of (output, batch) that returns the loss of each sequence, (B,), or one number."""
 
 
 # --- logits, real tokens and token ids ---------------------------------------------------------------------
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of an output; its first floating-point tensor if nothing has this name."""
+    """Return ``logits`` of a model's output; without this name, the first floating-point tensor."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return named if isinstance(named, Tensor) else first_floating(output)
 
 
 def first_floating(output: Any) -> Tensor:
-    """Return the first floating-point tensor of an output that has a batch axis; raise if there is none."""
+    """Return the first floating-point tensor (B, …) of a model's output; raise if there is none."""
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(values, tuple | list) or values is not output else (values,):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
@@ -49,9 +49,9 @@ def first_floating(output: Any) -> Tensor:
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
-    """Return True at real tokens of outputs (B, T), by the batch's mask; all True if no mask fits.
+    """Return the mask of real tokens in a batch; all True if the batch has no mask of this shape.
 
-    The encoder's mask says nothing about outputs of the decoder.
+    With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
     """
     mask = tensors_of(batch).get("decoder_attention_mask" if decoder else "attention_mask")
     if mask is not None and tuple(mask.shape) == tuple(shape):
@@ -60,7 +60,7 @@ def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bo
 
 
 def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
-    """Return the tensor called `name` of a batch, or its first integer tensor (B, T); None without either."""
+    """Return token ids (B, T): `name` of a dict, or the first integer tensor of a tuple; None if absent."""
     tensors = tensors_of(batch)
     if name in tensors:
         return tensors[name]
@@ -71,7 +71,7 @@ def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
 
 
 def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"]:
-    """Return True at the real tokens of an output."""
+    """Return the mask (B, T) of real tokens of an output, by the encoder's or decoder's mask."""
     named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     inputs = batch.batch
     decoded = isinstance(inputs, Mapping) and any(str(name).startswith("decoder_") for name in inputs)
@@ -84,73 +84,73 @@ def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"
 
 @dataclass
 class LossBatch:
-    """A batch, and what its loss compares the output with."""
+    """A batch with everything that a loss compares the output with."""
 
     batch: Any
-    """Batch as the model reads it."""
+    """Arguments of the model."""
     original: Any = None
-    """Batch as it was passed, with labels that the model does not accept."""
+    """Batch as the user passed it, including labels that the model does not accept."""
     number: int = 0
-    """Number of the batch, from 0."""
+    """Index of the batch, from 0."""
     target: Tensor | None = None
     reference_output: Any = None
-    """Output of the whole model, if the loss is how far the output moves."""
+    """Output of the whole model, if the loss measures the change of the output."""
 
 
 @dataclass(frozen=True)
 class SequenceLosses:
-    """Loss of each sequence: a sum over tokens, labels or one, and their number."""
+    """Loss per sequence: `total` is a sum over tokens or labels (or one number), `count` their number."""
 
     total: Float[Tensor, " B"]
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
-    """Sum that costs are shares of; None if that is the loss itself."""
+    """Sum by which costs are divided, such as an entropy; None if it is the loss itself."""
     cosine: Float[Tensor, " B"] | None = None
-    """Mean cosine between token states and those of the whole model."""
+    """Mean cosine between token states and the token states of the whole model."""
 
     @property
     def finite(self) -> Bool[Tensor, " B"]:
-        """True for sequences with a finite loss and something to predict."""
+        """True for sequences with a finite loss and at least one label."""
         return self.total.detach().isfinite() & (self.count > 0)
 
 
 class Loss(ABC):
-    """A loss of a model."""
+    """Base class of losses."""
 
     name: str
     unit: str
     reference = "the loss"
-    """Name of what costs are shares of."""
+    """Name of the number by which costs are divided."""
     compares_outputs = False
-    """True if the loss is how far the output moves: then its gradient is 0 at the whole model."""
+    """True if the loss measures the change of the output; its gradient is then 0 at the whole model."""
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return the batch that the loss is computed on."""
+        """Return the batch on which the loss is computed."""
         return LossBatch(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
-        """Refuse batches on which the loss cannot be computed, by the output of the first."""
+        """Raise if the loss cannot be computed on a batch; ``output`` is the model's for the first batch."""
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return what the loss needs of the whole model's output; None if it needs labels alone."""
+        """Return the part of the whole model's output that later passes are compared with, or None."""
         return None
 
     @abstractmethod
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return the loss of each sequence, in the graph of the output."""
+        """Return the loss of each sequence, differentiable by the output."""
 
 
 class ProbedLoss(Loss):
-    """A loss whose second derivative is estimated by random projections of the output."""
+    """Base class of losses with a second derivative estimated by random projections of the output."""
 
     half = 0.5
-    """Factor of the square of a probe's gradient in the change of the total."""
+    """Factor of the squared gradient of a projection in the second-order change of the total."""
 
     @abstractmethod
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence.
 
-        The expectation of its squared gradient, times `half`, is the Gauss–Newton estimate of the change of
+        Its squared gradient, times `half`, has as expected value the Gauss–Newton estimate of the change of
         the sequence's total.
         """
 
@@ -159,9 +159,8 @@ class ProbedLoss(Loss):
 class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
-    `labels` returns the labels (B, T) of a batch at the positions of its logits (B, T, V), (B,) for
-    classifiers. `given` returns the labels that a batch came with: all batches have some, or none.
-    `make` returns the batch that the loss is computed on.
+    `labels` returns the labels of a batch, (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
+    labels that the user passed, which all batches have or none. `make` returns the batch for the model.
     """
 
     name: str
@@ -171,11 +170,11 @@ class LabelLoss(ProbedLoss):
     given: Callable[[LossBatch], Tensor | None] | None = None
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return the batch, with masked inputs if the loss masks them."""
+        """Return the batch of `make`, with masked token ids if the loss predicts masked tokens."""
         return self.make(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
-        """Raise if labels are missing in some batches, or are not classes of the logits."""
+        """Raise if only some batches have labels, or a label is not a class of the logits."""
         if self.given is None:
             return
         first, classes = self.given(batches[0]), logits_of(output).shape[-1]
@@ -200,7 +199,7 @@ class LabelLoss(ProbedLoss):
                 )
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return sums over the labels of each sequence."""
+        """Return the sum of cross-entropies over the labels of each sequence, and the number of labels."""
         logits, labels = self._logits_and_labels(output, batch)
         lost = F.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
@@ -209,7 +208,7 @@ class LabelLoss(ProbedLoss):
         return SequenceLosses(total, count)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return ``uᵀ logits``, ``u = (diag √p − p √pᵀ) z``: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
+        """Return uᵀ logits, u = (diag √p − p √pᵀ) z, z normal: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
         logits, labels = self._logits_and_labels(output, batch)
         return _fisher_projection(logits, labels != IGNORE_INDEX, generator)
 
@@ -229,10 +228,10 @@ class LabelLoss(ProbedLoss):
 
 
 class DivergenceLoss(ProbedLoss):
-    """How far the predictions move: ``KL(p ‖ p')`` from the predictions p of the whole model.
+    """Change of the predictions: ``KL(p ‖ p')`` with p the predictions of the whole model.
 
-    Costs are shares of the entropy H(p): H(p) + KL(p ‖ p') is the loss that the model would have if its
-    labels were drawn from its own predictions.
+    Costs are divided by the entropy H(p). With labels drawn from p the loss of the whole model is H(p), and
+    the loss of the changed model is H(p) + KL(p ‖ p').
     """
 
     name = "KL divergence of the predictions from the whole model's"
@@ -241,29 +240,29 @@ class DivergenceLoss(ProbedLoss):
     compares_outputs = True
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the log-probabilities."""
+        """Return the log-probabilities of the whole model."""
         return _token_logits(output).float().log_softmax(-1).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return sums over the real tokens of each sequence."""
+        """Return sums of divergences and entropies over the real tokens of each sequence."""
         ours = _token_logits(output).float().log_softmax(-1)
         whole = ours.detach() if batch.reference_output is None else batch.reference_output
         shares = whole.exp()
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        # p = 0 adds nothing, even if log p is −∞
+        # a class with p = 0 adds nothing, although log p is −∞
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
         real = _real(output, batch, ours)
         total, reference = (torch.where(real, sums, 0.0).double().sum(1) for sums in (apart, entropy))
         return SequenceLosses(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return the projection of `LabelLoss`: the divergence is ½ δᵀ F δ for small moves δ of logits."""
+        """Return the projection of `LabelLoss`: KL is ½ δᵀ F δ for small δ of logits, F the Fisher matrix."""
         logits = _token_logits(output).float()
         return _fisher_projection(logits, _real(output, batch, logits), generator)
 
 
 class StateLoss(ProbedLoss):
-    """How far the output moves: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over a sequence's real tokens."""
+    """Change of the output: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over real tokens, Y the output of the whole model."""
 
     name = "relative squared change of the output"
     unit = "of its squared norm"
@@ -272,11 +271,11 @@ class StateLoss(ProbedLoss):
     half = 1.0
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the output."""
+        """Return the output of the whole model."""
         return first_floating(output).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return one number per sequence, and the mean cosine of its tokens."""
+        """Return the relative squared change per sequence, and the mean cosine of tokens before and after."""
         ours, whole, real, norm = self._outputs(output, batch)
         moved = ((ours - whole).square() * real).flatten(1).sum(1)
         cosine = F.cosine_similarity(ours, whole, dim=-1)
@@ -312,7 +311,7 @@ class FunctionLoss(Loss):
         self._function, self.name = function, name
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return the numbers of the function."""
+        """Return the losses that the function returns, each with a count of 1."""
         lost = self._function(output, batch.original)
         if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
             raise InputError(
@@ -325,7 +324,7 @@ class FunctionLoss(Loss):
 
 
 def invalid_label(labels: Tensor, classes: int) -> str:
-    """Return the dtype or the first label that is not a class; an empty string if all are classes."""
+    """Return the wrong dtype or the first label that is not a class; "" if all labels are classes."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return str(labels.dtype)
     out = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORE_INDEX)]
@@ -345,6 +344,6 @@ def _fisher_projection(
 
 
 def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
-    """Return the logits of an output; classifiers have one position, T = 1."""
+    """Return the logits (B, T, V) of an output; logits of classifiers (B, V) get T = 1."""
     logits = logits_of(output)
     return logits[:, None] if logits.dim() == 2 else logits

@@ -1,4 +1,4 @@
-"""Importance of heads and blocks, as an audit saves it: no torch. It adds up over shards of the data."""
+"""Importance of heads and blocks as an audit saves it, merged over shards of the data; imports no torch."""
 
 import math
 from collections.abc import Iterable
@@ -19,27 +19,27 @@ NOT_SEARCHED = "which heads can go together is not known of merged audits: that 
 
 
 class HeadImportance(Record):
-    """Loss of the model without a head, minus the loss of the whole model, in the unit of the loss.
+    """Increase of the model's loss if a head is removed, in the unit of the loss, estimated and exact.
 
-    NaN if a number is unknown; below 0 the model is better without the head.
+    A number is NaN if it is unknown. Below 0 the model is better without the head.
     """
 
     gradient: Number = math.nan
-    """∂L/∂ξ of a gate ξ = 1 on the head's output; 0 if the loss is how far the model's output moves."""
+    """∂L/∂ξ of a gate (factor) ξ = 1 on the head's output; 0 if the loss measures change of the output."""
     first_order: Number = math.nan
-    """Mean over sequences of |∂L_i/∂ξ| (Michel et al., 2019)."""
+    """Sum over sequences i of |∂L_i/∂ξ|, per token (Michel et al., 2019)."""
     fisher: Number = math.nan
-    """½ of the empirical Fisher: squares of the gradients of the sequences' totals, per token."""
+    """½ of the empirical Fisher information: Σ_i (∂L_i/∂ξ)² over sequences i, per token."""
     curvature: Number = math.nan
-    """½ of the Gauss–Newton diagonal, from random projections of the output."""
+    """½ of the second derivative by ξ, Gauss–Newton estimate from random projections of the output."""
     estimate: Number = math.nan
-    """Cost of removal to second order: curvature − gradient; without projections fisher − gradient."""
+    """Estimated cost of removal, to second order: curvature (without projections: fisher) − gradient."""
     exact: Number = math.nan
-    """Cost of removal, by a run without the head."""
+    """Exact cost of removal, by a run without the head."""
     cosine: Number = math.nan
     """Mean cosine of token states without the head and with it; only for losses of states."""
     why_not: str = ""
-    """Reason if nothing is known."""
+    """Reason if no number is known."""
 
     @property
     def cost(self) -> float:
@@ -48,12 +48,12 @@ class HeadImportance(Record):
 
     @property
     def method(self) -> Literal["exact", "estimated"]:
-        """Origin of `cost`."""
+        """Origin of `cost`: a run without the head, or an estimate."""
         return "estimated" if math.isnan(self.exact) else "exact"
 
 
 class BlockImportance(HeadImportance):
-    """Loss of the model without the update that a block adds to the residual stream, as for heads."""
+    """Importance of a block: cost if its update of the residual stream is removed."""
 
     stack: str
     layer: Count
@@ -65,17 +65,17 @@ class RemovableSet(Record):
 
     heads: list[HeadId]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest cost allowed, as a share of the reference."""
+    """Largest allowed cost, divided by the reference."""
     loss: Number
     """Loss without the heads."""
     cost: Number
     """Increase of the loss."""
     relative: Number
-    """The cost as a share of the reference."""
+    """Cost divided by the reference."""
     sorted_by: Literal["exact", "estimate"]
-    """Costs by which heads were sorted."""
+    """Kind of costs by which heads were sorted."""
     runs: Count
-    """Number of sets that were run."""
+    """Number of sets of heads for which the model was run."""
 
 
 class ImportanceRecord(Record):
@@ -84,20 +84,20 @@ class ImportanceRecord(Record):
     loss: str
     unit: str
     value: Number
-    """Loss of the whole model; 0 if the loss is how far the output moves."""
+    """Loss of the whole model; 0 if the loss measures the change of the output."""
     reference: Number = math.nan
-    """Costs and the tolerance are shares of it; NaN in older files: the loss, or 1 if the loss is 0."""
+    """Number by which costs are divided. NaN in older files means the loss, or 1 if the loss is 0."""
     reference_name: str = "the loss"
-    """The loss, the entropy of the predictions if these move, or the squared norm of the output."""
+    """Name of the reference: the loss, the entropy of predictions, or the squared norm of the output."""
     sequences: Count
     nonfinite: Count = 0
-    """Sequences without a finite loss, left out."""
+    """Number of sequences that were left out because their loss is not finite."""
     counted: Number
     """Number of tokens, labels or sequences that the loss is averaged over."""
     ablation: Literal["zero", "mean"]
     """What replaces the output of a removed head."""
     probes: Count
-    """Random projections of the output per batch."""
+    """Number of random projections of the output per batch."""
     seed: int
     spearman: Number = math.nan
     """Rank correlation of estimates and exact costs over heads with both."""
@@ -105,11 +105,11 @@ class ImportanceRecord(Record):
     removable: RemovableSet | None = None
     forward: Count = 0
     backward: Count = 0
-    """Number of forward and backward passes of a batch."""
+    """Number of backward passes; `forward` counts forward passes, of one batch each."""
     notes: list[str] = Field(default_factory=list)
 
     def share(self, cost: float) -> float:
-        """Return a cost as a share of the reference; NaN if the reference is 0."""
+        """Return a cost divided by the reference; NaN if the reference is 0."""
         reference = self.reference if math.isfinite(self.reference) else abs(self.value) or 1.0
         return cost / reference if reference else math.nan
 
@@ -125,10 +125,10 @@ class Importance:
     heads: dict[HeadId, HeadImportance]
 
     def merge(self, other: "Importance") -> None:
-        """Add other sequences: means over all tokens; no removable set, since no pass saw all of the data.
+        """Merge importance on other sequences: costs become means over all tokens, the removable set None.
 
         Raises:
-            RecordError: if importance was measured with other settings.
+            RecordError: if the two were measured with different settings.
         """
         first, second = self.record, other.record
         for name in SETTINGS:
@@ -173,7 +173,7 @@ class Importance:
 
 
 def _mean(first: float, second: float, share: float) -> float:
-    """Return the mean of two numbers, given the share of the second."""
+    """Return the mean of two numbers, with weight ``share`` for the second."""
     return first + (second - first) * share
 
 
@@ -185,14 +185,14 @@ def rank_correlation(heads: Iterable[HeadImportance]) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Estimates compared with exact costs."""
+    """Comparison of estimated with exact costs of removal."""
 
     count: int
     spearman: float
     median: float
-    """Median of estimate over exact, over exact costs above 0."""
+    """Median of estimate/exact, over exact costs above 0."""
     costliest: float
-    """Estimate over exact at the largest exact cost."""
+    """Ratio estimate/exact of the head with the largest exact cost."""
 
     def __str__(self) -> str:
         return (
@@ -203,7 +203,7 @@ class Agreement:
 
 
 def agreement(importances: Iterable[HeadImportance | None]) -> Agreement | None:
-    """Compare estimates with exact costs; None if fewer than three heads or blocks have both.
+    """Compare estimated with exact costs; None if fewer than three heads or blocks have both.
 
     Examples:
         >>> both = [(1.0, 1.0), (2.0, 4.0), (3.0, 12.0)]

@@ -1,4 +1,4 @@
-"""Settings of importance."""
+"""Settings for the measurement of importance."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,11 +17,11 @@ class ImportanceSettings:
     """Settings of `rankwise.importance.measure`.
 
     Args:
-        exact: also remove heads one by one; an audit removes only the state-space channels that it measured.
+        exact: also remove heads one by one; of state-space channels, audits remove the measured ones only.
         estimates: compute gradients; can be False only with ``exact``.
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
-        tolerance: cost allowed for a set of heads that is removed together, as a share of the loss (of the
-            entropy of predictions or the squared norm of states if these are compared); None: no search.
+        tolerance: allowed cost of a set of heads that is removed together, as a fraction of the loss (or of
+            the entropy of predictions, or squared norm of states, if these are compared); None: no search.
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch).
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.
@@ -58,7 +58,7 @@ ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 
 
 def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
-    """Return the settings for a value of `importance=`; the tokenizer's mask token if they have none."""
+    """Return settings for a value of `importance=`; without a mask token, take the tokenizer's."""
     if value is False:
         return None
     if value is True or value == "exact":
