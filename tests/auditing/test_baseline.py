@@ -130,7 +130,7 @@ def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:
 def test_lengths_of_sequences_are_no_spread() -> None:
     """Each sequence is held against itself: a rank that grows with the length alone is in both."""
     own = np.repeat(np.array([[10.0], [100.0], [1000.0]]), 2, axis=1)
-    point = _at(0.01, own + 3, [own, own + 1])
+    point = _at(0.01, own + 3, np.stack([own, own + 1]))
     assert point.difference_low == point.difference_high == 2.5
     assert point.margin == pytest.approx(t_quantile(5) * np.std([3, 3, 3, 2, 2, 2], ddof=1))
 
@@ -148,7 +148,7 @@ def test_without_a_spread_nothing_is_above_or_below(sequences: int, seeds: int, 
 
 def test_intervals_of_estimates_count_from_their_near_ends() -> None:
     own, fresh = np.array([[5.0, 7.0]] * 3), np.array([[1.0, 2.0]] * 3)
-    point = _at(0.01, own, [fresh, fresh])
+    point = _at(0.01, own, np.stack([fresh, fresh]))
     assert (point.difference_low, point.difference_high) == (3.0, 6.0)
 
 

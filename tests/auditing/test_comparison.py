@@ -208,7 +208,7 @@ def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> No
     found = advised.model_copy(update={"findings": [*audit.findings, drowned]})
     for first, second in ((audit, found), (found, audit)):
         (warning,) = compare(first, second).warnings
-        assert warning.startswith("Only one of the audits was examined")
+        assert warning.startswith("Only one audit was examined")
     assert compare(found, found).warnings == []
 
 

@@ -128,7 +128,7 @@ def test_other_records_are_refused(audit: rw.Audit, tmp_path: Path) -> None:
 def test_a_csv_needs_no_pandas(audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert len(cells(audit.to_csv(tmp_path))[1]) == len(audit.heads)
-    with pytest.raises(InputError, match="to_csv"):
+    with pytest.raises(InputError, match=r"`to_frame`: .*frames"):
         audit.to_frame()
 
 

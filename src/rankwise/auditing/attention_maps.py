@@ -120,7 +120,8 @@ class AttentionMapRecorder:
         """Return the keys of row tokens and column tokens in ``texts``, empty if tokens are unknown."""
         found = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
-            tokens = [] if ids is None else self.names.texts(ids.ids[row][valid[row].to(ids.ids.device)])
+            real = [] if ids is None else ids.ids[row][valid[row].to(ids.ids.device)].tolist()
+            tokens = [self.names.text(number) for number in real]
             name = "" if ids is None else ids.name + (f" of sequence {sequence + 1}" if sequence else "")
             fits = bool(name) and self.texts.setdefault(name, tokens) == tokens
             found.append(name if fits else "")

@@ -9,7 +9,7 @@ import numpy as np
 from rankwise._internals.statistics import Floats, t_quantile
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Baseline, BaselineAt, HeadRecord, LayerRecord
-from rankwise.auditing.statistics import HeadStatistics, ModelStatistics
+from rankwise.auditing.statistics import ModelStatistics
 from rankwise.tracing.head_id import HeadId
 
 OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
@@ -50,24 +50,19 @@ def layer_baselines(
         records = [copy.states[address].to_record() for copy in copies if address in copy.states]
         records = [record for record in records if record.sequences]
         if records:
-            fields = {"seeds": len(records), **_moments(records, OF_LAYERS)}
-            baselines[address] = Baseline.model_validate(fields)
+            baselines[address] = Baseline(seeds=len(records), **_moments(records, OF_LAYERS))
     return baselines
 
 
 def _heads(statistics: ModelStatistics, delta: float) -> dict[HeadId, tuple[HeadRecord, Floats]]:
     """Return the record and the ranks (N sequences, 5 thresholds, 2 bounds) of each captured head."""
-    return {
-        mixer.at(record.head): (record, ranks[:, at])
-        for mixer, heads in statistics.heads.items()
-        for ranks in [_sequence_ranks(heads)]
-        for at, record in enumerate(heads.to_records(delta))
-    }
-
-
-def _sequence_ranks(heads: HeadStatistics) -> Floats:
-    assert heads.sequence_ranks is not None
-    return np.concatenate(heads.sequence_ranks)
+    found = {}
+    for mixer, heads in statistics.heads.items():
+        assert heads.sequence_ranks is not None
+        ranks = np.concatenate(heads.sequence_ranks)
+        for at, record in enumerate(heads.to_records(delta)):
+            found[mixer.at(record.head)] = record, ranks[:, at]
+    return found
 
 
 def _of_head(
@@ -77,9 +72,9 @@ def _of_head(
     same = [other for other in copy_ranks if other.shape == ranks.shape]
     fields: dict[str, Any] = {"seeds": len(copies), **_moments(copies, OF_HEADS)}
     if same:
-        at = enumerate(point.delta for point in record.band)
         fields["band"] = [
-            _at(delta, ranks[:, step], [other[:, step] for other in same]) for step, delta in at
+            _at(point.delta, ranks[:, step], np.stack(same)[:, :, step])
+            for step, point in enumerate(record.band)
         ]
     if spectra:
         fields["spectrum"] = np.mean(spectra, axis=0).tolist()
@@ -96,13 +91,12 @@ def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequen
     }
 
 
-def _at(delta: float, own: Floats, copies: Sequence[Floats]) -> BaselineAt:
-    """Return the comparison at one threshold from rank intervals (N sequences, 2 bounds) per model."""
-    seeds = np.stack(copies)  # (seeds, N, 2)
+def _at(delta: float, own: Floats, seeds: Floats) -> BaselineAt:
+    """Return the comparison at one threshold of rank intervals (N, 2) with those of copies (seeds, N, 2)."""
     middle = seeds.mean(-1)
     differences = own.mean(-1) - middle  # (seeds, N)
     pairs = int(np.isfinite(differences).sum())
-    enough = pairs >= FEWEST_PAIRS and len(copies) > 1
+    enough = pairs >= FEWEST_PAIRS and len(seeds) > 1
     return BaselineAt(
         delta=delta,
         rank_low=_mean(seeds[..., 0]),

@@ -240,9 +240,7 @@ def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[L
     found: dict[LayerKey, tuple[float, float]] = {}
     for layer, heads in _heads_by_layer(audit, named).items():
         for measure in HEAD_MEASURES:
-            values, deviations = zip(
-                *((measure.value(head), _std(measure, head)) for head in heads), strict=True
-            )
+            values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
             found[LayerKey("heads", *layer, measure.name)] = _mean(values), _mean(deviations)
     for state in audit.layers:
         stack = named.get(state.stack, state.stack)
@@ -318,10 +316,7 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
                 yield f"The stack {stack or 'model'!r} is only in the audit {name}."
 
 
-_OTHER_MIXING = (
-    " Ranks of different kinds of operators do not compare: only the token states and totals of these layers "
-    "are compared."
-)
+_OTHER_MIXING = " Ranks of different kinds of operators do not compare; token states and totals do."
 _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
     "Heads of a layer": (lambda heads: str(len(heads)), ""),
     "Mixing": (lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)), _OTHER_MIXING),
@@ -379,10 +374,7 @@ def _warnings(
         yield f"{unlike} of {len(heads)} heads have another kind or mask: their references differ."
     examined = any("mixer_share" in finding.evidence for finding in (*before.findings, *after.findings))
     if examined and before.provenance.advised != after.provenance.advised:
-        yield (
-            "Only one of the audits was examined by `rw.skips.recommend`; the other cannot name suppressed "
-            "mixers."
-        )
+        yield "Only one audit was examined by `rw.skips.recommend`; the other cannot name suppressed mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
             yield f"The audit {name} is incomplete: it read only part of its data."
@@ -403,20 +395,19 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
 
 def _cost_differences(before: Audit, after: Audit) -> list[str]:
     """Return warnings about costs of removal that do not compare."""
-    found = []
     old, new = before.importance, after.importance
-    if old is None or new is None:
-        if old is not new:
-            name = "after" if old is None else "before"
-            found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
-    else:
-        origins = [cost_origin(audit) or "unknown" for audit in (before, after)]
-        facts: dict[str, list[str]] = {
+    if old is not None and new is not None:
+        facts = {
             "The loss of importance differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
             "The replacement of removed heads differs:": [old.ablation, new.ablation],
-            "Costs of removal are": origins,
+            "Costs of removal are": [cost_origin(audit) or "unknown" for audit in (before, after)],
         }
         found = [f"{words} {one} before, {two} after." for words, (one, two) in facts.items() if one != two]
+    elif old is new:
+        return []
+    else:
+        name = "after" if old is None else "before"
+        found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
     return [f"{words} Changes leave out costs of removal." for words in found]
 
 

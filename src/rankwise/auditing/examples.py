@@ -74,12 +74,12 @@ class Examples:
             ],
         )
 
-    def see_length(self, tokens: float, masks: Sequence[str]) -> None:
-        """Replace masks if a sequence is longer; for equal lengths, keep the alphabetically first name."""
-        for head, mask in enumerate(masks):
-            if tokens > self.longest[head]:
-                self.longest[head], self.masks[head] = tokens, mask
-            elif tokens == self.longest[head] and tokens:
+    def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
+        """Replace masks of longer sequences; for equal lengths, keep the alphabetically first name."""
+        for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
+            if length > self.longest[head]:
+                self.longest[head], self.masks[head] = length, mask
+            elif length == self.longest[head] > 0:
                 self.masks[head] = min(self.masks[head], mask)
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
@@ -100,11 +100,8 @@ class Examples:
         else:
             for mine, others in zip(self.names, other.names, strict=True):
                 _count(mine, others)
+        self.see_lengths(other.longest, other.masks)
         for head in range(len(self.longest)):
-            if other.longest[head] > self.longest[head]:
-                self.longest[head], self.masks[head] = other.longest[head], other.masks[head]
-            elif other.longest[head] == self.longest[head] > 0:
-                self.masks[head] = min(self.masks[head], other.masks[head])
             if not self.memberships[head]:
                 self.memberships[head], self.grids[head] = other.memberships[head], other.grids[head]
             self.spectra[head] = self.spectra[head] or other.spectra[head]
@@ -118,12 +115,6 @@ class Examples:
         The name is empty if fewer than half of the sequences share it. If names of several kinds are equally
         frequent, the most specific kind wins.
 
-        Examples:
-            >>> examples = Examples.empty(1)
-            >>> examples.add_names([[["[SEP], token 9", "token 9", "[SEP]"]]])
-            >>> examples.add_names([[["[SEP], token 3", "token 3", "[SEP]"]]])
-            >>> examples.peak(0)
-            ('[SEP]', 2)
         """
         best = ("", 0)
         for kind in self.names[head] if self.names is not None else []:
@@ -143,12 +134,7 @@ def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> Non
 
 
 def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) -> list[dict[str, int]]:
-    """Return the most frequent names of each kind; equally frequent names are in alphabetical order.
-
-    Examples:
-        >>> most_common([{"b": 2, "a": 2, "c": 3}])
-        [{'c': 3, 'a': 2, 'b': 2}]
-    """
+    """Return the most frequent names of each kind; equally frequent names are in alphabetical order."""
     ordered = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in counts)
     return [dict(names[:number]) for names in ordered]
 
@@ -167,21 +153,14 @@ READ, WRITTEN = "input_ids", "decoder_input_ids"
 
 
 class TokenIds(NamedTuple):
-    """Token ids of the rows or columns of a mixing matrix."""
+    """Name of a model input, such as ``input_ids``, and its token ids (B, T), including padding."""
 
     name: str
-    """Name of the model input, such as ``input_ids``."""
     ids: "Tensor"
-    """Token ids of shape (B, T), including padding."""
 
 
 class TokenNames:
-    """Names of tokens: decoded text, or the id if no tokenizer with a method ``decode`` was passed.
-
-    Examples:
-        >>> TokenNames().text(101)
-        'id 101'
-    """
+    """Names of tokens: decoded text, or the id if no tokenizer with a method ``decode`` was passed."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer if callable(getattr(tokenizer, "decode", None)) else None
@@ -194,17 +173,10 @@ class TokenNames:
             self._known[number] = text.replace("\n", "↵").strip() or ("␣" if text else f"id {number}")
         return self._known[number]
 
-    def texts(self, numbers: "Tensor") -> list[str]:
-        """Return the text of each token id in a 1-D tensor."""
-        return [self.text(number) for number in numbers.tolist()]
-
     def peaks(
         self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Return names from `peak_name` by sequence and head, for one column per sequence and head.
-
-        Columns are counted without padding; column −1 has no names.
-        """
+        """Return the names of columns by sequence and head, counted without padding; column −1 has none."""
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
         ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]
@@ -229,13 +201,11 @@ def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | Non
     if READ not in found and "0" in found:  # batch is a tensor or a tuple: the first item holds the ids
         found[READ] = TokenIds(READ, found["0"].ids)
     written = found.get(WRITTEN) if site.cross or "decoder" in site.stack else None
-    rows = written if written is not None else found.get(READ)
+    rows = written or found.get(READ)
     columns = found.get(READ) if site.cross else rows
-    fits = [
-        ids if ids is not None and ids.ids.shape == valid.shape else None
-        for ids, valid in ((rows, site.valid_tokens), (columns, site.valid_sources))
-    ]
-    return fits[0], fits[1]
+    fits_rows = rows is not None and rows.ids.shape == site.valid_tokens.shape
+    fits_columns = columns is not None and columns.ids.shape == site.valid_sources.shape
+    return rows if fits_rows else None, columns if fits_columns else None
 
 
 def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) -> list[str]:

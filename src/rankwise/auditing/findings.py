@@ -1,13 +1,13 @@
 """Findings: a table of rules, a function per code, and `diagnose`, which applies all of them to an audit."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby, product
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from rankwise._internals.records import Record, grouped
+from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import describe_removable, with_removal_costs
 from rankwise.auditing.measure_table import NULLS, mixer_kind
@@ -49,8 +49,7 @@ INACTIVE_TURN = 0.01
 # the second-order KL (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
-# (Marchenko and Pastur): from 1/4 to 9/4. With fewer tokens, sampling
-# noise alone makes every head seem to need only a small head dimension.
+# (Marchenko and Pastur): from 1/4 to 9/4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
 # Part of a linear map reads each attention head, whatever its library calls that map.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
@@ -59,19 +58,15 @@ Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"
 Find = Callable[..., Iterator[Finding]]
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Records of an audit from which findings follow."""
 
     heads: Sequence[HeadRecord]
     layers: Sequence[LayerRecord]
     uncaptured: Sequence[Unseen]
     importance: ImportanceRecord | None
-
-    @cached_property
-    def mixers(self) -> list[list[HeadRecord]]:
-        """Heads grouped by mixer."""
-        return [*grouped(self.heads, lambda head: (head.id.at(None), head.cross)).values()]
+    mixers: Collection[list[HeadRecord]]
+    """Heads grouped by mixer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +82,8 @@ class Rule:
     """Key of the evidence that decides how strong the finding is."""
     worse: Literal["higher", "lower", "neither"]
     """Direction in which that number is worse: neither if it is only room for compression."""
+    evidence: str = ""
+    """Fields of the record that the finding is about, which are its evidence."""
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
     remedy: str
@@ -118,7 +115,8 @@ def diagnose(
     importance: ImportanceRecord | None = None,
 ) -> list[Finding]:
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
-    measured = Measured(heads, layers, uncaptured, importance)
+    mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
+    measured = Measured(heads, layers, uncaptured, importance, mixers)
     subjects = {rule.find: rule.about for rule in RULES.values()}
     found: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
@@ -151,7 +149,9 @@ def removable(measured: Measured) -> Iterator[Finding]:
     found = None if importance is None else importance.removable
     if importance is not None and found is not None and found.heads:
         first, *others = found.heads
-        evidence = {"heads": len(found.heads), **_fields(found, "cost relative loss")}
+        evidence = {
+            "heads": len(found.heads), "cost": found.cost, "relative": found.relative, "loss": found.loss,
+        }  # fmt: skip
         words = describe_removable(importance, found)
         yield _finding("REMOVABLE", HeadId() if others else first, evidence, words, tolerance=found.tolerance)
 
@@ -202,6 +202,7 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "INACTIVE_BLOCK", about="layer", decided_by="relative_update", worse="lower",
+    evidence="relative_update norm",
     remedy="see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT "
     "--certify`; or {change} and compare the loss",
 )  # fmt: skip
@@ -214,48 +215,43 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
                 "output is not a multiple of its input."
             )
             change = "take the block out of its list"
-            evidence = _fields(layer, "relative_update norm")
-            yield _finding("INACTIVE_BLOCK", layer, evidence, words, "warning", change=change)
+            yield _finding("INACTIVE_BLOCK", layer, {}, words, "warning", change=change)
 
 
 @rule(
     "SINK", about="head", decided_by="max_token_mass", worse="higher", shown_by="max_token_mass",
-    remedy=WITHOUT_HEAD, with_costs=True,
+    evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
     """Find a head that spends nine tenths of every row on one token."""
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
-        words = (
-            f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average: the head passes on "
-            f"little else.{_length_note(head)}"
-        )
-        evidence = _fields(head, "max_token_mass first_token_mass row_entropy")
-        yield _finding("SINK", head, evidence, words, "info" if _length_note(head) else "warning")
+        share = f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average"
+        yield _structure("SINK", head, f"{share}: the head passes on little else.")
 
 
 @rule(
     "CONSTANT", about="head", decided_by="row_distance", worse="lower", shown_by="row_distance",
-    remedy=WITHOUT_HEAD, with_costs=True,
+    evidence="stable_rank row_distance", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
     alike = head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE
     if _is_judged(head) and alike and not head.max_token_mass > SINK_MASS:
-        words = f"All rows are nearly the same: every token gets the same average.{_length_note(head)}"
-        evidence = _fields(head, "stable_rank row_distance")
-        yield _finding("CONSTANT", head, evidence, words, "info" if _length_note(head) else "warning")
+        words = "All rows are nearly the same: every token gets the same average."
+        yield _structure("CONSTANT", head, words)
 
 
 @rule(
     "IDENTITY", about="head", decided_by="identity_distance", worse="lower", shown_by="identity_distance",
+    evidence="identity_distance effective_rank", with_costs=True,
     remedy="replace it with a linear map of each token, the product of its output and value projections, "
-    "and compare the loss", with_costs=True,
+    "and compare the loss",
 )  # fmt: skip
 def identity(head: HeadRecord) -> Iterator[Finding]:
     """Find a head that mixes nothing."""
     if _is_judged(head) and head.identity_distance < IDENTITY_DISTANCE:
-        words = f"Every token keeps to itself: the head mixes nothing.{_length_note(head)}"
-        yield _finding("IDENTITY", head, _fields(head, "identity_distance effective_rank"), words)
+        words = "Every token keeps to itself: the head mixes nothing."
+        yield _structure("IDENTITY", head, words, severity="info")
 
 
 @rule(
@@ -450,16 +446,13 @@ def _finding(
     heads: Sequence[HeadRecord] = (),
     **fields: str | float,
 ) -> Finding:
-    """Return a finding with the remedy of its rule, whose fields are filled in."""
-    place = where if isinstance(where, HeadId) else place_of(where)
+    """Return a finding with the remedy and the evidence that its rule states."""
+    rule, place = RULES[code], where if isinstance(where, HeadId) else place_of(where)
+    stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
-        code=code, severity=severity, where=place, evidence=dict(evidence), meaning=meaning,
-        remedy=RULES[code].remedy.format(**fields), heads=[head.head for head in heads],
+        code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,
+        remedy=rule.remedy.format(**fields), heads=[head.head for head in heads],
     )  # fmt: skip
-
-
-def _fields(record: Record, names: str) -> dict[str, float]:
-    return {name: getattr(record, name) for name in names.split()}
 
 
 def _tokens(head: HeadRecord) -> float:
@@ -470,16 +463,18 @@ def _is_judged(head: HeadRecord) -> bool:
     return _tokens(head) >= MIN_TOKENS and not math.isnan(head.stable_rank)
 
 
-def _length_note(head: HeadRecord) -> str:
-    note = f" Of {_tokens(head):.0f} tokens; longer sequences may show another head."
-    return note if _tokens(head) < STRUCTURE_TOKENS else ""
+def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "warning") -> Finding:
+    """Return a finding about the matrix of a head, which is a note if the sequences are short."""
+    if _tokens(head) < STRUCTURE_TOKENS:
+        words += f" Of {_tokens(head):.0f} tokens; longer sequences may show another head."
+        severity = "info"
+    return _finding(code, head, {}, words, severity)
 
 
 def _token_name(head: HeadRecord) -> str:
     """Return the token with the largest mass, and in how many sequences if not in all."""
     if not head.max_token:
         return "One token"
-    name = head.max_token.removeprefix("the ")
-    name = f"The {name}" if name != head.max_token else name
+    name = re.sub("^the ", "The ", head.max_token)
     some = f" (in {head.max_token_sequences} of {head.sequences} sequences)"
     return name if head.max_token_sequences == head.sequences else name + some

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Finding
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import need_package, one_of
 from rankwise.importance.records import HeadImportance
 
 if TYPE_CHECKING:
@@ -50,17 +50,8 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     ``baseline_*``, with their standard deviation over seeds, ``baseline_*_seed_std``. Columns of these kinds
     that no record has are left out, and so are lists, such as spectra and attention maps.
 
-    Raises:
-        InputError: if `kind` is not one of `Records`.
-
-    Examples:
-        >>> from rankwise.auditing.records import Unseen
-        >>> table("uncaptured", [Unseen(name="mixer", type="Mixer", reason="never called")])
-        (['name', 'type', 'reason'], [{'name': 'mixer', 'type': 'Mixer', 'reason': 'never called'}])
     """
-    if kind not in get_args(Records):
-        fix = did_you_mean(str(kind), get_args(Records))
-        raise InputError(f"records {kind!r}", expected="a kind of records", got=repr(kind), fix=fix)
+    one_of("records", kind, get_args(Records))
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()
     measures = _MEASURES.get(kind, [])
     numbers, always = [*measures, *after], [*before, *measures, *after]
@@ -120,14 +111,8 @@ def _cell(value: Any) -> str:
 
 
 def data_frame(columns: Sequence[str], rows: Sequence[Row]) -> "pd.DataFrame":
-    """Return rows as a pandas frame.
-
-    Raises:
-        InputError: if pandas is not installed.
-    """
-    try:
-        import pandas as pd
-    except ImportError:
-        fix = "pip install 'rankwise[frames]', or write a file with `to_csv`."
-        raise InputError("`to_frame`", expected="pandas", got="an environment without it", fix=fix) from None
-    return pd.DataFrame(rows, columns=list(columns))
+    """Return rows as a pandas frame; raise `InputError` if pandas is not installed."""
+    frame: pd.DataFrame = need_package("pandas", "`to_frame`", "frames").DataFrame(
+        rows, columns=list(columns)
+    )
+    return frame

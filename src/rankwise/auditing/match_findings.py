@@ -50,16 +50,6 @@ def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
 
     Two findings match if their code and the subject of its rule are equal, whatever their numbers and
     severity. Several findings about one subject are matched in order.
-
-    Examples:
-        >>> from rankwise.auditing.records import HeadId, Provenance
-        >>> words = {"evidence": {}, "meaning": "", "remedy": ""}
-        >>> sink = Finding(code="SINK", severity="warning", where=HeadId(layer=2, head=7), **words)
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> empty = Audit(provenance=about, heads=[], layers=[], findings=[])
-        >>> [change] = finding_changes(empty, empty.model_copy(update={"findings": [sink]}))
-        >>> change.outcome, change.finding
-        ('new', Finding(SINK, warning, 'layer 2 head 7': ''))
     """
     ours, theirs = _Records(before), _Records(after)
     unmatched: dict[Hashable, list[Finding]] = defaultdict(list)

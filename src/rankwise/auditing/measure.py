@@ -151,9 +151,8 @@ def _add_examples(
 ) -> None:
     examples = statistics.examples
     for batch in batches:
-        for at, masks in enumerate(batch.masks):
-            tokens = float(batch.means["tokens"][at, 0])
-            examples.see_length(tokens, [mask.name for mask in masks])
+        for tokens, masks in zip(batch.means["tokens"].tolist(), batch.masks, strict=False):
+            examples.see_lengths(tokens, [mask.name for mask in masks])
         for spectra in batch.spectra:
             examples.spectra = [old or new for old, new in zip(examples.spectra, spectra, strict=True)]
         for maps in batch.memberships:
@@ -283,8 +282,9 @@ def _memberships(
     rows, shares = site.valid_tokens[index], operator.diagonal.double()
     real = rows[:, None].to(shares.device)
     mean = shares.masked_fill(~real, 0).sum(-1) / real.sum(-1)
-    known = site.projection is not None
-    rate = measures.variational_rate(site.projection[index], operator.diagonal, rows) if known else math.nan
+    rate: Tensor | float = math.nan
+    if site.projection is not None:
+        rate = measures.variational_rate(site.projection[index], operator.diagonal, rows)
     shown = rows[0].to(shares.device) & ~shares[0, 0].isnan()
     return mean, rate, _rounded(shares[:1, :, shown][..., :MAP_TOKENS])
 

@@ -45,12 +45,7 @@ MIXER_KINDS = {
 
 
 def mixer_kind(kind: str) -> MixerKind:
-    """Return the properties of a kind of operator.
-
-    Examples:
-        >>> mixer_kind("softmax").rows_are_means, mixer_kind("selective").rows_are_means
-        (True, False)
-    """
+    """Return the properties of a kind of operator."""
     return MIXER_KINDS.get(kind, MixerKind())
 
 

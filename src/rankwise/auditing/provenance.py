@@ -115,17 +115,7 @@ def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:
 
 
 class DataDigest:
-    """Digest of the measured batches in order; empty without batches, or if a batch has a sparse tensor.
-
-    Examples:
-        >>> import torch
-        >>> digest = DataDigest()
-        >>> digest.value
-        ''
-        >>> digest.add(torch.zeros(1, 2))
-        >>> len(digest.value)
-        16
-    """
+    """Digest of the measured batches in order; empty without batches, or if a batch has a sparse tensor."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

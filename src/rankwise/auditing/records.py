@@ -28,18 +28,14 @@ rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named the peak: then no other token can have more."""
+"""Smallest mean attention weight at which a token is named the peak: then no other token can have more.
+If each row attends to the previous token, the largest mean weight is only slightly above 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
 
 def thresholds(delta: float) -> tuple[float, ...]:
-    """Return the five thresholds of the band around δ; the third is δ itself.
-
-    Examples:
-        >>> [round(threshold, 4) for threshold in thresholds(0.01)]
-        [0.0032, 0.0056, 0.01, 0.0178, 0.0316]
-    """
+    """Return the five thresholds of the band around δ; the third is δ itself."""
     return tuple(delta * factor for factor in BAND)
 
 
@@ -251,25 +247,20 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     rank_high: Number = math.nan
     """Mean upper end of the 95 % interval of the numerical rank."""
     hardmax_rank: Number
-    """Expected rank of one-hot rows under the same mask: each row selects one allowed column at random.
-
-    NaN for mixers whose rows are not averages over tokens (state-space, diagonal). NaN also for δ > 1,
-    because a column that one row selects has singular value 1.
-    """
+    """Expected rank of one-hot rows under the same mask: each row selects one allowed column at random. NaN
+    for mixers whose rows are not averages over tokens (state-space, diagonal), and for δ > 1, because a
+    column that one row selects has singular value 1."""
     random_rank: Number = math.nan
     """Numerical rank of softmax attention with random queries and keys: same length, head dim, mask, scale.
-
     NaN if the head dim is unknown (the model formed the matrix itself), `rankwise.theory` does not cover the
-    mask, or T is large.
-    """
+    mask, or T is large."""
     uniform_rank: Number = math.nan
     """Numerical rank of equal weights on all columns that the mask allows: attention that does not
     distinguish tokens. NaN if `rankwise.theory` does not cover the mask, or for windows beyond 4,096 tokens.
     """
     band: list[RankAt] = Field(default_factory=list)
     """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not
-    depend on the choice of δ. Empty in records of version 1.
-    """
+    depend on the choice of δ. Empty in records of version 1."""
     membership_map: list[Number] = Field(default_factory=list)
     """For TSSA: membership Π (weight in the head) of the first 1,024 tokens of the first sequence."""
     membership_grid: tuple[Count, Count] | None = None
@@ -280,9 +271,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard deviation over sequences, by name of the measure."""
     stderr: dict[str, Number] = Field(default_factory=dict)
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
-
-    All sequences share the random vectors of the estimate, so errors do not average out.
-    """
+    All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
     """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
     max_token: str = ""
@@ -297,8 +286,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
     """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence: at most 64, evenly spaced by index. Empty if ranks
-    were estimated.
-    """
+    were estimated."""
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None
@@ -322,11 +310,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     @property
     def named_peak(self) -> str:
-        """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise.
-
-        A smaller weight need not point to one token: if each row attends to the previous token, the largest
-        mean weight is only slightly above 1/S.
-        """
+        """``max_token`` if its mean weight is at least `PEAK_MASS` (one half); an empty string otherwise."""
         return self.max_token if self.max_token_mass >= PEAK_MASS else ""
 
     @property

@@ -153,7 +153,7 @@ class Audit(Record):
         baselines = layer_baselines(statistics, copies)
         layers = [
             record.model_copy(update={"baseline": baselines.get((record.stack, record.layer))})
-            for record in statistics.layer_records()
+            for record in (states.to_record() for states in statistics.states.values())
         ]
         importance = None if measured is None else measured.record
         made = BaselineRecord(seeds=list(statistics.copies), built=statistics.built)

@@ -304,21 +304,18 @@ class Run:
 
     def _for_copy(self, name: str) -> AuditSettings:
         """Return the settings for auditing a copy, without steps that only the model itself needs."""
-        own = dict.fromkeys(("tokenizer", "maps", "importance", "baseline"))
+        own: dict[str, Any] = dict.fromkeys(("tokenizer", "maps", "importance", "baseline"))
         return replace(
             self.settings, **own, on_progress=lambda done, site: self._on_progress(done, f"{name}: {site}")
         )
 
     def _measure_importance(self, batches: Iterable[Batch], settings: ImportanceSettings) -> None:
         try:
+            heads = {mixer: known.heads for mixer, known in self.statistics.heads.items()}
             self.importance = measure_importance(
-                self.model,
-                batches,
-                settings,
-                heads={mixer: known.heads for mixer, known in self.statistics.heads.items()},
+                self.model, batches, settings, heads=heads, **self.where,
                 on_progress=lambda step: self._on_progress(self.batches, f"importance: {step}"),
-                **self.where,
-            )
+            )  # fmt: skip
         except KeyboardInterrupt:
             self.notes.append("importance not measured: interrupted from the keyboard")
         except Exception as error:
@@ -327,32 +324,25 @@ class Run:
     def collected(self) -> AuditStatistics:
         """Return all statistics collected so far: batches, copies, importance and origin."""
         return AuditStatistics(
-            heads=self.statistics.heads,
-            states=self.statistics.states,
-            provenance=self._provenance(),
-            complete=self.complete,
+            heads=self.statistics.heads, states=self.statistics.states, copies=self.copies, built=self.built,
+            provenance=self._provenance(), complete=self.complete, importance=self.importance,
             uncaptured=[Unseen(name=m.name, type=m.type, reason=m.reason) for m in self.trace.uncaptured],
             texts={} if self.maps is None else self.maps.texts,
-            importance=self.importance,
-            built=self.built,
-            copies=self.copies,
-        )
+        )  # fmt: skip
 
     def _provenance(self) -> Provenance:
         given = self.settings.provenance
         missing = [] if self.maps is None else self.maps.missing(self._head_numbers())
-        self.notes += [note for note in missing if note not in self.notes]
         measured: dict[str, Any] = {
-            "delta": self.settings.delta,
-            "method_asked": self.settings.method,
-            "batches": self.batches,
-            "sequences": self.sequences,
-            "parts": [self.data.value] if self.data.value else [],
-        }
+            "delta": self.settings.delta, "method_asked": self.settings.method, "batches": self.batches,
+            "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
+        }  # fmt: skip
         if "weights" not in given:
             measured["weights"] = weights_digest(self.model)
         parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
-        notes = (*self.notes, *parts, *self.trace.notes, *given.get("notes", ()))
+        notes = list(
+            dict.fromkeys((*self.notes, *missing, *parts, *self.trace.notes, *given.get("notes", ())))
+        )
         return provenance_of(self.model, measured, {**given, "notes": notes})
 
     def _head_numbers(self) -> list[tuple[int, int]]:

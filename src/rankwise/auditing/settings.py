@@ -66,10 +66,7 @@ class AuditSettings:
 
     @classmethod
     def of(cls, **options: Unpack[AuditOptions]) -> "AuditSettings":
-        """Return the settings from options of `rankwise.audit`.
-
-        Raises:
-            InputError: if an option is unknown or has a wrong value.
+        """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong.
 
         Examples:
             >>> AuditSettings.of(method="exact", matrices="3:7").maps.heads
@@ -91,9 +88,10 @@ class AuditSettings:
         instance_of("`blocks`", blocks, (str, type(None)), names, fix="For example `blocks='layers.*'`.")
         check_callable("on_progress", on_progress)
         tokenizer = given.get("tokenizer")
-        if not hasattr(tokenizer, "decode"):
+        if not (tokenizer is None or callable(tokenizer) or hasattr(tokenizer, "decode")):
             fix = "Pass what `AutoTokenizer.from_pretrained` returns, or leave it out: ids are shown."
-            instance_of("`tokenizer`", tokenizer, (Callable, type(None)), "a tokenizer", fix=fix)
+            got = type(tokenizer).__name__
+            raise InputError("`tokenizer`", expected="a tokenizer", got=got, fix=fix)
         return cls(
             delta=given["delta"],
             tokenizer=tokenizer,
@@ -110,17 +108,13 @@ class AuditSettings:
 
 def check_callable(name: str, value: Any) -> None:
     """Raise `InputError` if an optional argument is neither None nor callable."""
-    optional = (Callable, type(None))
-    instance_of(f"`{name}`", value, optional, "a function", fix="Pass a function, or leave it out.")
+    if value is not None and not callable(value):
+        fix = "Pass a function, or leave it out."
+        raise InputError(f"`{name}`", expected="a function", got=repr(value), fix=fix)
 
 
 def chosen_heads(matrices: Any) -> ChosenHeads | None:
-    """Return the heads whose attention maps are kept, None if no maps; raise `InputError` if malformed.
-
-    Examples:
-        >>> sorted(chosen_heads("3:7, 5:0").heads)
-        [(3, 7), (5, 0)]
-    """
+    """Return the heads whose attention maps are kept, None if no maps; raise `InputError` if malformed."""
     if matrices is None:
         return None
     given = matrices

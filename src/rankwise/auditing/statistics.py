@@ -83,13 +83,14 @@ class HeadStatistics:
     def empty(cls, mixer: HeadId, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
         """Return statistics to which no sequence has been added."""
         number = len(heads)
+        counts: dict[str, Any] = {name: np.zeros(number) for name in COUNTS}
         return cls(
             *(mixer, kind, cross, heads),
             measures={name: Moments.empty(number) for name in MEANS},
             ranks={name: Moments.empty(number, len(BAND)) for name in RANKS},
             stderr={name: Moments.empty(number) for name in ERRORS},
             distances=Moments.empty(number, number),
-            **{name: np.zeros(number) for name in COUNTS},
+            **counts,
             examples=Examples.empty(number),
         )
 
@@ -127,10 +128,15 @@ class HeadStatistics:
         finite = self.measures["sigma_max"].count
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         band = {name: ranks.complete(finite[:, None]).to_record() for name, ranks in self.ranks.items()}
-        numbers |= {name: tuple(part[:, DELTA_INDEX] for part in parts) for name, parts in band.items()}
+        for name, (count, mean, std) in band.items():
+            numbers[name] = count[:, DELTA_INDEX], mean[:, DELTA_INDEX], std[:, DELTA_INDEX]
         errors = {name: moments.to_record() for name, moments in self.stderr.items()}
         nearest, distance = self._nearest()
-        needed = self._required_head_dims()
+        needed = np.full(len(self.heads), np.nan)
+        if self.logits is not None:
+            from rankwise.measures import required_head_dim
+
+            needed = required_head_dim(self.logits).cpu().numpy()
         records = []
         for at, number in enumerate(self.heads):
             sequences, estimated = int(finite[at]), round(float(self.estimated[at]))
@@ -139,45 +145,34 @@ class HeadStatistics:
             peak, peak_sequences = self.examples.peak(at)
             first, second = [*self.examples.attention_maps[at], None, None][:2]
             fields: dict[str, Any] = {name: float(mean[at]) for name, (_, mean, _) in numbers.items()}
-            records.append(
-                HeadRecord(
-                    **fields,
-                    stack=self.mixer.stack,
-                    site=self.mixer.site,
-                    layer=self.mixer.layer or 0,
-                    call=self.mixer.call,
-                    head=number,
-                    kind=self.kind,
-                    mask=self.examples.masks[at],  # type: ignore[arg-type]
-                    cross=self.cross,
-                    sequences=sequences,
-                    nonfinite=int(self.nonfinite[at]),
-                    estimated=estimated,
-                    fallbacks=round(float(self.fallbacks[at])),
-                    width=self.head_dim,
-                    band=_band(delta, sequences, float(fields["hardmax_rank"]), band, at),
-                    membership_map=self.examples.memberships[at],
-                    membership_grid=self.examples.grid(at),
-                    nearest_head=nearest[at],
-                    nearest_distance=float(distance[at]),
-                    required_head_dim=float(needed[at]),
-                    std={name: float(std[at]) for name, (_, _, std) in numbers.items() if name not in SIZES},
-                    stderr={name: float(errors[name][1][at]) for name in ERRORS} if estimated else {},
-                    counts={name: count for name, count in counts.items() if 0 < count < sequences},
-                    max_token=peak,
-                    max_token_sequences=peak_sequences,
-                    attention_map=first,
-                    second_attention_map=second,
-                    spectrum=self.examples.spectra[at],
-                    merging=self._merge_data(at, audits),
-                )
-            )
+            record = HeadRecord(
+                **fields,
+                stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
+                call=self.mixer.call, head=number, kind=self.kind, cross=self.cross, width=self.head_dim,
+                mask=self.examples.masks[at],  # type: ignore[arg-type]
+                sequences=sequences, nonfinite=int(self.nonfinite[at]), estimated=estimated,
+                fallbacks=round(float(self.fallbacks[at])),
+                band=_band(delta, sequences, float(fields["hardmax_rank"]), band, at),
+                membership_map=self.examples.memberships[at], membership_grid=self.examples.grid(at),
+                nearest_head=nearest[at], nearest_distance=float(distance[at]),
+                required_head_dim=float(needed[at]),
+                std={name: float(std[at]) for name, (_, _, std) in numbers.items() if name not in SIZES},
+                stderr={name: float(errors[name][1][at]) for name in ERRORS} if estimated else {},
+                counts={name: count for name, count in counts.items() if 0 < count < sequences},
+                max_token=peak, max_token_sequences=peak_sequences, attention_map=first,
+                second_attention_map=second, spectrum=self.examples.spectra[at],
+                merging=self._merge_data(at, audits),
+            )  # fmt: skip
+            records.append(record)
         return records
 
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord], delta: float) -> "HeadStatistics":
         """Restore statistics from the saved records of all heads of one mixer call."""
         first = records[0]
+        counts: dict[str, Any] = {
+            name: np.array([float(getattr(record, name)) for record in records]) for name in COUNTS
+        }
         sequences = np.array([record.sequences for record in records], dtype=np.float64)
 
         def moments(key: str, means: list[float]) -> Moments:
@@ -185,22 +180,16 @@ class HeadStatistics:
             std = [record.std.get(key, math.nan) for record in records]
             return Moments.from_record(*np.array([count, means, std], dtype=np.float64))
 
+        def errors(name: str) -> list[float]:
+            return [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records]
+
         return cls(
-            mixer=first.id.at(None),
-            kind=first.kind,
-            cross=first.cross,
-            heads=[record.head for record in records],
+            *(first.id.at(None), first.kind, first.cross, [record.head for record in records]),
             measures={name: moments(name, [getattr(record, name) for record in records]) for name in MEANS},
             ranks={name: _ranks_of(records, name, sequences, delta) for name in RANKS},
-            stderr={
-                name: moments(
-                    f"stderr of {name}",
-                    [record.stderr.get(name, math.nan if record.estimated else 0.0) for record in records],
-                )
-                for name in ERRORS
-            },
+            stderr={name: moments(f"stderr of {name}", errors(name)) for name in ERRORS},
             distances=_distances_of(records),
-            **{name: np.array([float(getattr(record, name)) for record in records]) for name in COUNTS},
+            **counts,
             examples=Examples.from_records(records),
             head_dim=first.width,
         )
@@ -216,14 +205,6 @@ class HeadStatistics:
         least = np.take_along_axis(filled, place[:, None], -1)[:, 0]
         nearest = [self.heads[at] if least[row] < np.inf else None for row, at in enumerate(place.tolist())]
         return nearest, np.where(least < np.inf, least, np.nan)
-
-    def _required_head_dims(self) -> Floats:
-        if self.logits is None:
-            return np.full(len(self.heads), np.nan)
-        from rankwise.measures import required_head_dim
-
-        needed: Floats = required_head_dim(self.logits).cpu().numpy()
-        return needed
 
     def _merge_data(self, at: int, audits: int) -> MergeData | None:
         names = self.examples.names
@@ -310,28 +291,19 @@ class StateStatistics:
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
         return LayerRecord(
-            **means,
-            stack=self.stack,
-            site=self.site,
-            layer=self.layer,
-            width=self.width,
-            sequences=sequences,
-            nonfinite=self.nonfinite,
+            **means, stack=self.stack, site=self.site, layer=self.layer, width=self.width,
+            sequences=sequences, nonfinite=self.nonfinite,
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_record(cls, record: LayerRecord) -> "StateStatistics":
         """Restore statistics from a saved record."""
-        measures = {
-            name: Moments.from_record(
-                np.array([float(record.counts.get(name, record.sequences))]),
-                np.array([getattr(record, name)]),
-                np.array([record.std.get(name, math.nan)]),
-            )
-            for name in STATES
-        }
+        measures = {}
+        for name in STATES:
+            count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
+            measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
         return cls(record.stack, record.site, record.layer, record.width, measures, record.nonfinite)
 
 
@@ -383,10 +355,6 @@ class ModelStatistics:
                 met[together] += 1
             records += own
         return records
-
-    def layer_records(self) -> list[LayerRecord]:
-        """Return a record per stack and layer of token states, in the order of the model."""
-        return [states.to_record() for states in self.states.values()]
 
 
 def _pattern(mixer: HeadId) -> HeadId:
@@ -445,9 +413,6 @@ class AuditStatistics(ModelStatistics):
         return cls(
             heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in mixers.items()},
             states={(layer.stack, layer.layer): StateStatistics.from_record(layer) for layer in audit.layers},
-            provenance=audit.provenance,
-            complete=audit.complete,
-            uncaptured=audit.uncaptured,
-            texts=audit.texts,
-            importance=importance,
-        )
+            provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
+            texts=audit.texts, importance=importance,
+        )  # fmt: skip

@@ -44,10 +44,8 @@ def evenly(count: int, most: int) -> list[int]:
     Data are often sorted by class, so the first items could all belong to one class.
 
     Examples:
-        >>> evenly(10, 4)
-        [0, 2, 5, 7]
-        >>> evenly(2, 4)
-        [0, 1]
+        >>> evenly(10, 4), evenly(2, 4)
+        ([0, 2, 5, 7], [0, 1])
     """
     chosen = min(count, most)
     return [i * count // chosen for i in range(chosen)]
@@ -141,16 +139,7 @@ def model_batches(
 
 
 def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str], Tokenizer]:
-    """Return texts as a list, and the tokenizer; raise `InputError` if either has a wrong type.
-
-    Examples:
-        >>> checked_texts("one", len)[0]
-        ['one']
-        >>> checked_texts(["one", 2], len)
-        Traceback (most recent call last):
-        ...
-        rankwise.errors.InputError: `texts`, number 2: expected a str, got int. Give a list of strings.
-    """
+    """Return texts as a list, and the tokenizer; raise `InputError` if either has a wrong type."""
     fix = "Give a list of strings."
     if not isinstance(texts, Iterable) or isinstance(texts, dict):
         raise InputError("`texts`", expected="a list of strings", got=type(texts).__name__, fix=fix)
@@ -159,8 +148,10 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
         instance_of(f"`texts`, number {number}", text, str, "a str", fix=fix)
     if not several:
         raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
-    fix = "tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)"
-    instance_of("`tokenizer`", tokenizer, Callable, "the tokenizer of the model, to go with `texts`", fix=fix)
+    if not callable(tokenizer):
+        fix = "tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)"
+        expected, got = "the tokenizer of the model, to go with `texts`", type(tokenizer).__name__
+        raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
     return several, tokenizer
 
 

@@ -46,7 +46,8 @@ def upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return the parsed content of an audit file, converted to the current schema version.
 
     Version 1 computed the random rank at the mean sequence length. This rank is kept only if all sequences
-    had equal length, that is, if the hardmax rank has standard deviation 0. The z-score is removed.
+    had equal length, that is, if the hardmax rank has standard deviation 0. The z-score is removed. Repeated
+    calls of a module are numbered in file order, also in addresses of removable heads.
     Content may be damaged, so types are checked here and values are validated later.
     """
     version = content.get("schema_version")
@@ -54,18 +55,22 @@ def upgraded(content: dict[str, Any]) -> dict[str, Any]:
         return content
     content = _renamed(content) | {"schema_version": 3}
     calls: dict[tuple[str, ...], int] = {}
-    if isinstance(content.get("heads"), list):
-        counts, occurrences = Counter[str](), Counter[str]()
-        content["heads"] = [
-            _upgraded_head(head, version, counts, occurrences, calls) if isinstance(head, dict) else head
-            for head in content["heads"]
-        ]
-    removable = _at(_at(content, "importance"), "removable")
-    if isinstance(removable.get("heads"), list):
-        removable["heads"] = [
-            _upgraded_place(place, calls) if isinstance(place, dict) else place
-            for place in removable["heads"]
-        ]
+    counts, occurrences = Counter[str](), Counter[str]()
+    for head in _objects(content):
+        if version == 1:
+            head.pop("z_score", None)
+            head |= {"random_rank": None} if _at(head, "std").get("hardmax_rank") else {}
+        merging = _at(head, "merging")
+        if "counts" in merging:
+            head["counts"] = merging.pop("counts")
+        mixer, number, cross = _mixer(head), str(head.get("head")), str(head.get("cross", False))
+        call = counts[mixer + number]
+        calls[mixer, cross, str(occurrences[mixer + number + cross])] = head["call"] = call
+        counts[mixer + number] += 1
+        occurrences[mixer + number + cross] += 1
+    for place in _objects(_at(_at(content, "importance"), "removable")):
+        cross, occurrence = str(place.pop("cross", False)), place.pop("occurrence", 0)
+        place["call"] = calls.get((_mixer(place), cross, str(occurrence)), occurrence)
     return content
 
 
@@ -75,38 +80,14 @@ def _at(content: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _upgraded_head(
-    head: dict[str, Any],
-    version: int,
-    counts: Counter[str],
-    occurrences: Counter[str],
-    calls: dict[tuple[str, ...], int],
-) -> dict[str, Any]:
-    """Number repeated calls of a module in file order, and move ``counts`` from ``merging`` to the head."""
-    if version == 1:
-        varied = _at(head, "std").get("hardmax_rank")
-        head = {name: value for name, value in head.items() if name != "z_score"}
-        head |= {"random_rank": None} if varied else {}
-    merging = dict(_at(head, "merging"))
-    if "counts" in merging:
-        head |= {"counts": merging.pop("counts"), "merging": merging}
-    mixer = str([head.get(name) for name in ("stack", "layer", "site")])
-    call, occurrence = f"{mixer} {head.get('head')}", f"{mixer} {head.get('head')} {head.get('cross')}"
-    calls[mixer, str(head.get("cross", False)), str(occurrences[occurrence])] = counts[call]
-    head = head | {"call": counts[call]}
-    counts[call] += 1
-    occurrences[occurrence] += 1
-    return head
+def _objects(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the heads that are JSON objects."""
+    heads = content.get("heads")
+    return [head for head in heads if isinstance(head, dict)] if isinstance(heads, list) else []
 
 
-def _upgraded_place(place: dict[str, Any], calls: dict[tuple[str, ...], int]) -> dict[str, Any]:
-    """Replace ``cross`` and ``occurrence`` in the address of a removable head by the call of its module."""
-    mixer = str([place.get(name) for name in ("stack", "layer", "site")])
-    occurrence = place.get("occurrence", 0)
-    call = calls.get((mixer, str(place.get("cross", False)), str(occurrence)), occurrence)
-    return {name: value for name, value in place.items() if name not in ("cross", "occurrence")} | {
-        "call": call
-    }
+def _mixer(head: dict[str, Any]) -> str:
+    return str([head.get(name) for name in ("stack", "layer", "site")])
 
 
 def _renamed(value: Any) -> Any:

@@ -17,13 +17,6 @@ def verdict_of(audit: "Audit") -> Verdict:
     """Return how many findings of each severity an audit has, and what to do about the most severe.
 
     A code causes one action, from its first finding, unless its rule says that no action follows.
-
-    Examples:
-        >>> from rankwise.auditing.records import Provenance
-        >>> from rankwise.auditing.result import Audit
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> verdict_of(Audit(provenance=about, heads=[], layers=[], findings=[])).sentence
-        'No findings.'
     """
     counts = Counter(finding.severity for finding in audit.findings)
     tally = [
