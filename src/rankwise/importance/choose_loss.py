@@ -126,8 +126,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
 def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
     """Return the loss on masked tokens: as labeled in the batch, otherwise masked at random by a seed."""
     if _given(batch) is not None:
-        name = "masked tokens, as labelled"
-        return LabelLoss(name, "nats per token", lambda batch: _known(_given(batch)), given=_given)
+        return LabelLoss("masked tokens, as labelled", "nats per token", _given, given=_given)
     if mask_token is None or not isinstance(batch.batch, Mapping) or token_ids(batch.batch) is None:
         raise InputError(
             "loss 'masked'", expected="`labels` in the batch, or the id of the mask token", got="neither",
@@ -144,12 +143,7 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
         return LossBatch(masked, original, number, target=ids.masked_fill(~chosen, IGNORE_INDEX))
 
     name = f"masked tokens, {MASKED_SHARE:.0%} of them, seed {seed}"
-    return LabelLoss(name, "nats per token", lambda batch: _known(batch.target), mask)
-
-
-def _known(labels: Tensor | None) -> Tensor:
-    assert labels is not None
-    return labels
+    return LabelLoss(name, "nats per token", lambda batch: batch.target, mask)
 
 
 def _labels(batch: LossBatch, output: Any) -> Loss:
@@ -160,7 +154,7 @@ def _labels(batch: LossBatch, output: Any) -> Loss:
             got="none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}",
             fix=f"Pass batches as dicts with `labels`. {LOSS_HINT}",
         )  # fmt: skip
-    return LabelLoss("given labels", "nats per label", lambda batch: _known(_given(batch)), given=_given)
+    return LabelLoss("given labels", "nats per label", _given, given=_given)
 
 
 def _own(output: Any) -> Loss:

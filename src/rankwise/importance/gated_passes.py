@@ -180,7 +180,6 @@ class GateSums:
     """Sums over sequences of gradients, their absolute values and squares, and squares of probe gradients."""
 
     def __init__(self, gates: int) -> None:
-        self.gates = gates
         self.gradient, self.absolute, self.squares, self.curvature = np.zeros((4, gates))
         self.unreached = False
         """True if no gradient or an incomplete gradient reached the gates."""
@@ -259,7 +258,7 @@ class GatedPasses:
         for key, sums in self.heads.items():
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.absolute.any() or sums.curvature.any()):
-                sums.unreached = self.without({key: range(sums.gates)})[0] != self.value
+                sums.unreached = self.without({key: range(len(sums.gradient))})[0] != self.value
         unreached = [key.module for key, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
             raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")

@@ -165,7 +165,7 @@ class LabelLoss(ProbedLoss):
 
     name: str
     unit: str
-    labels: Callable[[LossBatch], Tensor]
+    labels: Callable[[LossBatch], Tensor | None]
     make: Callable[[Any, Any, int], LossBatch] = LossBatch
     given: Callable[[LossBatch], Tensor | None] | None = None
 
@@ -216,6 +216,7 @@ class LabelLoss(ProbedLoss):
         self, output: Any, batch: LossBatch
     ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
         logits, labels = _token_logits(output), self.labels(batch)
+        assert labels is not None
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
         if labels.shape[0] != logits.shape[0] or labels.shape[1] > logits.shape[1]:
             raise InputError(

@@ -173,7 +173,6 @@ class Importance:
 
 
 def _mean(first: float, second: float, share: float) -> float:
-    """Return the mean of two numbers, with weight ``share`` for the second."""
     return first + (second - first) * share
 
 

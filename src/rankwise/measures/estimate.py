@@ -1,4 +1,4 @@
-"""Estimates of ranks of matrices that are never formed, from matrix-vector products, with errors."""
+"""Estimates of ranks with error intervals, from matrix-vector products: no matrix is formed."""
 
 import itertools
 import math
@@ -193,7 +193,7 @@ class _MatrixEstimate:
         by_ritz, by_probes = self._entropy(self.estimator.by_ritz), self._entropy(self.estimator.by_probes)
         middle, bracket = min(by_ritz, by_probes, key=lambda found: found[1].reach(self.quantile))
         reach = bracket.reach(self.quantile)
-        reach += reach * reach + ROUNDING  # errors of second order, and rounding errors
+        reach += reach * reach + ROUNDING  # adds second-order and rounding errors
         low, value, high = (
             min(max(math.exp(number), 1.0), float(self.limit))
             for number in (middle - reach, middle, middle + reach)
@@ -262,7 +262,7 @@ def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _
     signs = torch.randint(0, 2, (gram.columns, probes), generator=generator).to(torch.float64) * 2 - 1
     vectors = signs.to(gram.device)
     if gram.columns <= probes * steps:
-        # The Krylov space could fill the whole space, and forming MᵀM takes fewer products.
+        # The Krylov space could have full dimension S; then forming MᵀM takes fewer products.
         identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
         krylov = Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
         return _MatrixEstimate(gram, krylov, 2 * gram.columns, steps)

@@ -1,4 +1,4 @@
-"""Krylov spaces of MᵀM for mixing matrices (operators) M that are never formed."""
+"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, never formed."""
 
 import ctypes
 import math
@@ -16,7 +16,7 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Block size above which unused memory is returned to the system: a call takes ms, a step seconds."""
+"""Bytes of a block above which `_trim_memory` is called: a call takes ms, a Lanczos step seconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function X → (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""

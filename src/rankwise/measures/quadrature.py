@@ -18,11 +18,11 @@ Numbers = tuple[float, float, float, float]
 ROUNDING = 64 * torch.finfo(torch.float64).eps
 """Fraction of tr A below which eigenvalues of A and couplings between vectors are rounding errors."""
 NO_SPREAD = 1e-10
-"""Fraction of tr A: a control variate with a standard deviation over probes below it is constant."""
+"""Standard deviation over probes, as a fraction of tr A, below which a control variate is constant."""
 SAME = 0.999
-"""cos² above which a Ritz vector of one half of the probes is confirmed by the other half."""
+"""Squared cosine above which a Ritz vector (approximate eigenvector) is the same in both halves of probes."""
 CONVERGED = 1e-6
-"""Relative residual below which a Ritz value counts as an eigenvalue."""
+"""Relative residual below which a Ritz value (approximate eigenvalue) counts as an eigenvalue."""
 SHARP = 0.05
 """Largest relative quadrature error at which a count is reported as a number, not only as an interval."""
 
@@ -35,7 +35,7 @@ class Nodes(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """A number with its quadrature error and its statistical error."""
+    """Interval of a number, from a quadrature error and a statistical error."""
 
     value: float
     half_width: float
@@ -44,12 +44,12 @@ class Bracket(NamedTuple):
     """Standard error over probes; 0 if no probe was needed."""
 
     def reach(self, quantile: float) -> float:
-        """Return half the width of the interval that covers both errors."""
+        """Return half the width of the interval: quadrature error plus ``quantile`` standard errors."""
         return self.half_width + quantile * self.stderr
 
 
 class ConfirmedPairs(NamedTuple):
-    """Ritz pairs (θ, y) of one half of the probes that the other half confirms, for use on the other half."""
+    """Ritz pairs (θ, y), approximate eigenpairs, that both halves of the probes contain."""
 
     values: Float64[Tensor, " R"]
     squares: Float64[Tensor, "R Q"]
@@ -112,7 +112,7 @@ class TraceEstimator:
         return Bracket((low + high) / 2, abs(high - low) / 2, 0.0)
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
-        """Return the bracket between two means over probes, each regressed on xᵀ A x − tr A."""
+        """Return the bracket from mean ``low`` to mean ``high``, each regressed on xᵀ A x − tr A."""
         low_mean, low_error = _intercept(low, self._control)
         high_mean, high_error = _intercept(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
@@ -218,7 +218,7 @@ class EigenvalueCounter:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # counts as 0 at any threshold
+        settled |= values <= estimator.rounding  # rounding errors count as eigenvalue 0
         self.settled = Nodes(values[settled], weights[settled])
         spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
@@ -233,7 +233,7 @@ class EigenvalueCounter:
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # bounds by energy hold with certainty
+        if low > high or most - fewest <= 2 * reach:  # bounds by energy are certain
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):
@@ -251,7 +251,7 @@ class EigenvalueCounter:
         return fewest, min(fewest + int(affordable.sum()), estimator.limit)
 
     def by_probes(self, threshold: float) -> Bracket:
-        """Return a bracket of the count: the means over probes of the lower and the upper bound."""
+        """Return a bracket of the count: means over probes of the lower and upper bounds of each probe."""
 
         def step(x: Tensor) -> Tensor:
             return (x >= threshold).to(x.dtype)
@@ -262,14 +262,14 @@ class EigenvalueCounter:
 
 
 class ScalarRule(NamedTuple):
-    """Gauss rule per probe: Jacobi matrix and total mass of the weight function."""
+    """Gauss quadrature rule of each probe's spectral weight: Jacobi matrix and total weight."""
 
     jacobi: Float64[Tensor, "P N N"]
     mass: Float64[Tensor, " P"]
 
 
 def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
-    """Compute the Gauss rule of each probe's discrete weight by Lanczos, fully reorthogonalized."""
+    """Return the Gauss rule of each probe's spectral weight (nodes, weights), by scalar Lanczos."""
     values, weights = nodes
     mass = weights.sum(0)
     vector = (weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)).sqrt().mT
@@ -291,7 +291,7 @@ def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
 
 
 def _weight_above(rule: ScalarRule, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return a lower and an upper bound of each probe's weight above t: without and with a node at t."""
+    """Return a lower and an upper bound of each probe's weight on eigenvalues ≥ t: without, with node t."""
     jacobi, mass = rule
     if jacobi.shape[-1] < 2:
         return torch.zeros_like(mass), mass

@@ -273,7 +273,7 @@ def _relative_count(sigma: Tensor, delta: float) -> Tensor:
 
 def _entropy_rank(sigma: Tensor) -> Tensor:
     relative = _relative(sigma)
-    share = relative / relative.sum(-1, keepdim=True)  # the divisor is at least 1, by σ_1/σ_1
+    share = relative / relative.sum(-1, keepdim=True)  # the sum is at least 1, because σ_1/σ_1 = 1
     return torch.where(sigma[..., 0] == 0, 0.0, torch.special.entr(share).sum(-1).exp())
 
 
