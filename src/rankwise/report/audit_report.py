@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rankwise._internals.records import format_number
@@ -27,7 +28,7 @@ from rankwise.report.finding_links import find_targets, finding_items, severitie
 from rankwise.report.format import RANK, count, mean, model_name, rank_share, round_for_page
 from rankwise.report.head_columns import Column, head_columns, state_table
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
-from rankwise.report.heatmap_grid import Grid, Row, grids_of
+from rankwise.report.heatmap_grid import Grid, grids_of
 
 LEAST_MAP_BYTES = 30_000
 """Bytes that attention maps may take even if the page is too large without them."""
@@ -38,8 +39,7 @@ _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
 _IF_ROOM = ("required_head_dim",)
 """Columns left out if importance or a baseline add columns: 80 characters have no room for all."""
-_REFERENCE_COLUMNS = {"random": "random_rank", "uniform": "uniform_rank"}
-"""References next to the hardmax rank, shown where they are known."""
+_REFERENCE_COLUMNS = {"null": "hardmax_rank", "random": "random_rank", "uniform": "uniform_rank"}
 
 
 def audit_document(audit: Audit) -> Document:
@@ -50,6 +50,7 @@ def audit_document(audit: Audit) -> Document:
     depth = [depth_curves(measure, audit.layers) for measure in DRAWN] if audit.layers else []
     numbers = [_head_table(grid, audit.heads) for grid in grids]
     numbers += [_state_table(stack, audit.layers) for stack in dict.fromkeys(y.stack for y in audit.layers)]
+    uncaptured = [[module.name, module.type, module.reason] for module in audit.uncaptured]
     columns = head_columns(audit.heads)
     scatter = _scatter(audit, columns)
     about = audit.provenance
@@ -94,34 +95,34 @@ def audit_document(audit: Audit) -> Document:
         sections=nonempty(
             Section("findings", "Findings", lists=[Items("", findings)] if findings else []),
             Section("heads", "Heads", include="heads.html" if grids else ""),
-            Section("states", "Through the depth", _STATES, figures=depth),
+            Section(
+                "states",
+                "Through the depth",
+                "Tokens after each block, from the input (0) on. Bands: ± one standard deviation.",
+                figures=depth,
+            ),
             _importance(audit, has_scatter=scatter is not None),
             Section(
                 "memberships",
                 "Memberships",
-                _MEMBERSHIPS,
+                "How far each token of the first sequence belongs to each head, Π: the heads sum to 1. "
+                "Such a layer has no attention map: it scales every token by its memberships.",
                 figures=membership_maps(grids, audit.heads),
                 choice="Layer",
             ),
             Section("numbers", "Numbers", tables=numbers, include="numbers.html" if numbers else ""),
-            Section("uncaptured", "Not captured", _UNCAPTURED, tables=[_uncaptured(audit)]),
+            Section(
+                "uncaptured",
+                "Not captured",
+                "Modules that look as if they mixed tokens. No number above includes them.",
+                tables=[Table("Not captured", ["module", "type", "reason"], uncaptured, console_rows=5)],
+            ),
         ),
         notes=about.notes,
         origin=_origin(audit),
         complete=audit.complete,
         data=data,
     )
-
-
-_STATES = "Tokens after each block, from the input (0) on. Bands: one standard deviation over the sequences."
-_MEMBERSHIPS = (
-    "How far each token of the first sequence belongs to each head, Π: the heads of a token sum to 1. A "
-    "layer of this kind has no attention map: it scales every token by its memberships. A layer in "
-    "which all tokens are similar groups nothing."
-)
-_UNCAPTURED = (
-    "These modules look as if they mixed tokens, and were not captured. No number above includes them."
-)
 
 
 def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
@@ -168,7 +169,6 @@ def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     mine = [heads[index] for index in grid.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
     lengths = {format_number(head.tokens, 0) for head in mine}
-    varied = [name for name, values in (("kind", kinds), ("mask", masks)) if len(values) > 1]
     facts = [
         *(kinds if len(kinds) == 1 else []),
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
@@ -176,52 +176,38 @@ def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
         *([grid.pattern] if grid.pattern != grid.title else []),
         *(f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
-    tokens = ["tokens"] if len(lengths) > 1 else []
+    columns: dict[str, Callable[[Sequence[HeadRecord]], str]] = {"heads": lambda own: str(len(own))}
+    for name, values in (("kind", kinds), ("mask", masks)):
+        if len(values) > 1:
+            columns[name] = partial(_texts, name)
+    if len(lengths) > 1:
+        columns["tokens"] = lambda own: format_number(mean(head.tokens for head in own), 0)
+    columns["rank\nshare"] = _mean_rank_share
+    for name, field in _REFERENCE_COLUMNS.items():
+        known = any(math.isfinite(getattr(head, field)) for head in mine)
+        if name == "null" or (known and not any(head.baseline for head in mine)):  # there is room for either
+            columns[f"{name}\nshare"] = partial(_mean_share, field)
     crowded = any(head.baseline or head.importance for head in mine)
-    references = {
-        name: field
-        for name, field in _REFERENCE_COLUMNS.items()
-        if any(math.isfinite(share(getattr(head, field), head)) for head in mine)
-        and not any(head.baseline for head in mine)  # a line has room for either
-    }
-    measures = [
-        measure
-        for measure in _CONSOLE_HEADS
-        if (not measure.kinds or kinds & set(measure.kinds))
-        and measure.known_in(mine)
-        and not (crowded and measure.name in _IF_ROOM)
-    ]
-    shares = ["rank\nshare", "null\nshare", *(f"{name}\nshare" for name in references)]
+    for measure in _CONSOLE_HEADS:
+        has_kind = not measure.kinds or kinds & set(measure.kinds)
+        if has_kind and measure.known_in(mine) and not (crowded and measure.name in _IF_ROOM):
+            columns[measure.console] = partial(_layer_number, measure)
+    rows = [[heads[index] for index in row.cells.values()] for row in grid.rows]
     return Table(
         grid.title,
-        ["layer", "heads", *varied, *tokens, *shares, *(measure.console for measure in measures)],
-        [_layer_cells(row, heads, [*varied, *tokens], [*references.values()], measures) for row in grid.rows],
+        ["layer", *columns],
+        [[str(own[0].layer), *(text(own) for text in columns.values())] for own in rows],
         facts=", ".join(facts),
         redrawn=True,
     )
 
 
-def _layer_cells(
-    row: Row,
-    heads: Sequence[HeadRecord],
-    varied: Sequence[str],
-    references: Sequence[str],
-    measures: Sequence[HeadMeasure],
-) -> list[str]:
-    own = [heads[index] for index in row.cells.values()]
-    names = [name for name in varied if name != "tokens"]
-    return [
-        str(row.layer),
-        str(len(own)),
-        *(", ".join(dict.fromkeys(getattr(head, name) for head in own)) for name in names),
-        *([format_number(mean(head.tokens for head in own), 0)] if "tokens" in varied else []),
-        _mean_rank_share(own),
-        *(
-            format_number(mean(share(getattr(head, field), head) for head in own), 2)
-            for field in ("hardmax_rank", *references)
-        ),
-        *(_layer_number(measure, own) for measure in measures),
-    ]
+def _texts(name: str, heads: Sequence[HeadRecord]) -> str:
+    return ", ".join(dict.fromkeys(getattr(head, name) for head in heads))
+
+
+def _mean_share(field: str, heads: Sequence[HeadRecord]) -> str:
+    return format_number(mean(share(getattr(head, field), head) for head in heads), 2)
 
 
 def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
@@ -254,11 +240,6 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> Table:
         facts="μ/‖Y‖ of 0: all tokens the same",
         redrawn=True,
     )
-
-
-def _uncaptured(audit: Audit) -> Table:
-    rows = [[module.name, module.type, module.reason] for module in audit.uncaptured]
-    return Table("Not captured", ["module", "type", "reason"], rows, console_rows=5)
 
 
 def _origin(audit: Audit) -> list[tuple[str, str]]:

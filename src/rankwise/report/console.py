@@ -16,8 +16,6 @@ from rankwise.auditing.records import Severity
 from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
 from rankwise.report.format import SEVERITIES, count, is_command, strip_control
 
-LONGEST_FACT = 60
-"""Characters above which a fact about the origin is on the page only."""
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
 MOST_OF_A_KIND = 3
@@ -69,9 +67,9 @@ def print_document(document: Document, console: Console | None = None, *, verbos
             _print_section(section, out, verbose)
         for note in document.notes:
             out.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-        short = [(name, value) for name, value in document.origin if len(value) <= LONGEST_FACT]
-        if short:
-            out.print(line(*((f"{name}: {value}", "dim") for name, value in short)), overflow="fold")
+        facts = [f"{name}: {value}" for name, value in document.origin if not is_command(value)]
+        if facts:
+            out.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
 
 
 def document_text(document: Document, width: int = 100) -> str:

@@ -95,7 +95,7 @@ def map_layout(rows: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
     x_step, y_step = 1 + (len(columns) - 1) // 16, 1 + (len(rows) - 1) // 24
     shared = {"showgrid": False, "zeroline": False, "fixedrange": True, "ticks": "", "automargin": True}
     x = {"title": {"text": "head"}, "side": "top", "range": [-_EDGE, len(columns) - 1 + _EDGE]}
-    y = {"title": {"text": "layer"}, "range": [len(rows) - 1 + _EDGE, -_EDGE]}
+    y = {"title": {"text": "layer", "standoff": 8}, "range": [len(rows) - 1 + _EDGE, -_EDGE]}
     return {
         "height": max(height * len(rows), _LEAST_HEIGHT) + 56,
         "margin": {"l": 44, "r": 4, "t": 44, "b": 8},
@@ -313,6 +313,7 @@ def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], 
     }  # fmt: skip
     layout = {
         "height": height,
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
         "xaxis": axis,
         "yaxis": {"autorange": "reversed", "type": "category", **scale},
     }

@@ -10,14 +10,7 @@ from statistics import quantiles
 from typing import Any
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measure_table import (
-    HEAD_MEASURES,
-    LAYER_MEASURES,
-    NULLS,
-    HeadMeasure,
-    Measure,
-    share,
-)
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, NULLS, HeadMeasure, Measure, share
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.report.format import count, round_for_page
 
@@ -31,28 +24,6 @@ _NOTES = {
     "uniform_rank": "Every row weighs all tokens under its mask equally: the limit without scores, not the "
     "least possible rank.",
 }
-"""What each reference rank is, and what it is not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceMark:
-    """Mark on the scale of a measure: the same heads at initialization, or random heads."""
-
-    name: str
-    note: str
-    values: Sequence[float]
-    """One value per head; NaN where unknown."""
-
-    def data(self) -> dict[str, Any]:
-        """Return the mean and the range as the page's scripts read them."""
-        known = [value for value in self.values if math.isfinite(value)]
-        ends = [f"{end:.2g}" for end in (min(known), max(known))]
-        return {
-            "name": self.name,
-            "note": self.note,
-            "at": round_for_page(sum(known) / len(known)),
-            "label": "–".join(dict.fromkeys(ends)),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +36,7 @@ class Column:
     """True for a share of min(T, S), which the name in a CSV file contains."""
     title: str
     short_title: str
+    """Title of a narrow column."""
     digits: int | None
     """Decimals that are shown."""
     values: Sequence[float]
@@ -84,7 +56,10 @@ class Column:
     """Ends of the scale."""
     undefined_for: frozenset[int] = frozenset()
     """Heads for which the measure is not informative."""
-    references: Sequence[ReferenceMark] = ()
+    references: Sequence["Column"] = ()
+    """Columns to compare with, whose means are marks on its scale."""
+    note: str = ""
+    """What a reference is, and what it is not."""
 
     @property
     def beyond(self) -> list[float]:
@@ -117,9 +92,21 @@ class Column:
                 "ends": [[round_for_page(low), self.low], [round_for_page(high), self.high]],
                 "beyond": [len(self.beyond), round_for_page(max(self.beyond, default=math.nan))],
                 "undefined_for": sorted(self.undefined_for),
-                "references": [reference.data() for reference in self.references],
+                "references": [self._mark(reference) for reference in self.references],
             }
         return found
+
+    def _mark(self, reference: "Column") -> dict[str, Any]:
+        """Return mean and range of a reference, over the heads for which this measure is informative."""
+        values = [value for at, value in enumerate(reference.values) if at not in self.undefined_for]
+        known = [value for value in values if math.isfinite(value)] or [math.nan]
+        ends = [f"{end:.2g}" for end in (min(known), max(known))]
+        return {
+            "name": "at initialization" if reference.over_seeds else reference.short_title.lower(),
+            "note": reference.note,
+            "at": round_for_page(sum(known) / len(known)),
+            "label": "–".join(dict.fromkeys(ends)),
+        }
 
 
 def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
@@ -129,17 +116,14 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
         if measure.name.startswith(INITIAL) or not measure.known_in(heads):
             continue
         column = measure_column(measure, heads)
-        if measure.kinds and not any(map(math.isfinite, column.values)):
-            continue
-        columns.append(column)
-        related = [*_reference_ranks(measure, heads), *_at_initialization(measure, heads)]
-        columns += [other for other in related if any(map(math.isfinite, other.values))]
+        if not measure.kinds or any(map(math.isfinite, column.values)):
+            columns += [column, *column.references]
     return columns
 
 
 def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
     """Return a row of the table of measures as a column."""
-    informed = [head for head in heads if measure.applies_to(head)]
+    references = [*_at_initialization(measure, heads), *_reference_ranks(measure, heads)]
     return Column(
         name=measure.name,
         share=measure.share,
@@ -153,9 +137,9 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         meaning=measure.meaning,
         low=measure.low,
         high=measure.high,
-        limits=color_limits(measure, informed),
+        limits=color_limits(measure, [head for head in heads if measure.applies_to(head)]),
         undefined_for=frozenset(at for at, head in enumerate(heads) if not measure.applies_to(head)),
-        references=_reference_marks(measure, informed),
+        references=[column for column in references if any(map(math.isfinite, column.values))],
     )
 
 
@@ -168,6 +152,7 @@ def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[
             short_title=words.capitalize(),
             digits=measure.digits,
             values=[share(getattr(head, name), head) for head in heads],
+            note=_NOTES[name],
         )
         for name, words in NULLS.items()
         if name in measure.nulls
@@ -176,8 +161,6 @@ def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[
 
 def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
     """Return the measure at initialization: mean and standard deviation over seeds."""
-    if not any(head.baseline is not None and measure.name in head.baseline.mean for head in heads):
-        return []
     pairs: list[tuple[float, float]] = []
     for head in heads:
         mean, std = math.nan, math.nan
@@ -185,6 +168,7 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> lis
             name = measure.shown_field(head)
             mean, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
         pairs.append((share(mean, head), share(std, head)) if measure.share else (mean, std))
+    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
     return [
         Column(
             name=f"{INITIAL}{measure.name}",
@@ -195,34 +179,10 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> lis
             values=[mean for mean, _ in pairs],
             spread=[std for _, std in pairs],
             over_seeds=True,
-        )
-    ]
-
-
-def _reference_marks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[ReferenceMark]:
-    initial = [
-        math.nan if head.baseline is None else head.baseline.mean.get(measure.name, math.nan)
-        for head in heads
-    ]
-    if measure.share:
-        initial = [share(value, head) for value, head in zip(initial, heads, strict=True)]
-    seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
-    marks = [
-        ReferenceMark(
-            name="at initialization",
             note="The same heads of the same architecture before training, on the same data, mean over "
             f"{count(seeds, 'seed')}: what the model starts from, not what it should be.",
-            values=initial,
-        ),
-        *(
-            ReferenceMark(
-                name=words, note=_NOTES[name], values=[share(getattr(head, name), head) for head in heads]
-            )
-            for name, words in NULLS.items()
-            if name in measure.nulls
-        ),
+        )
     ]
-    return [mark for mark in marks if any(map(math.isfinite, mark.values))]
 
 
 def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:

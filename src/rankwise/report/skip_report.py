@@ -90,7 +90,7 @@ def certificate_document(certificate: SkipCertificate) -> Document:
         setting=f"{certificate.sequences} sequences · {root}",
         verdict=Verdict(sentence=" ".join(map(_advice, certificate.stacks)) or "No λ-skips."),
         sections=nonempty(
-            Section("uses", "Larger λ", tables=[Table("Other λ", ["stack", "λ", "use"], uses)]),
+            Section("uses", "Larger λ", tables=[Table("Larger λ", ["stack", "λ", "use"], uses)]),
             Section("layers", "Layers", tables=tables),
         ),
         notes=certificate.notes,
