@@ -1,15 +1,25 @@
 """Audits made up by a seeded generator, in the ranges real ones have."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from rankwise.auditing.comparison import compare_two
+from rankwise.auditing.history import History
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance, Unseen
 from rankwise.auditing.result import Audit
+from rankwise.compression.records import Compression, HeadWidth, LayerPrice
+from rankwise.plan.records import HeadDimPlan, LayerCurve
 from rankwise.report.audit_report import audit_document
+from rankwise.report.comparison_report import comparison_document, history_document
+from rankwise.report.compression_report import compression_document
+from rankwise.report.document import Document
 from rankwise.report.page import page_text
+from rankwise.report.plan_report import plan_document
+from rankwise.report.skip_report import certificate_document
+from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 """Ends a script, loads a picture and runs a command wherever it is not escaped."""
@@ -395,3 +405,51 @@ def page(audit: Audit) -> str:
 def data(audit: Audit) -> Mapping[str, Any]:
     """What the scripts of the page of an audit read."""
     return audit_document(audit).data(0)
+
+
+def nasty_plan() -> Document:
+    points = [(2, 0.2, math.nan), (4, 0.4, 0.1)]
+    curve = LayerCurve(layer=1, points=points, head_dim=4, interval=(2, 4), saturated=True)
+    plan = HeadDimPlan(
+        tokens=64, mask=NASTY, tolerance=0.01, barrier=40.0, inputs=NASTY, trials=2, layers=[curve],
+        recommended={NASTY: 4}, reason=NASTY, notes=[NASTY], about={NASTY: NASTY}, complete=False,
+    )  # fmt: skip
+    return plan_document(plan)
+
+
+def nasty_compression() -> Document:
+    site = {"site": NASTY, "layer": 0}
+    head = HeadWidth(
+        part="qk", stack=NASTY, head=0, before=4, width=2, kl=math.nan, kl_calibrated=math.nan, **site
+    )
+    record = Compression(
+        model=NASTY, parts=[NASTY], sequences=1, tokens=2, figures=NASTY, heads=[head],
+        layers=[LayerPrice(kl=math.nan, **site)], kl=math.nan, left_out={NASTY: NASTY}, notes=[NASTY],
+        about={"folder": NASTY},
+    )  # fmt: skip
+    return compression_document(record)
+
+
+def nasty_certificate() -> Document:
+    fields = dict.fromkeys(LayerCertificate.model_fields, math.inf)
+    layer = LayerCertificate(
+        **fields | {"site": NASTY, "norm": NASTY, "paper_holds": None, "paper_guaranteed": None}
+    )
+    missing = dict.fromkeys(StackCertificate.model_fields)
+    stack = StackCertificate.model_construct(
+        **missing | {"stack": NASTY, "target": 0.7, "sound_scale": math.inf}
+    )
+    return certificate_document(
+        SkipCertificate(a=0.5, target=0.7, sequences=1, layers=[layer], stacks=[stack], notes=[NASTY])
+    )
+
+
+DOCUMENTS: dict[str, Callable[[], Document]] = {
+    "audit": lambda: audit_document(nasty()),
+    "comparison": lambda: comparison_document(compare_two(nasty(), only_nan())),
+    "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
+    "plan": nasty_plan,
+    "compression": nasty_compression,
+    "certificate": nasty_certificate,
+}
+"""The six kinds, with names that would escape and numbers that are not finite."""

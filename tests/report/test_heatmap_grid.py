@@ -11,6 +11,7 @@ from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.auditing.result import Audit
 from rankwise.report import audit_report
+from rankwise.report.figures import map_layout
 from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.heatmap_grid import HeadIndex, grids_of
@@ -48,6 +49,18 @@ def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
     heads = samples.grid(1, 3)
     (panel,) = grids_of([*heads, *heads])
     assert [row.cells for row in panel.rows] == [{0: 0, 1: 1, 2: 2}, {0: 3, 1: 4, 2: 5}]
+
+
+def test_columns_have_gaps_where_channels_were_sampled() -> None:
+    heads = [head.model_copy(update={"head": 5 * head.head + 1}) for head in samples.grid(2, 3)]
+    (grid,) = grids_of([*heads[:4], heads[5]])
+    assert grid.columns == (1, 6, 11)
+    assert grid.cells == [[0, 1, 2], [3, None, 4]]
+
+
+def test_a_map_of_one_row_has_room_for_the_label_at_the_pointer() -> None:
+    assert map_layout(["0"], ["0"])["height"] >= 68
+    assert map_layout(["0"] * 4, ["0"])["height"] > map_layout(["0"] * 3, ["0"])["height"]
 
 
 def test_a_place_takes_what_a_place_leaves_open_as_any() -> None:

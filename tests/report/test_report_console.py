@@ -3,13 +3,14 @@
 import io
 import math
 import re
+from collections import Counter
 
 import pytest
 from rich.console import Console
 from tests.report import samples
 
 from rankwise.auditing.measure_table import share
-from rankwise.report import print_document
+from rankwise.report import document_text, print_document
 from rankwise.report.audit_report import audit_document
 from rankwise.report.format import mean, rank_share
 
@@ -163,3 +164,32 @@ def test_a_console_without_unicode_gets_words() -> None:
 def test_mean_ignores_what_is_not_finite() -> None:
     assert mean([1.0, math.nan, math.inf, 2.0]) == 1.5
     assert math.isnan(mean([math.nan]))
+
+
+@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
+    document = samples.DOCUMENTS[kind]()
+    text = document_text(document, width=4000)
+    assert text.startswith(document.command)
+    before = text.partition(document.verdict.sentence)[0].splitlines()
+    assert len(before) <= 5 + len(document.warnings)
+    assert len(document.verdict.actions) <= 3
+    for action in document.verdict.actions:
+        assert action.text in text
+
+
+@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+def test_text_is_returned_inside_jupyter_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = samples.DOCUMENTS[kind]()
+    outside = document_text(document)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert document_text(document) == outside != ""
+
+
+@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+def test_verbose_prints_all_that_is_printed_else(kind: str) -> None:
+    document = samples.DOCUMENTS[kind]()
+    file = io.StringIO()
+    print_document(document, Console(file=file, width=100), verbose=True)
+    words, more = document_text(document).split(), file.getvalue().split()
+    assert not Counter(words) - Counter(more)

@@ -51,16 +51,18 @@ def _headline(record: Compression) -> str:
         )
         words.append(f"keys and values out of latents of {rank:.1f} for {channels:.0f} channels on average")
     done = "; ".join(words)
-    saved = 1 - record.parameters_after / record.parameters_before if record.parameters_before else math.nan
     price = (
         f"attention KL {format_number(record.kl, 4)} nats"
         if math.isfinite(record.kl)
         else f"error of the output {format_number(record.output_error, 4)}"
     )
-    gain = f"{saved:.1%} fewer parameters" if saved >= 0 else f"{-saved:.1%} more parameters"
+    gain = ""
+    if record.parameters_before:
+        saved = 1 - record.parameters_after / record.parameters_before
+        gain = f", {abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} parameters"
     if record.latents and record.cache_bytes_before:
         gain += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
-    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}, {gain}."
+    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}{gain}."
 
 
 def _price(record: Compression) -> Table:

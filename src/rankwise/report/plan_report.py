@@ -93,10 +93,12 @@ def _layer(layer: LayerCurve) -> Iterator[dict[str, object]]:
     x = [width for width, _, _ in layer.points]
     series, line = layer.layer - 1, {"type": "scatter", "x": x}
     for side in (1, -1):
-        edge = [max(0.0, mean + side * std) for _, mean, std in layer.points]
+        edge = [max(0.0, mean + side * (std if math.isfinite(std) else 0)) for _, mean, std in layer.points]
         band = {"y": edge, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
         yield line | band | {"meta": {"series": series, "band": side == -1}}
-    said = [f"layer {layer.layer}, K = {k}: {mean:.3f} ± {std:.3f}" for k, mean, std in layer.points]
+    said = [
+        f"layer {layer.layer}, K = {k}: {mean:.3f} ± {format_number(std, 3)}" for k, mean, std in layer.points
+    ]
     yield line | {
         "y": [mean for _, mean, _ in layer.points], "mode": "lines+markers", "hoverinfo": "text",
         "hovertext": said, "name": f"layer {layer.layer}", "meta": {"series": series},
@@ -109,7 +111,7 @@ def _curve(plan: HeadDimPlan) -> Table:
     for at, (width, _, _) in enumerate(plan.curve):
         if width in wanted:
             cells = [layer.points[at] for layer in plan.layers]
-            rows.append([str(width), *(f"{mean:.3f} ± {std:.3f}" for _, mean, std in cells)])
+            rows.append([str(width), *(f"{mean:.3f} ± {format_number(std, 3)}" for _, mean, std in cells)])
     columns = ["K", *(f"layer {layer.layer}, K* = {layer.head_dim}" for layer in plan.layers)]
     note = "± one standard deviation over trials."
     return Table("Rank/T at random weights", columns, rows, note=note)
