@@ -1,4 +1,4 @@
-"""Tiny models in float64, gates by hand, and importance as arrays per mixer."""
+"""Tiny models, gates by hand, and importance as arrays per mixer."""
 
 from itertools import groupby
 
@@ -8,8 +8,10 @@ import transformers
 from torch import nn
 
 import rankwise as rw
+from rankwise.importance import ImportanceSettings
 from rankwise.tracing import Intervention, capture
 
+CHEAP = ImportanceSettings(probes=0, tolerance=None)
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -25,6 +27,19 @@ def encoder(seed=0):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
     config = transformers.BertConfig(vocab_size=24, initializer_range=0.3, **sizes)
     return transformers.BertModel(config, add_pooling_layer=False).eval().double()
+
+
+def bert(kind, **more):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    return getattr(transformers, kind)(transformers.BertConfig(vocab_size=24, **sizes, **more)).eval()
+
+
+def t5(kind):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(vocab_size=24, decoder_start_token_id=0, **sizes)
+    return getattr(transformers, kind)(config).eval()
 
 
 def ids(sequences=3, tokens=10, seed=1):
@@ -67,6 +82,15 @@ class Heads(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 1)).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Heads(2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x).mean(1))
 
 
 class MixerArrays:

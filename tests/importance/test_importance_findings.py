@@ -1,5 +1,7 @@
 """Records, findings and the console say what follows where worth is known, and stay silent where not."""
 
+import re
+
 import pytest
 from importance_cases import ids, language_model
 from tests.report import samples
@@ -69,26 +71,25 @@ def found(code, costs, exact):
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
 
 
-def test_a_sink_that_costs_nothing_can_be_removed():
-    known, unknown = found("SINK", [0.002], exact=True)
-    assert "Without it the loss changes by +0.10% (nats per token 2 → 2.002, exact)" in known.meaning
-    assert known.remedy == "take it out"
-    assert known.evidence["removal_cost"] == 0.002
+CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of removal is"
+
+
+@pytest.mark.parametrize(
+    ("cost", "exact", "meaning", "remedy"),
+    [
+        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "take it out"),
+        (0.3, True, f"{CHANGES} +15.0%", "leave it in.*"),
+        (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", ".*--importance exact.*"),
+    ],
+)
+def test_a_sink_is_removed_by_its_cost_and_an_estimate_is_called_one(cost, exact, meaning, remedy):
+    known, unknown = found("SINK", [cost], exact=exact)
+    assert meaning in known.meaning
+    assert re.fullmatch(remedy, known.remedy, re.DOTALL)
+    assert (CHANGES in known.meaning) == exact
+    assert known.evidence["removal_cost"] == cost
     assert "loss" not in unknown.meaning
     assert "removal_cost" not in unknown.evidence
-
-
-def test_a_sink_that_is_needed_stays():
-    known, _ = found("SINK", [0.3], exact=True)
-    assert "+15.0%" in known.meaning
-    assert known.remedy.startswith("leave it in")
-
-
-def test_an_estimate_is_called_one():
-    known, _ = found("SINK", [0.3], exact=False)
-    assert "The estimated cost of removal is +15.0%; such estimates sort heads" in known.meaning
-    assert "changes by" not in known.meaning
-    assert "--importance exact" in known.remedy
 
 
 @pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])

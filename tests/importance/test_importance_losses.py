@@ -6,20 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from importance_cases import Heads, encoder, ids, language_model, measure
-from torch import nn
+from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
 from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.importance import ImportanceSettings
-
-CHEAP = ImportanceSettings(probes=0, tolerance=None)
-BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-
-
-def bert(kind, **more):
-    torch.manual_seed(0)
-    return getattr(transformers, kind)(transformers.BertConfig(vocab_size=24, **BERT, **more)).eval()
 
 
 def nats(logits, labels):
@@ -68,16 +59,7 @@ def test_an_audit_takes_the_mask_token_of_the_tokenizer():
 
 
 def test_an_encoder_decoder_predicts_what_its_decoder_reads_next():
-    torch.manual_seed(0)
-    sizes = {
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": 1,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    }
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=24, **sizes)).eval()
+    model = t5("T5ForConditionalGeneration")
     batch = {"input_ids": ids(), "decoder_input_ids": ids(seed=2)}
     importance = measure(model, [batch], ImportanceSettings(exact=True, probes=1, tolerance=None))
     assert importance.loss == "next tokens, encoder-decoder"
@@ -106,15 +88,6 @@ def test_labels_that_are_not_classes_leave_the_loss_to_the_model():
     assert importance.value == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     assert importance.probes == 0
     assert np.isfinite(importance.sites[0].estimate).all()
-
-
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = Heads(2), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.inner(x).mean(1))
 
 
 def test_pairs_of_inputs_and_labels_under_an_audit():

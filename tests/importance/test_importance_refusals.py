@@ -5,8 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import transformers
-from importance_cases import Heads, encoder, ids, language_model, measure
+from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
 from torch import nn
 
 import rankwise as rw
@@ -15,17 +14,6 @@ from rankwise.auditing.importance_findings import describe_removable
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError
 from rankwise.importance.records import HeadId, ImportanceRecord, RemovableSet
-
-CHEAP = ImportanceSettings(probes=0, tolerance=None)
-
-
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = Heads(2), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.inner(x).mean(1))
 
 
 def labelled(*labels):
@@ -50,10 +38,7 @@ def test_labels_that_are_not_classes_are_refused_by_their_batch(wrong, said):
 
 
 def test_labels_in_some_batches_only_are_refused():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.BertConfig(vocab_size=24, num_labels=3, **sizes)
-    model = transformers.BertForSequenceClassification(config).eval()
+    model = bert("BertForSequenceClassification", num_labels=3)
     some, none = {"input_ids": ids(), "labels": torch.tensor([0, 1, 2])}, {"input_ids": ids()}
     with pytest.raises(AuditError, match=r"batch 2: expected labels in all batches.*some in batch 1"):
         rw.audit(model, [some, none], importance=CHEAP)
@@ -72,17 +57,10 @@ def test_outputs_without_tokens_are_compared():
 
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [
-        ("T5ForConditionalGeneration", "auto"),
-        ("T5ForConditionalGeneration", "output"),
-        ("T5Model", "output"),
-    ],
+    [(generates := "T5ForConditionalGeneration", "auto"), (generates, "output"), ("T5Model", "output")],
 )
 def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-    config = transformers.T5Config(vocab_size=24, decoder_start_token_id=0, **sizes)
-    model, mask = getattr(transformers, kind)(config).eval(), torch.ones(3, 10, dtype=torch.long)
+    model, mask = t5(kind), torch.ones(3, 10, dtype=torch.long)
     mask[:, 3:] = 0
     batch = {"input_ids": ids(), "attention_mask": mask, "decoder_input_ids": ids(seed=2)}
     settings = ImportanceSettings(exact=True, probes=0, tolerance=None, loss=loss)
@@ -125,15 +103,8 @@ def test_the_finding_says_if_a_set_lowers_the_loss(count):
     facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
 
     def said(cost):
-        gone = RemovableSet(
-            heads=heads,
-            tolerance=0.01,
-            loss=2 + cost,
-            cost=cost,
-            relative=cost / 2,
-            sorted_by="exact",
-            runs=1,
-        )
+        costs = {"loss": 2 + cost, "cost": cost, "relative": cost / 2}
+        gone = RemovableSet(heads=heads, tolerance=0.01, **costs, sorted_by="exact", runs=1)
         importance = ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, removable=gone)
         return describe_removable(importance, gone)
 

@@ -213,10 +213,12 @@ def _start(
         )  # fmt: skip
     say("the first batch, to see its output")
     inputs = [drop_unused_labels(model, batch)[0] for batch in every]
-    states: list[tuple[str, int, str]] = []
+    placed: dict[str, tuple[str, int]] = {}
 
     def note(state: StateSite) -> None:
-        states.append((state.stack, state.layer, state.name))
+        # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
+        if state.layer > 0:
+            placed[state.name] = state.stack, state.layer - 1
 
     with torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note, **capturing):
         output = run_model(model, to_device(inputs[0], device_of(model)))
@@ -224,8 +226,6 @@ def _start(
     batches = [loss.prepare(*both, number) for number, both in enumerate(zip(inputs, every, strict=True))]
     loss.check(batches, output)
     del output
-    # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
-    placed = {name: (stack, layer - 1) for stack, layer, name in states if layer > 0}
     passes = GatedPasses(model, batches, loss, settings, capturing, say)
     passes.forward += 1
     return passes, placed
@@ -237,8 +237,7 @@ def _estimates(
     """Return the estimates of every head and every block (by name); add a note on mixers without any."""
     found: dict[HeadId, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
-    settings = passes.settings
-    unreached = []
+    settings, unreached = passes.settings, list[str]()
     for key, (mixer, heads) in passes.mixers.items():
         estimates = passes.estimates(passes.heads.get(key), heads)
         if settings.estimates and not any(estimates):

@@ -150,8 +150,9 @@ class Importance:
             why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
             return one.model_copy(update=means | {"why_not": why_not})
 
-        both = (at for at in other.heads if at in self.heads)
-        self.heads = {at: joined(self.heads[at], other.heads[at]) for at in both}
+        self.heads = {
+            at: joined(self.heads[at], head) for at, head in other.heads.items() if at in self.heads
+        }
         blocks, more = (
             {(block.stack, block.layer, block.site): block for block in record.blocks}
             for record in (first, second)
