@@ -11,8 +11,9 @@ from experiments import skip_repair as recipe
 from experiments.skip_repair import Stage, Story, main, rankwise
 from typer.testing import CliRunner
 
-from rankwise.auditing import Finding, HeadId
+from rankwise.auditing import Finding
 from rankwise.cli import app
+from rankwise.tracing import HeadId
 
 PAGE = recipe.PAGE.read_text(encoding="utf-8")
 

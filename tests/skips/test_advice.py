@@ -15,13 +15,14 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import Finding, HeadId, Provenance
+from rankwise.auditing import Finding, Provenance
 from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.skips import advice
 from rankwise.skips import remedy as remedies
 from rankwise.skips.remedy import collapse_with
 from rankwise.skips.skips import choose
+from rankwise.tracing import HeadId
 
 
 class Average(nn.Module):

@@ -12,15 +12,7 @@ if TYPE_CHECKING:
     from rankwise.auditing.findings import RULES, check_codes
     from rankwise.auditing.history import History, compare, in_order
     from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
-    from rankwise.auditing.records import (
-        AttentionMap,
-        Finding,
-        HeadId,
-        HeadRecord,
-        LayerRecord,
-        Provenance,
-        Unseen,
-    )
+    from rankwise.auditing.records import AttentionMap, Finding, HeadRecord, LayerRecord, Provenance, Unseen
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
@@ -35,7 +27,6 @@ __all__ = [
     "BaselineSettings",
     "Comparison",
     "Finding",
-    "HeadId",
     "HeadRecord",
     "History",
     "InitializationError",
@@ -57,7 +48,7 @@ __getattr__, __dir__ = lazy_names(
         "findings": ("RULES", "check_codes"),
         "history": ("History", "compare", "in_order"),
         "initialization": ("BaselineSettings", "InitializationError", "reinitialized"),
-        "records": ("AttentionMap", "Finding", "HeadId", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),
+        "records": ("AttentionMap", "Finding", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),
         "result": ("Audit",),
         "run": ("AuditError", "audit"),
         "settings": ("AuditSettings",),

@@ -53,8 +53,7 @@ def block_averages(operator: MixingOperator, side: int = MAP_SIDE) -> Float[Tens
 
 def _averaging(size: int, blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     block = torch.arange(size, device=device) * blocks // size
-    member = torch.zeros(size, blocks, dtype=dtype, device=device)
-    member[torch.arange(size, device=device), block] = 1
+    member = torch.nn.functional.one_hot(block, blocks).to(dtype)
     return member / member.sum(0)
 
 

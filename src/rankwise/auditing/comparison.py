@@ -175,11 +175,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Map stacks of the first audit to stacks of the second.
-
-    Stacks of equal names are paired. The others are paired in the order of the model if their numbers are
-    equal, because other authors name stacks differently.
-    """
+    """Map stacks of the first audit to the second by name, and the others by order if equally many."""
     ours, theirs = _stacks(before), _stacks(after)
     pairs = {name: name for name in ours if name in theirs}
     left, right = ([name for name in names if name not in pairs] for names in (ours, theirs))
@@ -230,28 +226,21 @@ def _changes(
         )
 
 
-def layer_means(audit: Audit, stacks: Mapping[str, str] | None = None) -> dict[LayerKey, tuple[float, float]]:
+def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
     """Return the known measures of each layer with their standard deviations over sequences.
 
     For heads both are means over the heads of the layer. Heads come before token states, in model order.
-    ``stacks`` maps stacks of the audit to other names.
     """
-    named = stacks or {}
     found: dict[LayerKey, tuple[float, float]] = {}
-    for layer, heads in _heads_by_layer(audit, named).items():
+    for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
             found[LayerKey("heads", *layer, measure.name)] = _mean(values), _mean(deviations)
     for state in audit.layers:
-        stack = named.get(state.stack, state.stack)
         for of_states in LAYER_MEASURES:
-            key = LayerKey("states", stack, state.layer, False, of_states.name)
+            key = LayerKey("states", state.stack, state.layer, False, of_states.name)
             found[key] = of_states.value(state), _std(of_states, state)
     return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
-
-
-def _heads_by_layer(audit: Audit, stacks: Mapping[str, str]) -> dict[tuple[str, int, bool], list[HeadRecord]]:
-    return grouped(audit.heads, lambda head: (stacks.get(head.stack, head.stack), head.layer, head.cross))
 
 
 def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
@@ -261,18 +250,16 @@ def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield the changes of layers in both audits; heads need mixers of the same kinds.
-
-    Ranks of a softmax matrix and of a diagonal matrix do not compare. Token states always do.
-    """
-    ours, theirs = layer_means(before, stacks), layer_means(after)
-    kinds, other_kinds = (
-        {layer: {head.kind for head in heads} for layer, heads in _heads_by_layer(audit, named).items()}
-        for audit, named in ((before, stacks), (after, {}))
-    )
-    for key, (old, old_std) in ours.items():
-        layer = key.stack, key.layer, key.cross
-        if key in theirs and (key.of == "states" or kinds.get(layer) == other_kinds.get(layer)):
+    """Yield the changes of layers in both audits; of their heads only if mixers have the same kinds."""
+    theirs = layer_means(after)
+    kinds: dict[tuple[str, int, bool], list[set[str]]] = defaultdict(lambda: [set(), set()])
+    for side, (audit, names) in enumerate(((before, stacks), (after, {}))):
+        for head in audit.heads:
+            kinds[names.get(head.stack, head.stack), head.layer, head.cross][side].add(head.kind)
+    for own_key, (old, old_std) in layer_means(before).items():
+        key = own_key._replace(stack=stacks.get(own_key.stack, own_key.stack))
+        ours, other = kinds[key.stack, key.layer, key.cross]
+        if key in theirs and (key.of == "states" or ours == other):
             new, new_std = theirs[key]
             std = math.sqrt((old_std**2 + new_std**2) / 2)
             yield LayerChange(**key._asdict(), before=old, after=new, change=new - old, std=std)

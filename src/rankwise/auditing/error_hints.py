@@ -20,12 +20,10 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     model = original_of(model)
     if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)
-        inner = [name for name, module in model.named_children() if not isinstance(module, lists)]
-        name = next(iter(inner), "inner")
+        inner = (name for name, module in model.named_children() if not isinstance(module, lists))
         return (
-            "An audit calls the model, not the `training_step` of Lightning: define `forward`, such as "
-            f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
-            f"`model.{name}`."
+            "An audit calls the model, not the `training_step` of Lightning: define `forward`, or audit the "
+            f"inner module that has it, such as `model.{next(inner, 'inner')}`."
         )
     if _fast_path_fails(model, error):
         return (
@@ -84,13 +82,12 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
             continue
         wrong = labels[((labels < 0) & (labels != IGNORE_INDEX)) | (labels >= classes)]
         if classes > 1 and wrong.numel():
-            return InputError(
-                f"{name} of batch {number}",
-                expected=f"whole numbers from 0 to {classes - 1}, as {type(model).__name__} has {classes} "
-                f"{kind}, or {IGNORE_INDEX} for labels that do not count",
-                got=f"{int(wrong[0])}",
-                fix=f"Correct them, or {fix}; an audit without importance needs no labels.",
-            )
+            of_model = f"as {type(model).__name__} has {classes} {kind}"
+            ignored = f"or {IGNORE_INDEX} for labels that do not count"
+            expected = f"whole numbers from 0 to {classes - 1}, {of_model}, {ignored}"
+            fix = f"Correct them, or {fix}; an audit without importance needs no labels."
+            subject = f"{name} of batch {number}"
+            return InputError(subject, expected=expected, got=str(int(wrong[0])), fix=fix)
     return None
 
 

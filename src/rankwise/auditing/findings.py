@@ -259,10 +259,10 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
     remedy="give {which} of one of them, and compare the loss", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
-    """Find groups of attention heads of a mixer that mix the same way, joined through nearest heads.
+    """Find groups of attention heads that mix the same way, joined through nearest heads.
 
-    Two heads that each have a finding of their own are not joined. Channels of state-space mixers are left
-    out, because dozens of them are similar.
+    Two heads that each have a finding are not joined. Channels of state-space mixers are left out, because
+    dozens of them are similar.
     """
     for mixer in measured.mixers:
         by_number: dict[int | None, HeadRecord] = {
@@ -349,10 +349,7 @@ def _baseline(head: HeadRecord) -> Baseline | None:
 
 
 def rank_code(head: HeadRecord) -> str | None:
-    """Return HIGH_RANK or LOW_RANK if it holds at every threshold of the band, else None.
-
-    The reference is the same head at initialization if the audit judges it, else every known reference rank.
-    """
+    """Return HIGH_RANK or LOW_RANK if it holds against the references at every threshold, else None."""
     if (baseline := _baseline(head)) is not None:
         high = all(point.difference_low > point.margin for point in baseline.band)
         low = all(-point.difference_high > point.margin for point in baseline.band)
@@ -387,10 +384,7 @@ def _middle_rank(head: HeadRecord) -> float:
     "the part rotary instead of qk if positions are rotated in",
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
-    """Find heads that require less than half of their head dimension.
-
-    Heads that require none weigh all tokens evenly, as at initialization, and are left out.
-    """
+    """Find heads that require some channels, but less than half; at initialization heads require none."""
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
         found = [
@@ -424,12 +418,12 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    for modules in grouped(measured.uncaptured, lambda module: (module.type, module.reason)).values():
-        first, number = modules[0], len(modules)
-        words = f"{number} × {first.type} looks like a mixer and is not in this audit: {first.reason}."
-        severity: Severity = "info" if first.reason.startswith("never called") else "warning"
-        where = HeadId(site=first.name)
-        yield _finding("NOT_CAPTURED", where, {"modules": number}, words, severity, name=first.name)
+    groups = grouped(measured.uncaptured, lambda module: (module.type, module.reason))
+    for (kind, reason), modules in groups.items():
+        name, evidence = modules[0].name, {"modules": len(modules)}
+        words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
+        severity: Severity = "info" if reason.startswith("never called") else "warning"
+        yield _finding("NOT_CAPTURED", HeadId(site=name), evidence, words, severity, name=name)
 
 
 def place_of(record: HeadRecord | LayerRecord) -> HeadId:

@@ -129,10 +129,8 @@ class History:
         found: list[str] = []
         quantities = list(dict.fromkeys(filter(None, self._cost_quantities())))
         if len(quantities) > 1:
-            found.append(
-                f"Costs of removal are of {len(quantities)} quantities, and no curve leads from one to "
-                f"another: {'; '.join(quantities)}."
-            )
+            number, listed = len(quantities), "; ".join(quantities)
+            found.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
         for what, field in (("importance", "importance"), ("a baseline", "baseline")):
             some = [name for name, audit in self._entries.values() if getattr(audit, field) is not None]
             if 0 < len(some) < len(self):

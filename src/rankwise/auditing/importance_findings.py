@@ -11,9 +11,8 @@ EXACTLY = (
     "remove heads one by one, `rankwise audit MODEL --text TEXT --importance exact --out DIR`, in Python "
     '`importance="exact"`'
 )
-ESTIMATED = "The estimated cost of removal is"
-CAUTION = "such estimates sort heads and can fall far short of large costs"
-HEAD_CAUTION = "estimates of second order sort heads and can fall far short of large costs"
+CAUTION = "sort heads and can fall far short of large costs"
+HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
@@ -26,10 +25,7 @@ def with_removal_costs(
     heads: Sequence[HeadRecord],
     importance: ImportanceRecord,
 ) -> list[Finding]:
-    """Return findings with the cost of removing their heads, if all these costs are known.
-
-    Only codes in `about` state costs; it maps them to the subject of their rule: head, group or mixer.
-    """
+    """Return findings with known costs of removal; `about` maps the codes that state costs to subjects."""
     known = {head.id: head.importance for head in heads}
     found = []
     for finding in findings:
@@ -55,7 +51,8 @@ def _with_removal_cost(
         words = f"Without {'it' if alone else 'one of them'} the loss changes by {shares} ({change}exact)"
         words += ": any one of them can be removed" if about == "group" and within else ""
     else:
-        words = f"{ESTIMATED} {shares}{'' if alone else ' each'}; {CAUTION}"
+        each = "" if alone else " each"
+        words = f"The estimated cost of removal is {shares}{each}; such estimates {CAUTION}"
     remedy = EXACTLY
     if about == "group":
         remedy = finding.remedy
@@ -67,13 +64,8 @@ def _with_removal_cost(
         remedy = "nothing: the rank is not a fault, and its price is known"
     price = {"least_removal_cost": low, "most_removal_cost": high}
     price = {"removal_cost": low} if about == "head" else price
-    return finding.model_copy(
-        update={
-            "meaning": f"{finding.meaning} {words}.",
-            "evidence": finding.evidence | price,
-            "remedy": remedy,
-        }
-    )
+    meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | price
+    return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
 def describe_removable(importance: ImportanceRecord, found: RemovableSet) -> str:

@@ -32,7 +32,7 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 """Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
-NEVER_CALLED = "never called"
+LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits")
 SAME_MODEL = "Merge audits of the same model only, each of other sequences."
 SAME_WEIGHTS = (
@@ -146,19 +146,14 @@ class DataDigest:
 def describe_method(heads: Sequence[HeadRecord]) -> str:
     """Return a description of how the ranks of an audit were computed: exact, estimated or both."""
     sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
-    if not estimated:
-        return "exact"
-    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}"
-    if estimated == sequences:
-        return how
-    return f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
+    exact = (
+        f"{sequences - estimated} of {sequences} spectra exact, the others " if estimated < sequences else ""
+    )
+    return f"{exact}estimated with {PROBES} probes, {STEPS} steps, seed {SEED}" if estimated else "exact"
 
 
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
-    """Raise `RecordError` if audits differ in model or settings, or if two audits contain the same data.
-
-    Data are compared by digest; older files have no digest, so their data are not checked.
-    """
+    """Raise `RecordError` if audits differ in model or settings, or if two have data of the same digest."""
     for field in SAME:
         check_same(field, [getattr(about, field) for about in abouts])
     check_same("weights", [about.weights for about in abouts if about.weights], SAME_WEIGHTS)
@@ -190,18 +185,15 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     """Return the merged provenance of two audits: counts are added, texts joined, notes collected."""
     both = (first, second)
     libraries = _distinct(name for about in both for name in about.versions)
+    versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        "method_asked": max(about.method_asked for about in both),
-        "created": max(about.created for about in both),
         "advised": False,
-        "parts": sorted(part for about in both for part in about.parts),
-        "weights": max(about.weights for about in both),
         "sources": {},
-        "versions": {
-            name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries
-        },
+        "versions": versions,
+        "parts": sorted(part for about in both for part in about.parts),
         "notes": list(dict.fromkeys(note for about in both for note in about.notes)),
     }
+    fields |= {name: max(getattr(about, name) for about in both) for name in LATEST}
     fields |= {name: sum(getattr(about, name) for about in both) for name in SUMS}
     fields |= {name: _joined([getattr(about, name) for about in both], by) for name, by in JOINED.items()}
     return first.model_copy(update=fields)
@@ -212,7 +204,7 @@ def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list
     both = {module.name for module in first} & {module.name for module in second}
     kept = []
     for name, modules in grouped((*first, *second), lambda module: module.name).items():
-        called = [module for module in modules if not module.reason.startswith(NEVER_CALLED)]
+        called = [module for module in modules if not module.reason.startswith("never called")]
         if called or name in both:
             kept.append(min(called or modules, key=lambda module: module.reason))
     return kept

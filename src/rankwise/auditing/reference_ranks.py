@@ -73,10 +73,7 @@ def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
 def random_rank(
     tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
 ) -> float:
-    """Return the mean rank of softmax attention (T, S) with random queries and keys; NaN if unknown.
-
-    ``width`` is the head dim K, None if the model formed its weights itself; ``scale`` multiplies the logits.
-    """
+    """Return the mean rank of softmax attention (T, S) with random queries and keys; NaN if unknown."""
     name = _named(mask, tokens, sources)
     if name is None or width is None or scale is None or scale <= 0:
         return math.nan
@@ -95,10 +92,8 @@ def uniform_rank_under(mask: Mask, tokens: int, sources: int, delta: float) -> f
 def _named(mask: Mask, tokens: int, sources: int) -> str | None:
     """Return the name of a mask in `rankwise.theory`, without its window; None if theory has no such mask."""
     name = mask.base if mask.name == "window" else mask.name
-    square = tokens == sources
-    if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):
-        return None
-    return name
+    covered = tokens == sources or (name == "full" and mask.window is None)
+    return name if name in ("full", "causal") and covered else None
 
 
 def masks_of(operator: MixingOperator) -> list[list[Mask]]:
@@ -114,11 +109,8 @@ def masks_of(operator: MixingOperator) -> list[list[Mask]]:
         torch.cat([part.expand(-1, most, -1) for part in parts], -1).cpu()
         for parts in zip(*blocks, strict=True)
     )
-    named = [
-        [mask_of(Reach(first[b, h], last[b, h], count[b, h], sources)) for h in range(most)]
-        for b in range(first.shape[0])
-    ]
-    return [masks * (heads // most) for masks in named]
+    reaches = [[*zip(*parts, strict=True)] for parts in zip(first, last, count, strict=True)]
+    return [[mask_of(Reach(*reach, sources)) for reach in row] * (heads // most) for row in reaches]
 
 
 def mask_of(reach: Reach) -> Mask:

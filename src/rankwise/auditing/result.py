@@ -85,19 +85,17 @@ class Audit(Record):
         Up to rounding, means, standard deviations, counts and nearest heads equal the values of one audit
         over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
         attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
-        set of removable heads is omitted, because no model run covered all the data. The baseline is omitted,
-        because it compares single sequences. Notes in the merged audit list what was omitted.
+        set of removable heads and the baseline are omitted, because they need runs over all the data. Notes
+        in the merged audit list what was omitted.
 
-        The order of audits affects only the values of single sequences. Merging in several steps returns the
-        same result as merging at once. Audits in older files without merge data yield no nearest heads and no
-        names of tokens. Token names are counted among the 16 most frequent names of each audit.
+        Merging in several steps returns the same result as merging at once. Audits in older files without
+        merge data yield no nearest heads and no names of tokens. Token names are counted among the 16 most
+        frequent names of each audit. Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are
-        not detected. Weights are compared by 64 numbers per weight. Older files without digests of data and
-        weights are not checked.
-
-        Cost: linear in the number of records.
+        not detected. Weights are compared by 64 numbers per weight. Older files without digests are not
+        checked.
 
         Args:
             audits: audits of the same model at the same δ, each of different sequences.
@@ -228,11 +226,10 @@ class Audit(Record):
                 got = f"no {name} {asked[name]!r}"
                 raise InputError(subject, expected="a head of this audit", got=got, fix=_known(list(known)))
         if len(left) > 1:
-            by = "stack" if len({record.stack for record in left}) > 1 else "site"
-            names = list(dict.fromkeys(getattr(record, by) for record in left))
-            fix = f"Say which: {', '.join(f'{by}={name!r}' for name in names[:_MOST_NAMES])}."
-            if len(names) == 1:
-                fix = "Its module runs several times: filter `audit.heads`."
+            names = {by: [*dict.fromkeys(getattr(record, by) for record in left)] for by in ("stack", "site")}
+            by = next((by for by, found in names.items() if len(found) > 1), "")
+            listed = ", ".join(f"{by}={name!r}" for name in names.get(by, [])[:_MOST_NAMES])
+            fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
             raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
         return left[0]
 
