@@ -361,8 +361,8 @@ class GatedPasses:
     ) -> tuple[float, float]:
         """Return the loss of the model without some heads and blocks, and a mean cosine.
 
-        Sequences whose loss is not finite in the whole model are left out. The cosine compares output states
-        with those of the whole model; NaN if the loss does not compute it.
+        Sequences whose loss is not finite in the whole model are left out. The cosine compares the output
+        with the output of the whole model; NaN if the loss does not compute it.
         """
         total, cosine, sequences = 0.0, 0.0, 0
         for batch, finite in zip(self.batches, self._finite, strict=True):

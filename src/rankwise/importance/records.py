@@ -95,7 +95,7 @@ class ImportanceRecord(Record):
     counted: Number
     """Number of tokens, labels or sequences that the loss is averaged over."""
     ablation: Literal["zero", "mean"]
-    """What replaces the output of a removed head."""
+    """Replacement of the output of a removed head: zero, or its mean."""
     probes: Count
     """Number of random projections of the output per batch."""
     seed: int
@@ -150,9 +150,7 @@ class Importance:
             why_not = min((part.why_not for part in (one, two) if part.why_not), default="")
             return one.model_copy(update=means | {"why_not": why_not})
 
-        self.heads = {
-            at: joined(self.heads[at], head) for at, head in other.heads.items() if at in self.heads
-        }
+        self.heads = {at: joined(self.heads[at], one) for at, one in other.heads.items() if at in self.heads}
         blocks, more = (
             {(block.stack, block.layer, block.site): block for block in record.blocks}
             for record in (first, second)

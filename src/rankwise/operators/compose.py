@@ -140,7 +140,7 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as those of real tokens.
+    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as all but padding.
 
     Cost: the cost of products with the whole M, because values are padded with zeros.
 

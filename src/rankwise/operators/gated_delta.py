@@ -144,7 +144,7 @@ def delta_scan(
         key: k, vectors along which the state is written and corrected.
         beta: β, strength of each write.
         log_decay: log a, in [−inf, 0]; F is 1 or K. The decay of the first token has no effect.
-        values: v; the leading axes broadcast with those of all inputs.
+        values: v; the leading axes broadcast with the leading axes of q, k, β.
         chunk: tokens per chunk, by default 64, or 16 with a decay per feature; it affects rounding and time
             only.
 

@@ -68,7 +68,7 @@ class ToeplitzMixing(FastMixing):
         """Return the causal convolution of a diagonal state space model, as in S4D.
 
         Formula: ``kernel[l] = Re Σ_n c_n b̄_n exp(l · step · a_n)`` with b̄ = (exp(step · a) − 1)/a · b, a
-        zero-order hold (step · b if a = 0). The kernel is doubled if each state stands for a conjugate pair.
+        zero-order hold (step · b if a = 0). The kernel is doubled if each state represents a conjugate pair.
         Cost: O(T N) time and O(T) memory per head.
         Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal
         State Space Models", NeurIPS 2022, eq. 4 and listing 1.
@@ -79,7 +79,7 @@ class ToeplitzMixing(FastMixing):
             c: output weight of each state.
             step: Δ, one per head.
             tokens: T.
-            conjugates: True if each complex state stands for itself and its conjugate, as in S4D.
+            conjugates: True if each complex state represents itself and its conjugate, as in S4D.
 
         Raises:
             ShapeError: if the tensors do not fit together, or T is less than 1.

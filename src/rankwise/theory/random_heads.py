@@ -182,7 +182,7 @@ def singular_values_of_stochastic(
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0
     smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, as no entry is negative
+    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, because entries are not negative
     gram = smaller @ smaller.mT
     # on one thread numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md)
     numpys = numpy_is_on_one_thread()

@@ -275,7 +275,7 @@ class BlockFinder:
         self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
 
     def _owning(self) -> ModuleCall | None:
-        """Return the innermost enclosing call that is no candidate: the module that runs the blocks."""
+        """Return the innermost enclosing call that is not a candidate: the module that runs the blocks."""
         visited = {candidate.call.serial for candidate in self._candidates}
         around = self._calls.running[:-1]
         return next((call for call in reversed(around) if call.serial not in visited), None)

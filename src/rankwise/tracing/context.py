@@ -1,17 +1,19 @@
 """`capture`: records the mixing operators and token states of a model while it runs.
 
-A call of a module goes through these steps, each of which writes into its `ModuleCall`:
+A call of a module passes these steps. Each step writes the fields of `ModuleCall` that are named in it:
 
-1. `ModuleCalls` sees it begin: name, module, args, kwargs, serial; ``called_inside`` of the call around it.
-2. `capture._entered`: a new forward pass, if it is the outermost call; ``exit_stack``: function mode
-   off in PyTorch's layers; `AdapterReader.entered`: ``adapter``; `BlockFinder.entered`: may it be a block?
-3. It runs. `AttentionMode` reports attention, and `capture._add` makes a site of it: ``mixed_inside`` of all
-   calls under way; `BlockFinder.add`: ``unplaced_mixers``. It also reports other mixing: ``other_mixing``.
-4. `ModuleCalls` sees it end: kwargs, output, raised; it closes ``exit_stack``.
-5. `capture._left`: `BlockFinder.arguments_known`; `Substitution.left`; `capture._read` adds a site as in 3 if
-   the call itself says what it mixed with (``sites=``, an adapter, PyTorch's own layer), or keeps the call in
-   ``inner`` of an outer call that an adapter reads; `BlockFinder.left`: a block takes its
-   ``unplaced_mixers``, and `BlockStacks` reports its sites and states.
+1. The call begins. `ModuleCalls` sets name, module, args, kwargs, serial, and the parent's ``called_inside``.
+2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
+   the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``; `BlockFinder.entered`
+   registers possible blocks.
+3. The module runs. `AttentionMode` reports attention, and `capture._add` makes a site (operator and address)
+   of it, and sets ``mixed_inside``; `BlockFinder.add` extends ``unplaced_mixers``. Mixing without attention
+   extends ``other_mixing``.
+4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
+5. `capture._left` runs `BlockFinder.arguments_known` and `Substitution.left`. `capture._read` makes a site if
+   ``sites=``, an adapter or PyTorch's own layer determines the operator; it records the call in ``inner`` if
+   an adapter of an outer call reads it. `BlockFinder.left` assigns ``unplaced_mixers`` to a block, and
+   `BlockStacks` reports the sites and states of the block.
 """
 
 from collections.abc import Callable, Mapping, Sequence

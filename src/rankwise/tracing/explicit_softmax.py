@@ -49,7 +49,7 @@ class Weights:
     probabilities: Tensor | None
     """Result of the softmax, before casts and dropout; None if the tensor itself is the result."""
     allowed: Entries | None
-    """True at weights whose scores no mask hid; None if unknown."""
+    """True at weights that no mask has hidden; None if unknown."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
     intact: bool = True
@@ -68,7 +68,7 @@ class SoftmaxProduct:
     output: Tensor | None
     """Product M V; None if the function also added another tensor, as `torch.baddbmm` does."""
     allowed: Entries | None
-    """True at entries of the matrix whose scores no mask hid; None if unknown."""
+    """True at entries of the matrix that no mask has hidden; None if unknown."""
     compared: bool
     values_compared: bool
     """True if the values are themselves a product of two activations, as Kᵀ V of linear attention."""
@@ -94,7 +94,7 @@ class SoftmaxFollower:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> SoftmaxProduct | None:
-        """Register a call of a torch function; return a product of weights and values if the call is one."""
+        """Register a call of a torch function; return the product if it multiplies weights by values."""
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
         if not isinstance(out, Tensor):
@@ -294,7 +294,7 @@ class Einsum:
 
 @dataclass(frozen=True)
 class Contraction:
-    """Letters of an einsum in which one operand, matrices (…, T, S), multiplies the other, values."""
+    """Letters of an einsum that multiplies matrices (…, T, S) by values."""
 
     axes: str
     """Letters of the leading axes of the matrices; below, letters of T, S and the value width V."""

@@ -53,7 +53,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """Return the result of a function of ``sites`` as a call; raise `CaptureError` if it is no operator."""
+    """Return the result of a function of ``sites`` as a call; raise `CaptureError` if no operator."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
     shape = getattr(given, "shape", None)

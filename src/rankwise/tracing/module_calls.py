@@ -20,7 +20,7 @@ from rankwise.tracing.head_id import CallId
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]
 ABSENT = object()
-"""Stands for an argument that the module does not have or did not receive."""
+"""Marker for an argument that the module does not have or did not receive."""
 
 
 @dataclass

@@ -101,7 +101,7 @@ class Masks:
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
-        """Return True at the scores that no mask hides, so that the softmax may give them weight."""
+        """Return True at the scores that no mask hides, so that their softmax weight may be positive."""
         parts = self._hidden.get(scores, ())
         # No product Q Kᵀ is near the least number of a dtype. Scores of unknown origin use a higher limit.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
