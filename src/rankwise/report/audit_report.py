@@ -131,12 +131,9 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
     facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
     mixing = [head for head in heads if RANK.applies_to(head)]
     if mixing:
-        references = {
-            words: mean(share(getattr(h, name), h) for h in mixing) for name, words in NULLS.items()
-        }
-        initial = mean(share(head.init_numerical_rank, head) for head in mixing)
-        named = {"at initialization": initial, **references}
-        known = [f"{words} {value:.2g}" for words, value in named.items() if math.isfinite(value)]
+        named = {"init_numerical_rank": "at initialization", **NULLS}
+        means = [(words, mean(share(getattr(h, name), h) for h in mixing)) for name, words in named.items()]
+        known = [f"{words} {value:.2g}" for words, value in means if math.isfinite(value)]
         facts.append(("Mean rank share", format_number(mean(map(rank_share, mixing)), 2), ", ".join(known)))
     above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
     if any(head.baseline is not None and head.baseline.judged for head in mixing):
@@ -146,11 +143,8 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
         against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
         facts.append(("Heads unlike every reference", str(above + below), against))
     last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
-    known_last = [layer for layer in last.values() if math.isfinite(layer.relative_spread)] or [
-        *last.values()
-    ]
-    if known_last:
-        nearest = min(known_last, key=lambda layer: layer.relative_spread)
+    if last:
+        nearest = min(last.values(), key=lambda y: (math.isnan(y.relative_spread), y.relative_spread))
         against = f"0: all tokens the same; mean cosine {format_number(nearest.mean_cosine, 2)}"
         facts.append(("μ/‖Y‖ at the end", format_number(nearest.relative_spread, 3), against))
     return facts
@@ -158,10 +152,8 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
 
 def _heads_of(findings: Sequence[Finding], code: str) -> int:
     """Count the heads that findings of a code mark; in older files each finding has one head."""
-    counts = [
-        len(found.heads) or found.evidence.get("heads", 1.0) for found in findings if found.code == code
-    ]
-    return int(sum(number for number in counts if math.isfinite(number)))
+    counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
+    return int(sum(filter(math.isfinite, counts)))
 
 
 def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:

@@ -3,12 +3,12 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.comparison import Change, Comparison, LayerChange
 from rankwise.auditing.findings import about
-from rankwise.auditing.history import steps_of
+from rankwise.auditing.history import History, steps_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
 from rankwise.auditing.measure_table import (
     DRAWN,
@@ -25,9 +25,6 @@ from rankwise.report.document import Cell, Document, Figure, Item, Items, Sectio
 from rankwise.report.figures import MapCell, cell_map, step_curves
 from rankwise.report.format import SEVERITIES, count, mean, model_name, title
 from rankwise.report.heatmap_grid import make_grids
-
-if TYPE_CHECKING:
-    from rankwise.auditing.history import History
 
 MOST_CELLS = 2**15
 """Cells of all maps of a comparison: the maps of the measures that changed most come first."""
@@ -254,30 +251,22 @@ def _changes(changes: Sequence[Change]) -> Table:
     )
 
 
-def history_document(history: "History", links: Mapping[str, str] | None = None) -> Document:
-    """Describe a history: curves over the steps, a table of the audits, and what became of findings.
-
-    Args:
-        history: the audits.
-        links: addresses of the pages of single audits, by name.
-    """
+def history_document(history: History, links: Mapping[str, str] | None = None) -> Document:
+    """Describe a history: curves over the steps, audits with links to pages, what became of findings."""
     names = [model_name(name) for name in history.names]
     between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
-    numbered = (
-        "The names contain no steps: the audits are numbered in their order. " if history.counted else ""
-    )
+    numbered = "The audits are numbered, as their names contain no steps. " if history.counted else ""
     comparison = history.comparison if len(history) > 1 else None
     structure = [_structure(comparison)] if comparison else []
     ends = finding_lists(comparison) if comparison else []
     heads, states = _charts(history, names, "heads", PICTURED), _charts(history, names, "states", DRAWN)
+    last = f"Last audit: {history.audits[-1].verdict.sentence}" if names else "No audits."
     curves = "One line per layer, from the first to the last; for heads the mean of the layer."
     return Document(
         command="Rankwise history",
         heading=f"{count(len(history), 'audit')}{between}",
         setting=f"{numbered}Means over all heads; states: at the end; findings: errors/warnings/notes.",
-        verdict=Verdict(
-            sentence=f"Last audit: {history.audits[-1].verdict.sentence}" if names else "No audits."
-        ),
+        verdict=Verdict(sentence=last),
         sections=nonempty(
             Section("heads", "Heads over the steps", curves, figures=heads, choice="Measure"),
             Section("states", "Token states over the steps", figures=states),
@@ -290,7 +279,7 @@ def history_document(history: "History", links: Mapping[str, str] | None = None)
     )
 
 
-def _charts(history: "History", names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
+def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
     """Draw a figure per measure, stack and, for costs of different losses, quantity."""
     known = {measure.name: measure for measure in measures}
     lines: dict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
@@ -314,21 +303,16 @@ def _charts(history: "History", names: Sequence[str], of: str, measures: Sequenc
     ]
 
 
-def _audits(history: "History", names: Sequence[str], links: Mapping[str, str]) -> Table:
+def _audits(history: History, names: Sequence[str], links: Mapping[str, str]) -> Table:
     name_is_step = not history.counted and steps_of(history.names) == history.steps
     first = ["step"] if name_is_step else ["audit"] if history.counted else ["audit", "step"]
     measures: list[Measure] = [*_HISTORY_HEADS, *_HISTORY_STATES]
-    columns = [
-        *first,
-        "heads",
-        *((m.console or m.head.lower().replace(" ", "\n")) for m in measures),
-        "findings",
-    ]
+    titles = [measure.console or measure.head.lower().replace(" ", "\n") for measure in measures]
     rows: list[list[str | Cell]] = []
     for step, name, full_name, audit in zip(history.steps, names, history.names, history.audits, strict=True):
         who = Cell(str(step) if name_is_step else name, hover=full_name, link=links.get(full_name, ""))
         rows.append([who, *([str(step)] if len(first) > 1 else []), *_audit_cells(audit)])
-    return Table("Audits", columns, rows)
+    return Table("Audits", [*first, "heads", *titles, "findings"], rows)
 
 
 def _audit_cells(audit: Audit) -> list[str]:
@@ -343,13 +327,9 @@ def _audit_cells(audit: Audit) -> list[str]:
 
 
 def finding_marks(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Return findings by code and layer: for each audit the sign of the most severe one.
+    """Return findings of audits by code and layer, with the sign of the most severe one per audit.
 
-    Args:
-        findings: findings of each audit.
-
-    Returns:
-        Names and signs, first those that some audits do not have.
+    Findings that some audits do not have come first.
     """
     rows: dict[tuple[str, str, int], dict[int, str]] = {}
     for at, own in enumerate(findings):
@@ -368,7 +348,7 @@ def finding_marks(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list
     ]
 
 
-def _marks(history: "History", names: Sequence[str]) -> Table:
+def _marks(history: History, names: Sequence[str]) -> Table:
     marks = finding_marks([audit.findings for audit in history.audits])
     more = len(marks) - MOST_FINDINGS
     return Table(

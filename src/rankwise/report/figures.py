@@ -45,19 +45,9 @@ def cell_map(
     scale: str = "ramp",
     caption: str = "",
 ) -> Figure:
-    """Draw a heat map: layers as rows, heads as columns.
+    """Draw a heat map of named rows and columns; the scale is `ramp`, or `signed` for numbers around 0.
 
     The text of cells without a number is always shown, of other cells if there is room.
-
-    Args:
-        name: name of the file if the figure is saved.
-        title: title of the figure.
-        cells: rows of cells; None for a gap.
-        rows: names of the rows.
-        columns: names of the columns.
-        limits: ends of the color scale.
-        scale: `ramp`, or `signed` for numbers around 0.
-        caption: explanation.
     """
     roomy = len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
@@ -122,16 +112,7 @@ def step_curves(
     names: Sequence[str],
     caption: str = "",
 ) -> Figure:
-    """Draw one line per layer over the steps of a history.
-
-    Args:
-        name: name of the file if the figure is saved.
-        title: title of the figure.
-        lines: value and standard deviation at each step, by the name of the line.
-        steps: steps of the audits.
-        names: names of the audits if their numbers are no steps; else empty.
-        caption: explanation.
-    """
+    """Draw lines of (value, standard deviation) over steps, or over named audits without steps."""
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -166,13 +147,7 @@ def _rounded(value: float) -> float | None:
 
 
 def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
-    """Draw one number of every head of a grid; hatched where it is not informative.
-
-    Args:
-        grid: the heads to draw.
-        column: their numbers.
-        heads: all heads of the audit.
-    """
+    """Draw one number of every head of a grid; hatched where it is not informative."""
 
     def cell(index: int) -> MapCell:
         where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"

@@ -28,15 +28,9 @@ RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30),
 
 
 def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
-    """Pack the singular values of heads as shares of their largest, on a logarithmic scale.
+    """Pack singular values per head as shares of the largest, on a logarithmic scale.
 
-    Args:
-        spectra: singular values per head, from the largest; empty where unknown.
-        points: most points per head, from the first value to the last.
-
-    Returns:
-        `values` (base64 of little-endian uint16, one head after the other) and `points` (number per head; 0
-        without a spectrum).
+    `values` is base64 of little-endian uint16, one head after the other; `points` is their number per head.
     """
     most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
@@ -62,18 +56,10 @@ def _code(share: float) -> int:
 def pack_attention_maps(
     audit: Audit, flagged: Sequence[int] = (), room: int | None = None
 ) -> tuple[dict[int, list[dict[str, Any]]], int]:
-    """Pack the recorded attention maps by the index of the head, the first sequence first.
+    """Pack attention maps by the index of the head within a byte budget, and count the omitted maps.
 
-    Values are square roots of shares of the largest magnitude, with their signs, in as many steps as there is
-    room for: small weights remain visible.
-
-    Args:
-        audit: the audit.
-        flagged: heads whose maps are kept first, in this order.
-        room: byte budget; by default `MAP_BYTES`.
-
-    Returns:
-        The maps, and the number of omitted maps: maps of the second sequence are omitted first.
+    Values are square roots of shares of the largest magnitude, so that small weights remain visible. Maps of
+    flagged heads are kept first; maps of the second sequence are omitted first.
     """
     room = MAP_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
@@ -155,12 +141,7 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
 
 
 def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
-    """Return the head to open first: with a map and a finding, a map, a finding, or of the lowest rank.
-
-    Args:
-        heads: the heads of the audit.
-        flagged: heads with a finding, the most severe first.
-    """
+    """Return the head to open first: with a map and a finding, a map, a finding, or of the lowest rank."""
     mapped = [at for at, head in enumerate(heads) if head.attention_map is not None]
     both = [at for at in flagged if heads[at].attention_map is not None]
     known = [at for at, head in enumerate(heads) if math.isfinite(rank_share(head))]

@@ -58,15 +58,9 @@ class Grid:
 
 
 def make_grids(heads: Sequence[HeadId], cross: Sequence[bool] = ()) -> list[Grid]:
-    """Arrange heads in grids, in the order of their first appearance.
+    """Return one grid per (stack, cross, site with masked numbers), in the order of first appearance.
 
-    Args:
-        heads: addresses of the heads.
-        cross: whether each head reads another sequence; by default none does.
-
-    Returns:
-        One grid for each (stack, cross, site with masked numbers), with a row for each layer, site and call,
-        and another row if an address occurs again. Every head has exactly one cell.
+    A grid has a row per layer, site and call, and another row if an address occurs again: no head is lost.
 
     Raises:
         RecordError: if there are over a million cells: no model has heads that are so far apart.

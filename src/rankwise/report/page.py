@@ -28,17 +28,9 @@ _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "p
 
 
 def write_page(document: Document, path: Path) -> Path:
-    """Write a document as one HTML file that contains its scripts, styles and data.
+    """Write a document as one HTML file, for an existing folder as `index.html` in it, and return its path.
 
-    A policy in the file forbids the browser to load anything else. An older file is replaced by a complete
-    one only.
-
-    Args:
-        document: what to write.
-        path: the file; for an existing folder, `index.html` in it.
-
-    Returns:
-        The file written.
+    The file contains its scripts, styles and data; a policy forbids the browser to load anything else.
 
     Raises:
         InputError: if the file cannot be written.

@@ -346,8 +346,8 @@ function blockOf(at, cells, size, texts) {
 
 const named = ({ place, text }) => (text ? `${literal(text)} (${place})` : `token ${place}`);
 
-async function unpacked(picture) {
-  const stream = new Blob([bytesOf(picture.values)]).stream().pipeThrough(new DecompressionStream("deflate"));
+async function unpacked(ownMap) {
+  const stream = new Blob([bytesOf(ownMap.values)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
@@ -371,12 +371,12 @@ function heaviest(values, columns, blocks) {
 let sequence = 0; // that was chosen last, for all heads
 
 // A button for each sequence of which the head kept its matrix; none where there is one alone.
-function drawSequences(pictures, shownPicture) {
-  const buttons = pictures.map((picture) => {
-    const words = `${nth[picture.sequence]} sequence`;
+function drawSequences(ownMaps, shownMap) {
+  const buttons = ownMaps.map((ownMap) => {
+    const words = `${nth[ownMap.sequence]} sequence`;
     const button = element("button", { type: "button", className: "button", textContent: words });
-    button.setAttribute("aria-pressed", String(picture === shownPicture));
-    button.addEventListener("click", () => { sequence = picture.sequence; drawMatrix(); });
+    button.setAttribute("aria-pressed", String(ownMap === shownMap));
+    button.addEventListener("click", () => { sequence = ownMap.sequence; drawMatrix(); });
     return button;
   });
   const focused = find("#matrix-sequences").contains(document.activeElement);
@@ -388,25 +388,25 @@ const nth = ["First", "Second"];
 
 async function drawMatrix() {
   const head = open;
-  const pictures = report.maps[head] ?? [];
-  const picture = pictures.find((one) => one.sequence === sequence) ?? pictures[0];
-  find("#matrix").hidden = !picture;
-  find("#no-matrix").hidden = Boolean(picture);
-  if (!picture) return null;
-  drawSequences(pictures, picture);
-  const { rows, columns, tokens, sources, largest, signed, steps: levels } = picture;
-  const steps = await unpacked(picture);
-  if (head !== open || (pictures.length > 1 && picture.sequence !== sequence)) return null; // another was chosen meanwhile
+  const ownMaps = report.maps[head] ?? [];
+  const ownMap = ownMaps.find((one) => one.sequence === sequence) ?? ownMaps[0];
+  find("#matrix").hidden = !ownMap;
+  find("#no-matrix").hidden = Boolean(ownMap);
+  if (!ownMap) return null;
+  drawSequences(ownMaps, ownMap);
+  const { rows, columns, tokens, sources, largest, signed, steps: levels } = ownMap;
+  const steps = await unpacked(ownMap);
+  if (head !== open || (ownMaps.length > 1 && ownMap.sequence !== sequence)) return null; // another was chosen meanwhile
   const root = (code) => (code === 255 ? null : signed ? (2 * code) / levels - 1 : code / levels);
   const roots = Array.from({ length: rows }, (_, y) => Array.from(steps.subarray(y * columns, (y + 1) * columns), root));
   const values = roots.map((row) => row.map((one) => (one === null ? null : one * Math.abs(one) * largest)));
-  const down = report.texts[picture.row_tokens], across = report.texts[picture.column_tokens];
+  const down = report.texts[ownMap.row_tokens], across = report.texts[ownMap.column_tokens];
   const rowBlocks = Array.from({ length: rows }, (_, y) => blockOf(y, rows, tokens, down));
   const columnBlocks = Array.from({ length: columns }, (_, x) => blockOf(x, columns, sources, across));
   const rowNames = rowBlocks.map(named), columnNames = columnBlocks.map(named);
   const hovertext = values.map((row, y) => row.map((value, x) => `row ${rowNames[y]}<br>column ${columnNames[x]}<br><b>≈ ${value === null ? "–" : Number(value.toPrecision(2))}</b>`));
   const averaged = rows < tokens || columns < sources;
-  find("#matrix-note").textContent = `The ${nth[picture.sequence].toLowerCase()} sequence, ${tokens} × ${sources} tokens without padding`
+  find("#matrix-note").textContent = `The ${nth[ownMap.sequence].toLowerCase()} sequence, ${tokens} × ${sources} tokens without padding`
     + `${averaged ? `, as means over blocks: ${rows} × ${columns}` : ""}. Rows read columns; color by the square root of the weight, up to ${shown(largest, null)}.`;
   find("#matrix-peaks").textContent = heaviest(values, columns, columnBlocks);
   const width = matrixPlot.clientWidth || 380;
