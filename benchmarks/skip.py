@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from rankwise.cli.load_model import demo_model
 from rankwise.skips import add_lambda_skip
-from rankwise.skips.verify import unhooked
+from rankwise.skips.observe import without_skips
 
 
 def models() -> dict[str, nn.Module]:
@@ -67,10 +67,10 @@ def race(title: str, model: nn.Module, args: argparse.Namespace, device: torch.d
             return [states * scale for scale in skips.values()]
 
     def bare() -> float:
-        with unhooked(hooked):
+        with without_skips(hooked):
             return taken(forward, device)
 
-    with unhooked(hooked):
+    with without_skips(hooked):
         plain = forward()
     assert torch.equal(plain, forward()), "λ = 1 changed an output"
     turns = {

@@ -149,7 +149,7 @@ def advice(recipe: Recipe, scale: float, seed: int) -> Advice:
     collapse = next(finding for finding in found if finding.code == "COLLAPSE")
     words = shlex.split(collapse.remedy)
     sites = [value for option, value in pairwise(words) if option == "--sites"]
-    return Advice(collapse.evidence["lambda_sound"], float(words[words.index("--init") + 1]), tuple(sites))
+    return Advice(collapse.evidence["lambda_proved"], float(words[words.index("--init") + 1]), tuple(sites))
 
 
 def advised(recipe: Recipe, given: Advice, scale: float, seed: int) -> ToSTForCausalLM:

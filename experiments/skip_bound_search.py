@@ -33,10 +33,9 @@ from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.data import load_text
-from rankwise.skips.norms import norms_behind, record_norms
+from rankwise.skips.locate import name_sites
+from rankwise.skips.observe import observe
 from rankwise.skips.probe import find_skip_locations
-from rankwise.skips.skip_sums import skip_sums
-from rankwise.skips.skips import name_sites
 from rankwise.theory import min_lambda, mixing_strength, skip_bound
 
 RESULTS = Path(__file__).with_name("results") / "skip_bound_search.json"
@@ -240,11 +239,8 @@ def least_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
     """By layer: the least |λ| that is sure to keep √½ of μ, by rows alone and by the better of both."""
     found = []
     sites = name_sites(find_skip_locations(model, batch)[0])
-    with record_norms(model, sites) as calls:
-        seen = skip_sums(model, batch, sites, {site.name: 1.0 for site in sites})
-    norms = norms_behind(seen, calls)
-    for one in seen:
-        y, b, mask, norm = one.residual, one.branch, one.mask, norms[one.site.name]
+    for one in observe(model, batch, sites, {}):
+        y, b, mask, norm = one.x, one.branch, one.mask, one.norm
         if norm.known:
             before = least_by_rows(y, b, mask, norm.centre, norm.eps)
             kind = "layer" if norm.centre else "rms"

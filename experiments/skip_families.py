@@ -31,8 +31,8 @@ from experiments.state_space_models import STATE_SPACE
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
+from rankwise.skips.observe import scaled_sums, without_skips
 from rankwise.skips.probe import run_with, tensors_in
-from rankwise.skips.verify import scaled_sums, unhooked
 
 PAGE = Path(__file__).parents[1] / "docs" / "skip-families.md"
 HEADINGS = (
@@ -132,7 +132,7 @@ def at_other_scales(model: nn.Module, batch: dict[str, Any], skips: Skips) -> fl
         for at, parameter in enumerate(skips.values()):
             parameter.fill_(-0.5 - 0.1 * at)
     scales = {name: parameter.detach() for name, parameter in skips.items()}
-    with unhooked(model):
+    with without_skips(model):
         wanted = run_with(model, batch, scaled_sums(list(skips.sites.values()), scales))
     pairs = zip(wanted, outputs(model, batch), strict=True)
     errors = [(one - other).norm() / one.norm() for one, other in pairs]

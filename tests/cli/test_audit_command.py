@@ -477,21 +477,21 @@ def test_a_collapse_is_advised_on_and_it_is_said(run: Run, tmp_path: Path) -> No
     audit = audit_of(tmp_path)
     assert (audit.provenance.advised, audit.provenance.batches) == (True, 2)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
-    assert "lambda_sound" in finding.evidence
-    assert finding.remedy.startswith("rankwise skip MODEL --init ")
-    said = "the model ran again on the first batch, 2 sequences, for the certificate of a collapse"
+    assert "lambda_tried" in finding.evidence
+    assert finding.remedy.startswith("rw.add_lambda_skip(model, init=")
+    said = "the model ran again on the first batch, 2 sequences, for λ against COLLAPSE"
     assert said in " ".join(result.output.split())
 
 
 def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankwise.skips import advice
+    from rankwise.skips import recommendation
 
     def failing(*_: Any) -> None:
         raise RuntimeError("lost on the way")
 
-    monkeypatch.setattr(advice, "certify_skip", failing)
+    monkeypatch.setattr(recommendation, "certify_skip", failing)
     (tmp_path / "net.py").write_text(COLLAPSING)
     result = run("audit", "net.py:build")
     assert result.exit_code == 0, result.output

@@ -195,7 +195,7 @@ def test_certificates_are_written_beside_the_skips(run: Run, folder: Path, tmp_p
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
     assert certificate["a"] == 0.25
-    assert [layer["scale"] for layer in certificate["layers"]] == [0.5, 0.5]
+    assert [layer["lambda_value"] for layer in certificate["layers"]] == [0.5, 0.5]
     assert result.output.endswith("new/certificate.json\n")
     result = run(folder, "--text", "text.txt", "--init", 2, "--out", "new", *SMALL)
     assert result.exit_code == 0, result.output
@@ -468,7 +468,7 @@ def test_what_is_fitted_and_measured(
     monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
     fits = called(monkeypatch, surgery, "fit_skips", None if options else Stop())
     losses = called(monkeypatch, surgery, "mean_loss")
-    collapses = called(monkeypatch, surgery, "state_collapse")
+    collapses = called(monkeypatch, surgery, "spread_by_layer")
     certificates = called(monkeypatch, surgery, "certify_skip")
     result = run(folder, "--learn-on", "text.txt", "--out", "new", *SMALL, *options)
     (fit,) = fits
@@ -499,7 +499,7 @@ def test_progress_is_no_output(run: Run, folder: Path, monkeypatch: pytest.Monke
 
 
 def test_a_certificate_is_of_the_first_batch(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = called(monkeypatch, surgery, "state_collapse")
+    measured = called(monkeypatch, surgery, "spread_by_layer")
     certificates = called(monkeypatch, surgery, "certify_skip", Stop())
     assert isinstance(run(folder, "--text", "text.txt", "--certify", *SMALL).exception, Stop)
     (certificate,), (first, *others) = certificates, measured[0]["batches"]

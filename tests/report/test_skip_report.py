@@ -1,7 +1,5 @@
 """λ-skips and their certificate as documents: every number under its name, and one λ to use."""
 
-import math
-
 import pytest
 
 from rankwise.report.document import Table
@@ -31,57 +29,45 @@ def test_before_comes_before_after() -> None:
 
 
 def stack(**fields: float | None) -> StackCertificate:
-    known = dict.fromkeys(
-        [
-            "kept",
-            "threshold",
-            "kept_mu",
-            "threshold_mu",
-            "paper_scale",
-            "paper_scale_with_floor",
-            "sound_scale",
-        ]
-    )
-    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0, "target": 0.71} | known | fields))  # type: ignore[arg-type]
+    known = dict.fromkeys(["kept", "kept_mu", "min_lambda_proved", "min_lambda_paper"])
+    return StackCertificate(**({"stack": "h", "layers": 1, "left_out": 0} | known | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("kept", "recommended", "words"),
+    ("kept", "words"),
     [
-        (0.9, None, "h: keep the λ that are there: it keeps 0.90 of μ/‖Y‖ on this batch, wanted 0.71."),
-        (0.5, 1.28, "h: use λ = 1.28 in all its layers: the least that keeps 0.71 of μ/‖Y‖"),
-        (0.5, None, "h: no λ is recommended: it keeps 0.50 of μ/‖Y‖ on this batch, and none up to 16"),
-        (None, None, "h: no λ is recommended: its tokens are all alike where it starts."),
+        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch."),
+        (None, "h: nothing to keep, its tokens are all equal where it starts."),
     ],
 )
-def test_one_scale_is_recommended(kept: float | None, recommended: float | None, words: str) -> None:
-    only = stack(kept=kept, recommended=recommended, threshold=math.inf, sound_scale=2.5)
-    document = certificate_document(
-        SkipCertificate(a=0.5, target=0.71, sequences=1, layers=[], stacks=[only])
-    )
-    assert document.verdict.sentence.startswith(words)
+def test_what_a_stack_keeps_is_said_and_larger_scales_are_explained(kept: float | None, words: str) -> None:
+    only = stack(kept=kept, min_lambda_proved=2.5)
+    document = certificate_document(SkipCertificate(a=0.5, sequences=1, layers=[], stacks=[only]))
+    assert document.verdict.sentence == words
     ((_, least, use),) = document.sections[0].tables[0].rows
     assert least == "|λ| ≥ 2.5"
-    assert "whatever way its mixer points" in str(use)
+    assert "proved for this batch" in str(use)
 
 
 def test_every_number_of_a_certificate_is_under_its_name() -> None:
     numbers = [name for name, field in LayerCertificate.model_fields.items() if field.annotation is not str]
     values = {name: 1.0 + at for at, name in enumerate(numbers)}
-    values |= dict.fromkeys(["paper_holds", "paper_guaranteed"])  # type: ignore[arg-type]
+    values |= {"paper_guaranteed": None}  # type: ignore[dict-item]
     layer = LayerCertificate(site="h.0", norm="RMSNorm", **values)  # type: ignore[arg-type]
     document = certificate_document(
-        SkipCertificate(
-            a=0.25, target=0.2, sequences=1, layers=[layer], stacks=[stack(sound_scale_any_mixing=0.8)]
-        )
+        SkipCertificate(a=0.25, sequences=1, layers=[layer], stacks=[stack(min_lambda_any_mixing=0.8)])
     )
     uses, layers = document.sections
     measured, least = layers.tables
-    names = {"λ": "scale", "kept": "kept", "sure": "sound_bound", "price": "price", "‖M‖": "mixing_norm"}
-    expected = {column: f"{values[name]:.3g}" for column, name in (names | {"S": "value_norm"}).items()}
+    names = {"λ": "lambda_value", "kept": "kept", "proved": "kept_lower_bound", "mixing": "mixing_share"}
+    names |= {"‖M‖": "mixing_norm", "S": "value_norm"}
+    expected = {column: f"{values[name]:.3g}" for column, name in names.items()}
     assert cells(measured) == {"h.0": {"norm": "RMSNorm", **expected}}
-    names = {"sound": "sound_scale", "any mixing": "sound_scale_any_mixing", "Eq. 7": "paper_scale"}
-    names |= {"with b": "paper_scale_with_floor"}
+    names = {
+        "proved": "min_lambda_proved",
+        "any mixing": "min_lambda_any_mixing",
+        "paper": "min_lambda_paper",
+    }
     assert cells(least) == {"h.0": {column: f"{values[name]:.3g}" for column, name in names.items()}}
     assert "√a = 0.50" in least.note
     assert [row[:2] for row in uses.tables[0].rows] == [["h", "|λ| ≥ 0.8"]]

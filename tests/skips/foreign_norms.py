@@ -183,12 +183,12 @@ KNOWN = {
     "T5": (T5LayerNorm, "RMSNorm"),
     "Gemma": (GemmaRMSNorm, "RMSNorm"),
     "Llama": (LlamaRMSNorm, "RMSNorm"),
-    "F.normalize": (UnitRows, "RMSNorm"),
-    "ScaleNorm": (lambda: ScaleNorm(1e-12), "RMSNorm"),
     "Identity": (nn.Identity, "none"),
     "Dropout": (nn.Dropout, "none"),
 }
 UNKNOWN = {
+    "F.normalize": UnitRows,
+    "ScaleNorm": lambda: ScaleNorm(1e-12),
     "ScaleNorm down to 1e-3": lambda: ScaleNorm(1e-3),
     "GroupNorm of two groups": lambda: RowsGroupNorm(2),
     "GroupNorm over tokens": lambda: OverTokens(nn.GroupNorm(1, WIDTH)),

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from rankwise.skips import SkipCertificate, add_lambda_skip, certify_skip
 
-pytestmark = pytest.mark.usefixtures("coarse_thresholds")
-
 WIDTH = 8
 SIGNS = torch.tensor([1.0, -1.0] * 4)
 
@@ -66,8 +64,8 @@ def test_the_bound_behind_a_norm_holds(
         x = 0.01 * x + x[..., :1] * scales.sign()
     layer = certified(post_norm(0.001), scales, x).layers[0]
     assert layer.norm == "LayerNorm"
-    assert layer.sound_bound <= layer.kept * (1 + 1e-5)
-    assert layer.sound_scale is layer.sound_scale_any_mixing is layer.paper_holds is None
+    assert layer.kept_lower_bound <= layer.kept * (1 + 1e-5)
+    assert layer.min_lambda_proved is layer.min_lambda_any_mixing is layer.paper_guaranteed is None
 
 
 @settings(max_examples=4, deadline=None)
@@ -77,7 +75,7 @@ def test_before_no_norm_each_channel_may_be_any_above_the_least(seed: int, large
     torch.manual_seed(seed)
     model, x = PreNorm().eval(), torch.randn(2, 5, WIDTH, generator=generator)
     skips = add_lambda_skip(model, per="channel", example=x)
-    least = certify_skip(model, x).layers[0].sound_scale
+    least = certify_skip(model, x).layers[0].min_lambda_proved
     assert least is not None
     factors = 1 + (largest - 1) * torch.rand(WIDTH, generator=generator)
     with torch.no_grad():
@@ -85,35 +83,35 @@ def test_before_no_norm_each_channel_may_be_any_above_the_least(seed: int, large
     layer = certify_skip(model, x).layers[0]
     assert layer.norm == "none"
     assert layer.kept >= math.sqrt(0.5)
-    assert layer.sound_bound <= layer.kept * (1 + 1e-5)
-    assert layer.sound_scale == pytest.approx(least)
-    assert layer.sound_scale_relative is None
+    assert layer.kept_lower_bound <= layer.kept * (1 + 1e-5)
+    assert layer.min_lambda_proved == pytest.approx(least)
+    assert layer.min_lambda_proved_relative is None
 
 
 def test_signs_that_centring_takes_away() -> None:
     x = torch.tensor([1.0, -1, 1, -1, 1])[None, :, None] * SIGNS + 0.001 * torch.randn(1, 5, WIDTH)
     layer = certified(post_norm(0.001), SIGNS, x).layers[0]
-    assert layer.sound_bound <= layer.kept < 0.5
+    assert layer.kept_lower_bound <= layer.kept < 0.5
 
 
 def test_one_large_channel_turns_all_tokens_to_it() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, WIDTH)
     x[..., 0] = x[..., 0].abs() + 1
-    common = certified(post_norm(), torch.ones(WIDTH), x).layers[0].sound_scale
+    common = certified(post_norm(), torch.ones(WIDTH), x).layers[0].min_lambda_proved
     assert common is not None
     scales = torch.full((WIDTH,), 1.01 * common)
     scales[0] = 1e4
     certificate = certified(post_norm(), scales, x)
     assert certificate.layers[0].kept < 0.01
-    assert certificate.layers[0].sound_scale is None
-    assert certificate.stacks[0].sound_scale is None
+    assert certificate.layers[0].min_lambda_proved is None
+    assert certificate.stacks[0].min_lambda_proved is None
     assert any("no single least |λ|" in note for note in certificate.notes)
 
 
 def test_nearly_equal_channels_are_promised_something() -> None:
     layer = certified(post_norm(), torch.linspace(9.0, 11.0, WIDTH), torch.randn(2, 5, WIDTH)).layers[0]
-    assert 0.5 < layer.sound_bound <= layer.kept
+    assert 0.5 < layer.kept_lower_bound <= layer.kept
 
 
 @pytest.mark.parametrize("scale", [2.0, -0.7])

@@ -6,16 +6,14 @@ import pytest
 import torch
 from experiments.families import GPT
 from experiments.tiny_models import LLAMA, hugging_face, text_inputs
-from tests.skips.surgery_cases import FOUND
+from tests.skips.cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.skips import add_lambda_skip, certify_skip
 
-pytestmark = pytest.mark.usefixtures("coarse_thresholds")
-
 WIDTH = 8
 llama = hugging_face("LlamaModel", **LLAMA)
-NAMES = ("value_norm", "paper_scale", "paper_scale_with_floor", "paper_holds", "sound_scale_any_mixing")
+NAMES = ("value_norm", "min_lambda_paper", "paper_guaranteed", "min_lambda_any_mixing")
 
 
 class Attention(nn.Module):
@@ -109,7 +107,7 @@ def test_with_nothing_there_they_are_given_at_any_scale(init: float) -> None:
     certificate = certify_skip(model, x)
     wanted = float((model.attention.o.weight @ model.attention.v.weight).norm())
     assert certificate.layers[0].value_norm == pytest.approx(wanted, rel=1e-5)
-    assert certificate.layers[0].sound_scale_any_mixing is not None
+    assert certificate.layers[0].min_lambda_any_mixing is not None
     assert not any("any mixing" in note for note in certificate.notes)
 
 
@@ -120,7 +118,7 @@ def test_any_mixing_is_any(sharpness: float) -> None:
     with torch.no_grad():  # values that undo what tells tokens apart
         model.attention.v.weight.copy_(torch.eye(WIDTH))
         model.attention.o.weight.copy_(-3 * torch.eye(WIDTH))
-    least = certify_skip(model, x, 0.9).layers[0].sound_scale_any_mixing
+    least = certify_skip(model, x, 0.9).layers[0].min_lambda_any_mixing
     assert least is not None
     with torch.no_grad():
         model.attention.q.weight.copy_(sharpness * torch.eye(WIDTH))
@@ -152,7 +150,7 @@ def test_padding_does_not_hide_the_weights(side: str) -> None:
     }
     for one, other in zip(certify_skip(model, padded).layers, certify_skip(model, batch).layers, strict=True):
         assert one.value_norm == pytest.approx(other.value_norm)
-        assert one.sound_scale_any_mixing == pytest.approx(other.sound_scale_any_mixing, rel=1e-3)
+        assert one.min_lambda_any_mixing == pytest.approx(other.min_lambda_any_mixing, rel=1e-3)
 
 
 def test_equal_columns_are_each_taken_once() -> None:

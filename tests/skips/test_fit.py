@@ -11,7 +11,7 @@ from torch import nn
 
 from rankwise.errors import InputError
 from rankwise.measures import token_spread
-from rankwise.skips import SkipError, add_lambda_skip, fit_skips, mean_loss, skips_of, state_collapse
+from rankwise.skips import SkipError, add_lambda_skip, fit_skips, mean_loss, skips_of, spread_by_layer
 from rankwise.skips.fit import loss_of
 
 gpt2 = hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT)
@@ -58,7 +58,7 @@ def test_padding_is_not_learnt_from() -> None:
 
 def test_collapse_by_layer() -> None:
     model = gpt2()
-    states = state_collapse(model, [text_inputs()])
+    states = spread_by_layer(model, [text_inputs()])
     assert list(states) == ["transformer.h"]
     assert len(states["transformer.h"]) == 4
     assert all(0 < value < 1 for value in states["transformer.h"])
@@ -67,9 +67,9 @@ def test_collapse_by_layer() -> None:
 def test_collapse_of_batches_without_names() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     model, states = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
-    (found,) = state_collapse(model, [states]).values()
+    (found,) = spread_by_layer(model, [states]).values()
     assert found[0] == pytest.approx(float(token_spread(states).mean()))
-    assert state_collapse(model, [(states,)]) == {"layers": found}
+    assert spread_by_layer(model, [(states,)]) == {"layers": found}
 
 
 def test_models_without_a_loss_and_masks_without_a_token() -> None:

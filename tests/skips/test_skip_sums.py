@@ -5,16 +5,16 @@ import copy
 import pytest
 import torch
 from experiments.tiny_models import BERT
-from tests.skips.surgery_cases import FOUND
+from tests.skips.cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.skips import add_lambda_skip, certify_skip, skips_of
-from rankwise.skips.skip_sums import SkipSum, skip_sums
+from rankwise.skips.observe import ObservedSkip, observe
 
 
-def watched(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[SkipSum]:
+def watched(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[ObservedSkip]:
     sites = list(skips_of(model).sites.values())
-    return skip_sums(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
+    return observe(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Bamba", "GPT-2", "ALBERT"])
@@ -31,8 +31,8 @@ def test_batches_of_other_sizes(name: str, sequences: int, tokens: int) -> None:
     assert {one.site.name for one in seen} == set(skips)
     assert len(seen) == sum(len(site.sums) for site in skips.sites.values())
     for one in seen:
-        assert one.residual.shape == one.branch.shape == (sequences, tokens, 32)
-        assert torch.allclose(one.total, 0.5 * one.residual + one.branch, atol=1e-5)
+        assert one.x.shape == one.branch.shape == (sequences, tokens, 32)
+        assert torch.allclose(one.total, 0.5 * one.x + one.branch, atol=1e-5)
 
 
 def test_the_sums_of_a_scan_are_none_of_the_sites() -> None:
@@ -44,7 +44,7 @@ def test_the_sums_of_a_scan_are_none_of_the_sites() -> None:
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     for one, residual in zip(watched(model, ids, scale=1.0), given, strict=True):
-        assert torch.equal(one.residual, residual)
+        assert torch.equal(one.x, residual)
 
 
 def test_a_certificate_for_longer_sequences() -> None:

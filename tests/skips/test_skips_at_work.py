@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from experiments.families import GPT
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
-from tests.skips.surgery_cases import FOUND, outputs, same
+from tests.skips.cases import FOUND, outputs, same
 from torch import Tensor, nn
 
 from rankwise.skips import SkipError, Skips, add_lambda_skip, remove_lambda_skip, skips_of

@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from tests.skips.surgery_cases import FOUND, loss, outputs, same
+from tests.skips.cases import FOUND, loss, outputs, same
 
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
 from rankwise.skips.probe import run_with
-from rankwise.skips.verify import scaled_sums, unhooked
+from rankwise.skips.verify import scaled_sums, without_skips
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -36,7 +36,7 @@ def test_family(name: str) -> None:
 
     # at other λ, the oracle is a forward pass in which the sums themselves are scaled
     values = {site: parameter.detach() for site, parameter in skips_of(twin).items()}
-    with unhooked(twin):
+    with without_skips(twin):
         wanted = run_with(twin, batch, scaled_sums(list(skips_of(twin).sites.values()), values))
     for one, other in zip(wanted, outputs(twin, batch), strict=True):
         # λ·x + f by two roundings in place of one, through a few layers of float32

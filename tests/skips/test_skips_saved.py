@@ -10,7 +10,7 @@ import torch
 from experiments.tiny_models import BERT, hugging_face
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tests.skips.surgery_cases import FOUND, outputs, same
+from tests.skips.cases import FOUND, outputs, same
 from torch import nn
 
 from rankwise.errors import InputError

@@ -7,14 +7,14 @@ import pytest
 import torch
 from experiments.families import GPT
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
-from tests.skips.surgery_cases import FOUND
+from tests.skips.cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.skips import SkipError
+from rankwise.skips.add import SkipSite, name_sites, put_in
 from rankwise.skips.hooks import SkipHook
+from rankwise.skips.locate import SkipLocation
 from rankwise.skips.probe import find_skip_locations
-from rankwise.skips.skip_locations import SkipLocation
-from rankwise.skips.skips import SkipSite, name_sites, put_in
 from rankwise.skips.verify import SumCheck, verify
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]

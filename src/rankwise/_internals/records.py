@@ -85,6 +85,7 @@ def load_record(
     file_name: str,
     *,
     upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    unmarked: bool = False,
 ) -> R:
     """Return a validated record from a file, or from `file_name` in a folder.
 
@@ -93,6 +94,7 @@ def load_record(
         kind: class of the record, with the fields `format` and `schema_version`.
         file_name: name of the file in a folder.
         upgrade: function that converts content of an older schema version to the current fields.
+        unmarked: True if files of version 1 state neither format nor version.
 
     Raises:
         InputError: if the file cannot be read.
@@ -111,6 +113,8 @@ def load_record(
             subject, expected="JSON", got=_shortened(str(error)),
             fix=f"The file is cut short or of another kind; {again}",
         ) from None  # fmt: skip
+    if unmarked and isinstance(content, dict):
+        content = {"format": file_format, "schema_version": 1} | content
     if not isinstance(content, dict) or content.get("format") != file_format:
         raise RecordError(
             subject, expected=f'an object with "format": "{file_format}"', got="other JSON",

@@ -304,17 +304,17 @@ def _without_tokens(heads: int) -> HeadBatch:
     )  # fmt: skip
 
 
-def measure_states(state: StateSite, before: StateSite | None) -> StateStatistics:
+def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
     """Return statistics of the token states after a block; ``before`` are the states that the block read.
 
-    If ``before`` is None, the relative update of the block is NaN.
+    If ``before`` is None, the relative update of the block is NaN. ``ranks=False`` leaves out the SVD.
     """
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {
         row.name: measures.MEASURES[row.function].function(tokens, mask, **row.options)
         for row in LAYER_MEASURES
-        if row.function
+        if row.function and (ranks or row.name != "effective_rank")
     }
     values["tokens"] = real.sum(-1).double()
     if before is None:
@@ -324,6 +324,6 @@ def measure_states(state: StateSite, before: StateSite | None) -> StateStatistic
     broken = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
     statistics.nonfinite = int(broken.sum())
-    for name, moments in statistics.measures.items():
-        moments.add(values[name].cpu().masked_fill(broken, torch.nan)[:, None].numpy())
+    for name in values:
+        statistics.measures[name].add(values[name].cpu().masked_fill(broken, torch.nan)[:, None].numpy())
     return statistics

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = """Measure the rank of every head and the collapse of tokens through depth.
 
-Where tokens collapse, or λ-skips or LayerScale are there, the first batch runs again to advise on them.
+If tokens collapse or the model has λ-skips, the first batch runs again for a recommended λ.
 
 Without a model it audits the bundled demo. Writes audit.json, index.html (one file, works offline) and the
 tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are audited one after the

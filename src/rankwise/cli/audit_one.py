@@ -226,15 +226,16 @@ def merged_shares(shares: Sequence[Share], own: Exception | None = None, interru
 def _advised(
     result: "Audit", model: "nn.Module", batch: Any, say: Callable[[str], None]
 ) -> "tuple[Audit, bool]":
-    """The audit with advice on its skip connections; the audit alone, and True, where Ctrl-C came first.
-
-    What of it fails does not cost the audit: the notes of the report say it.
-    """
+    """Return the audit with λ against COLLAPSE; with a note if that fails, and True after Ctrl-C."""
     from rankwise.skips import recommend
 
     try:
-        return recommend(result, model, batch, lambda what: say(f"on the first batch: {what}"), say), False
+        return recommend(result, model, batch), False
     except KeyboardInterrupt:
-        notes = [*result.provenance.notes, "skip connections not looked at: interrupted from the keyboard"]
-        about = result.provenance.model_copy(update={"notes": notes})
-        return result.model_copy(update={"provenance": about}), True
+        note, stopped = "skip connections not looked at: interrupted from the keyboard", True
+    except Exception as error:  # the audit must not be lost
+        reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
+        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
+        say(note)
+    about = result.provenance.model_copy(update={"notes": [*result.provenance.notes, note]})
+    return result.model_copy(update={"provenance": about}), stopped

@@ -68,7 +68,7 @@ def command(
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.report import print_document
     from rankwise.report.skip_report import certificate_document, skip_document
-    from rankwise.skips import certify_skip, load_skips, mean_loss, skips_of, state_collapse
+    from rankwise.skips import certify_skip, load_skips, mean_loss, skips_of, spread_by_layer
 
     _check(out, certify, per, lr, share, learn_on, text)
     if out is not None:
@@ -88,12 +88,12 @@ def command(
     skips = _skips(subject, init, per, sites)
     report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
     mask = _mask_token(subject)
-    report["collapse"] = [state_collapse(subject.model, held)]
+    report["collapse"] = [spread_by_layer(subject.model, held)]
     if learn_on is not None:
         report["loss"] = [mean_loss(subject.model, held, mask)]
         report["scales"] = _fit(subject, learning, steps, lr, mask)
         report["loss"].append(mean_loss(subject.model, held, mask))
-        report["collapse"].append(state_collapse(subject.model, held))
+        report["collapse"].append(spread_by_layer(subject.model, held))
     console = Console()
     now = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
     print_document(skip_document(now | report.get("scales", {}), report, skips.notes), console)
@@ -191,7 +191,7 @@ def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[
     import torch
 
     from rankwise.skips import add_lambda_skip, apply_saved_skips
-    from rankwise.skips.skips import check_scale, choose
+    from rankwise.skips.add import check_scale, choose
 
     saved = apply_saved_skips(subject.model, subject.source) if subject.source else None
     if saved is None:

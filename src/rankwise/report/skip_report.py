@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.auditing.records import Verdict
-from rankwise.report.document import Document, Section, Table, nonempty
+from rankwise.report.document import Document, Section, Table
 from rankwise.skips.certificate import SkipCertificate, StackCertificate
 
 
@@ -55,32 +55,35 @@ def _numbers(numbers: Sequence[float]) -> str:
 
 
 def certificate_document(certificate: SkipCertificate) -> Document:
-    """Describe a certificate: the λ to use per stack, what each layer keeps, and what each bound requires."""
+    """Describe a certificate: what each layer keeps, and the |λ| that each bound requires."""
     root = f"√a = {certificate.a**0.5:.2f}"
-    layers = certificate.layers
-    measured = [
-        [x.site, *map(_cell, (x.scale, x.norm, x.kept, x.sound_bound, x.price, x.mixing_norm, x.value_norm))]
-        for x in layers
-    ]
-    least = [
-        [
-            x.site,
-            *map(_cell, (x.sound_scale, x.sound_scale_any_mixing, x.paper_scale, x.paper_scale_with_floor)),
-        ]
-        for x in layers
+    measured = (
+        "lambda_value",
+        "norm",
+        "kept",
+        "kept_lower_bound",
+        "mixing_share",
+        "mixing_norm",
+        "value_norm",
+    )
+    least = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
+    rows = [
+        [[layer.site, *(_cell(getattr(layer, name)) for name in names)] for layer in certificate.layers]
+        for names in (measured, least)
     ]
     uses = [[stack.stack or "model", *use] for stack in certificate.stacks for use in _uses(stack, root)]
     tables = [
         Table(
             "What each layer does",
-            ["site", "λ", "norm", "kept", "sure", "price", "‖M‖", "S"],
-            measured,
-            note="Kept: μ after the layer over μ before; sure: the least it can be; price: ‖MV‖/‖λY + MV‖.",
+            ["site", "λ", "norm", "kept", "proved", "mixing", "‖M‖", "S"],
+            rows[0],
+            note="Kept: μ after the layer over μ before; proved: a lower bound of it for this batch; "
+            "mixing: ‖f(x)‖/‖λx + f(x)‖.",
         ),
         Table(
             "Least |λ|",
-            ["site", "sound", "any mixing", "Eq. 7", "with b"],
-            least,
+            ["site", "proved", "any mixing", "paper"],
+            rows[1],
             note=f"For each layer to keep {root} of μ.",
         ),
     ]
@@ -88,7 +91,7 @@ def certificate_document(certificate: SkipCertificate) -> Document:
         command="Rankwise skip",
         heading="Certificate of λ-skips",
         setting=f"{certificate.sequences} sequences · {root}",
-        verdict=Verdict(sentence=" ".join(map(_advice, certificate.stacks)) or "No λ-skips."),
+        verdict=Verdict(sentence=" ".join(map(_kept, certificate.stacks)) or "No λ-skips."),
         sections=nonempty(
             Section("uses", "Larger λ", tables=[Table("Larger λ", ["stack", "λ", "use"], uses)]),
             Section("layers", "Layers", tables=tables),
@@ -97,36 +100,21 @@ def certificate_document(certificate: SkipCertificate) -> Document:
     )
 
 
-def _advice(stack: StackCertificate) -> str:
-    name, share = stack.stack or "model", f"{stack.target:.2f} of μ/‖Y‖"
+def _kept(stack: StackCertificate) -> str:
+    name = stack.stack or "model"
     if stack.kept is None:
-        return f"{name}: no λ is recommended: its tokens are all alike where it starts."
-    if stack.kept >= stack.target:
-        return (
-            f"{name}: keep the λ that are there: it keeps {stack.kept:.2f} of μ/‖Y‖ on this batch, wanted "
-            f"{stack.target:.2f}."
-        )
-    if stack.recommended is not None:
-        return (
-            f"{name}: use λ = {stack.recommended:g} in all its layers: the least that keeps {share} on this "
-            f"batch, as measured; now it keeps {stack.kept:.2f}."
-        )
-    return (
-        f"{name}: no λ is recommended: it keeps {stack.kept:.2f} of μ/‖Y‖ on this batch, and none up to 16 "
-        f"keeps {stack.target:.2f}; look at what stands between its mixers."
-    )
+        return f"{name}: nothing to keep, its tokens are all equal where it starts."
+    return f"{name}: keeps {stack.kept:.2f} of μ/‖Y‖ on this batch."
 
 
 def _uses(stack: StackCertificate, root: str) -> list[tuple[str, str]]:
     uses = (
-        (stack.sound_scale, f"to be sure that each layer keeps {root} of μ, whatever way its mixer points "
-         "(proved for what it read here; certify again after a change)"),
-        (stack.sound_scale_any_mixing, "to be sure of that whatever the attention weights become, as in "
-         "training"),
-        (stack.paper_scale_with_floor, "what the paper's theorem asks for, to compare with; its Eq. 7 alone, "
-         f"|λ| ≥ {_cell(stack.paper_scale)}, guarantees nothing"),
+        (stack.min_lambda_proved, f"proved for this batch: each layer keeps {root} of μ of what it "
+         "read (certify again after a change)"),
+        (stack.min_lambda_any_mixing, "proved for the tokens of this batch and any attention weights"),
+        (stack.min_lambda_paper, "required by both hypotheses of the paper's theorem, for comparison"),
     )  # fmt: skip
-    return [(f"|λ| ≥ {_cell(scale)}", use) for scale, use in uses if scale is not None]
+    return [(f"|λ| ≥ {_cell(least)}", use) for least, use in uses if least is not None]
 
 
 def _cell(value: float | str | None) -> str:

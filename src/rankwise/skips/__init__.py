@@ -6,31 +6,33 @@ from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rankwise.errors import SkipError
-    from rankwise.skips.advice import recommend
-    from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
+    from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
+    from rankwise.skips.certificate import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
     from rankwise.skips.certify import certify_skip
-    from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, state_collapse
+    from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups
+    from rankwise.skips.locate import SkipSite
     from rankwise.skips.modules import LambdaSkip
-    from rankwise.skips.skips import Skips, SkipSite, add_lambda_skip, remove_lambda_skip, skips_of
+    from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
     from rankwise.skips.store import apply_saved_skips, has_skips, load_skips, save_skips
 
 __all__ = [
-    "Fit", "LambdaSkip", "LayerCertificate", "SkipCertificate",
+    "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate",
     "SkipError", "SkipSite", "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips",
-    "certify_skip", "fit_skips", "has_skips", "load_skips", "mean_loss",
+    "certify_skip", "choose_lambda", "fit_skips", "has_skips", "load_skips", "mean_loss",
     "recommend", "remove_lambda_skip",
-    "save_skips", "skip_parameter_groups", "skips_of", "state_collapse",
+    "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "advice": ("recommend",),
-        "certificate": ("LayerCertificate", "SkipCertificate", "StackCertificate"),
+        "certificate": ("LambdaChoice", "LayerCertificate", "SkipCertificate", "StackCertificate"),
         "certify": ("certify_skip",),
-        "fit": ("Fit", "fit_skips", "mean_loss", "skip_parameter_groups", "state_collapse"),
+        "fit": ("Fit", "fit_skips", "mean_loss", "skip_parameter_groups"),
+        "locate": ("SkipSite",),
         "modules": ("LambdaSkip",),
-        "skips": ("Skips", "SkipSite", "add_lambda_skip", "remove_lambda_skip", "skips_of"),
+        "add": ("Skips", "add_lambda_skip", "remove_lambda_skip", "skips_of"),
+        "recommendation": ("choose_lambda", "recommend", "spread_by_layer"),
         "store": ("apply_saved_skips", "has_skips", "load_skips", "save_skips", "SkipError"),
     },
 )

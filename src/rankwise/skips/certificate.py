@@ -1,133 +1,164 @@
-"""What a certificate of λ-skips says, and how it is written down."""
+"""Records of certificates and of the choice of λ; this module does not import torch."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field
 
 from rankwise._internals.files import write_file
+from rankwise._internals.records import Number, Record, load_record
+
+RENAMED = {
+    "scale": "lambda_value",
+    "collapse_in": "spread_in",
+    "collapse_out": "spread_out",
+    "relative_in": "relative_spread_in",
+    "relative_out": "relative_spread_out",
+    "price": "mixing_share",
+    "sound_bound": "kept_lower_bound",
+    "sound_scale": "min_lambda_proved",
+    "sound_scale_relative": "min_lambda_proved_relative",
+    "sound_scale_any_mixing": "min_lambda_any_mixing",
+    "paper_scale_with_floor": "min_lambda_paper",
+}
+"""Fields of layers and stacks by their name in files of version 1."""
 
 
-class LayerCertificate(BaseModel):
-    """One λ-skip: what was measured there, and what each bound asks for.
+class _Numbers(Record):
+    model_config = ConfigDict(ser_json_inf_nan="strings")  # ∞ is an answer: no λ is large enough
 
-    Numbers are of the worst sequence of the batch, unless said otherwise: the smallest of what is kept, the
-    largest of what is needed. None where something does not apply or is not known.
+
+class LayerCertificate(_Numbers):
+    """One λ-skip: measured on the batch, and the least |λ| of each bound.
+
+    Numbers are of the worst sequence unless stated otherwise. None if not known or not applicable.
     """
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
     site: str
-    scale: float
-    """λ; of one for each channel, that of least magnitude."""
+    lambda_value: float
+    """λ; with one λ per channel, the λ of least magnitude."""
     norm: str
-    """What makes the next state of the sum, told by what it computes. ``none``: the sum is the state, and the
-    bounds speak of it; ``LayerNorm`` or ``RMSNorm``: they speak of what that makes of it, before its gain;
-    ``unknown``: nothing is promised, and a note says why."""
+    """Norm that reads the sum: "none", "LayerNorm", "RMSNorm", or "unknown", for which nothing is proved.
+    Behind a norm, spreads and bounds are about its output before gain and bias."""
     norm_gain: float | None = None
-    """min|γ| of that norm: μ of the state after it is at least this times the bound. 1 without a norm."""
-    collapse_in: float
-    """Mean over sequences of μ of what the mixer's block reads; before a norm, of its directions times √D."""
-    collapse_out: float | None
-    """Mean over sequences of μ after the sum, and after the norm where there is one, without its gain."""
+    """min|γ| of the norm: μ after the gain is at least this times the bound; 1 without a norm."""
+    spread_in: float
+    """Mean over sequences of μ of the states x; behind a norm, of their directions times √D."""
+    spread_out: float | None
+    """Mean over sequences of μ after the sum and its norm."""
     kept: float | None
-    """Least μ_out/μ_in of a sequence."""
-    relative_in: float
-    """Mean of μ/‖Y‖_F before."""
-    relative_out: float
-    """Mean of μ/‖Y‖_F after."""
-    price: float
-    """Mean of ‖B‖/‖λY + B‖, B what the mixer gave: how much mixing the sum holds."""
-    gain: float
-    """Largest ‖B‖_F/‖Y‖_F of a sequence; at most S·C_M where the mixer is as the paper has it."""
+    """Least μ_out/μ_in of a sequence, measured."""
+    relative_spread_in: float
+    """Mean of μ/‖x‖_F."""
+    relative_spread_out: float
+    """Mean of μ/‖λx + f(x)‖_F."""
+    mixing_share: float
+    """Mean of ‖f(x)‖/‖λx + f(x)‖; near 0 the mixer no longer matters."""
     mixing_norm: float | None
-    """C_M on the data: largest ‖M‖_F, of all heads together."""
-    mixing_norm_worst: float | None
-    """C_M whatever the input: √(H·T) where rows are weights that sum to 1; None where nothing bounds it."""
+    """C_M, measured: largest ‖M‖_F of all heads together."""
     value_norm: float | None
-    """S: ‖C‖_F of the value and output weights, of all heads together; None if anything stands between the
-    output projection and the sum, and with it all of the paper's numbers and `sound_scale_any_mixing`."""
-    paper_holds: bool | None
-    """Whether Eq. 7 holds at this λ, with S·C_M measured: half of what the paper's theorem asks, and alone no
-    guarantee. It and the next five are None where the theorem says nothing: it is about LayerNorm or RMSNorm
-    after the sum, a mixer that reads states on their sphere, and no bias of values or output. Those that
-    depend on λ are None as well where it differs by channel."""
+    """S: ‖C‖_F of value and output weights of all heads together. None if the output projection does not
+    write f(x); then ``min_lambda_paper`` and ``min_lambda_any_mixing`` are None as well."""
+    kept_lower_bound: float | None
+    """Proved for this batch: least μ_out/μ_in at the current λ."""
+    min_lambda_proved: float | None
+    """Proved for this batch: least |λ| from which on √a of μ is kept. With one λ per channel, the least for
+    each of them; None if a norm reads the sum and they differ, because no such number exists."""
+    min_lambda_proved_relative: float | None
+    """As ``min_lambda_proved``, for μ/‖Y‖_F; None behind a norm, where both are the same."""
+    min_lambda_any_mixing: float | None
+    """As ``min_lambda_proved``, for any attention weights over the same tokens."""
+    min_lambda_paper: float | None
+    """Least |λ| for both hypotheses of the paper's Theorem 4.1: Eq. 7 and μ² ≥ b. None where it does not
+    apply: it requires a norm that reads the sum, states on its sphere, and no bias of values or output."""
     paper_guaranteed: bool | None = None
-    """Whether the theorem promises √a of μ here: Eq. 7 and μ² ≥ b, in every sequence."""
-    paper_scale: float | None
-    """Least |λ| for Eq. 7, with S·C_M measured."""
-    paper_scale_worst: float | None
-    """Likewise, with C_M whatever the input."""
-    paper_floor: float | None
-    """The theorem's b at this λ; the theorem speaks of states with μ² ≥ b. None likewise."""
-    paper_scale_with_floor: float | None
-    """Least |λ| for Eq. 7 and μ² ≥ b together."""
-    sound_bound: float | None
-    """Least share of μ_in that is sure at this λ, whatever way the mixer's rows point. It and the numbers
-    below are None where the norm is not known."""
-    sound_scale: float | None
-    """Least |λ| that is sure to keep √a of μ, given the lengths of the mixer's rows; of one for each channel,
-    the least that each must have, or None where a norm reads the sum and they differ: no such number is."""
-    sound_scale_relative: float | None
-    """Likewise of μ/‖Y‖_F; None after a norm, where it is the same, and where λ differs by channel."""
-    sound_scale_any_mixing: float | None
-    """Likewise whatever the weights of attention are, given the tokens it reads."""
+    """True if the theorem guarantees √a of μ in every sequence at the current λ."""
 
 
-class StackCertificate(BaseModel):
-    """One stack of layers: from what its first λ-skip reads to what its last λ-skip gives."""
-
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+class StackCertificate(_Numbers):
+    """One stack of layers, from the states of its first λ-skip to the sum of its last."""
 
     stack: str
     layers: int
     kept: float | None
-    """Mean over sequences of (μ/‖Y‖)_L/(μ/‖Y‖)_0 at the λ of the model; None if all are left out."""
-    target: float
-    threshold: float | None
-    """Least λ, one for all layers, from which on the stack keeps the target, on this batch, as measured."""
-    recommended: float | None = None
-    """The λ to give all its layers: the threshold, where the stack now keeps less than the target and some λ
-    up to 16 helps. None where nothing needs to be changed, where no λ helps, or where nothing is known."""
+    """Mean over sequences of μ/‖Y‖ at the end over μ/‖Y‖ at the start; None if all sequences are left out."""
     kept_mu: float | None
-    """As `kept`, of μ itself: μ_L/μ_0; μ_L after the last norm, without its gain, if one reads the sum.
-    Without one a large λ raises it by making the states longer, be they as alike as before."""
-    threshold_mu: float | None
-    """As `threshold`, of μ itself."""
+    """As ``kept``, for μ; without a norm a large λ raises it by making the states longer."""
     left_out: int
-    """Sequences whose tokens are all equal where the stack starts: μ_0 = 0, and nothing is there to keep."""
-    paper_scale: float | None
-    """The largest of its layers; it and the next three are of μ in each single layer, not of the stack."""
-    paper_scale_with_floor: float | None
-    sound_scale: float | None
-    sound_scale_any_mixing: float | None = None
+    """Sequences whose tokens are equal at the start of the stack, so that there is nothing to keep."""
+    min_lambda_proved: float | None
+    """Largest ``min_lambda_proved`` of its layers: about each single layer, not about the stack."""
+    min_lambda_any_mixing: float | None = None
+    min_lambda_paper: float | None
 
 
-class SkipCertificate(BaseModel):
-    """What the λ-skips of a model guarantee on a batch: layer by layer, and for its stacks."""
+class SkipCertificate(_Numbers):
+    """Properties of the skip connections of a model on a batch, by layer and by stack."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
-
+    format: Literal["rankwise-certificate"] = "rankwise-certificate"
+    schema_version: Literal[2] = 2
     a: float
-    """The part of μ² that each layer is to keep."""
-    target: float
-    """The part of μ/‖Y‖, or of μ, that a stack is to keep."""
+    """Fraction of μ² that each layer is to keep."""
     sequences: int
     layers: list[LayerCertificate]
     stacks: list[StackCertificate]
-    notes: list[str] = []
+    notes: list[str] = Field(default_factory=list)
 
-    def save(self, path: str | Path) -> Path:
-        """Write it as JSON.
-
-        Args:
-            path: the file.
+    @classmethod
+    def load(cls, path: str | Path) -> "SkipCertificate":
+        """Return a certificate from its file, or from ``certificate.json`` in a folder.
 
         Raises:
-            InputError: if it cannot be written.
+            InputError: if the file cannot be read.
+            RecordError: if it is not a certificate, or its content is damaged.
         """
+        return load_record(path, cls, "certificate.json", upgrade=_upgraded, unmarked=True)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the certificate as JSON and return the path; raise an `InputError` if that is impossible."""
         return write_file(Path(path), self.model_dump_json(indent=1), "certificate")
 
     def rows(self) -> list[dict[str, Any]]:
-        """The layers as dicts, for a table."""
+        """Return the layers as dicts, for a table."""
         return [layer.model_dump() for layer in self.layers]
+
+
+class LambdaChoice(Record):
+    """λ for one stack: tried by an audit, and proved. Only training shows if the model trains with it."""
+
+    stack: str
+    sites: list[str]
+    """Names of the λ-skips or residual connections of the stack; empty if none was found."""
+    value: float
+    """Least |λ| tried without COLLAPSE; if all have it, the |λ| with the highest lowest μ/‖Y‖."""
+    removes_collapse: bool
+    """True if an audit of this batch finds no COLLAPSE with every |λ| of the stack at least `value`."""
+    tried: list[tuple[float, Number]]
+    """(|λ|, lowest μ/‖Y‖ after a block of the stack), in the order of trial."""
+    proved: float | None
+    """|λ| from which on every layer is proved to keep half of μ² of the states that it read on this batch:
+    relative to ‖Y‖² without a norm behind the sum. None if it is unknown or infinite."""
+    mixing_share: Number
+    """Mean ‖f(x)‖/‖λx + f(x)‖ of the stack at `value`: near 0, the mixers no longer matter."""
+
+
+def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a file of version 1 with the current names, without fields that were removed."""
+    if content["schema_version"] == 2:
+        return content
+    kinds = {"layers": LayerCertificate, "stacks": StackCertificate}
+    known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
+    for part, kind in kinds.items():
+        if not isinstance(content.get(part), list):
+            continue
+        known[part] = [
+            {
+                RENAMED.get(name, name): value
+                for name, value in one.items()
+                if RENAMED.get(name, name) in kind.model_fields
+            }
+            if isinstance(one, dict)
+            else one
+            for one in content[part]
+        ]
+    return known | {"schema_version": 2}

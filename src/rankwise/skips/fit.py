@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, eval_mode, run_model
+from rankwise._internals.forward import eval_mode, run_model
 from rankwise.errors import InputError, SkipError
-from rankwise.measures import token_spread
-from rankwise.skips.skips import Skips, skips_of
-from rankwise.tracing import StateSite, capture
+from rankwise.skips.add import Skips, skips_of
 
 TextBatch = Mapping[str, Tensor]
 """``input_ids``, and mostly ``attention_mask``."""
@@ -261,31 +259,6 @@ def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
 
 def _masked(model: nn.Module) -> bool:
     return type(model).__name__.endswith("ForMaskedLM")
-
-
-def state_collapse(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
-    """Mean μ/‖Y‖ of the token states of each stack, the first before its first block.
-
-    Args:
-        model: the model.
-        batches: what to run it on.
-
-    Raises:
-        CaptureError: if its states are not seen.
-    """
-    found: dict[tuple[str, int], list[float]] = {}
-
-    def note(state: StateSite) -> None:
-        values = token_spread(state.tokens, state.mask)
-        found.setdefault((state.stack, state.layer), []).extend(values[~values.isnan()].tolist())
-
-    with eval_mode(model), torch.no_grad(), capture(model, on_mixer=lambda site: None, on_state=note):
-        for batch in batches:
-            run_model(model, batch)
-    stacks: dict[str, list[float]] = {}
-    for (stack, _), values in sorted(found.items()):
-        stacks.setdefault(stack, []).append(sum(values) / max(len(values), 1))
-    return stacks
 
 
 @contextmanager

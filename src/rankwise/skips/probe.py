@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, eval_mode, map_tensors, run_model
 from rankwise._internals.torch_private import is_compiled
 from rankwise.errors import SkipError
+from rankwise.skips.locate import SkipLocation, Traffic, locate, reader, with_readers
 from rankwise.skips.residuals import Residual, find_residuals, not_finite
-from rankwise.skips.skip_locations import SkipLocation, Traffic, locate, reader, with_readers
 from rankwise.skips.sums import Change, History, SumName, SumRecorder, SumReplacer
 from rankwise.tracing.model_checks import is_distributed, split_modules
 from rankwise.tracing.module_calls import ModuleCalls

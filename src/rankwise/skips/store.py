@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
-from rankwise.skips.skips import Skips, add_lambda_skip, remove_lambda_skip, skips_of
+from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

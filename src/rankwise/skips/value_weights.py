@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, run_model
 from rankwise.errors import CaptureError
-from rankwise.skips.probe import probing, replacing_sums
-from rankwise.skips.skips import SkipSite
+from rankwise.skips.locate import SkipSite
+from rankwise.skips.observe import Lambdas, with_lambdas
+from rankwise.skips.probe import probing
 from rankwise.skips.sums import SumName
-from rankwise.skips.verify import scaled_sums, unhooked
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 
@@ -27,7 +27,7 @@ class Mixing:
     """What it can be at most."""
     value_norm: float | None = None
     """‖C‖_F, all heads together; None unless what the output projection gave is the branch that is added."""
-    reach: Tensor | None = None
+    max_row_norm: Tensor | None = None
     """(B,): the most by which attention can move a token, whatever its weights."""
     unlike: str = "its value and output weights were not found"
     """What tells the branch from the paper's Σ_h M_h Y C_h; empty where nothing does."""
@@ -78,7 +78,7 @@ def _matrix_calls(calls: Iterable[RecordedCall]) -> list[MatrixCall]:
 
 
 def mixings(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], scales: Mapping[str, Tensor | float]
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
 ) -> dict[tuple[str, int], Mixing]:
     """What is known of the mixers of λ-skips, by name of the site and number of its call.
 
@@ -88,7 +88,7 @@ def mixings(
         model: the model.
         batch: what to run it on.
         sites: the sites.
-        scales: λ of each site by name.
+        lambdas: λ of each site by name.
     """
     mixers: list[MixerSite] = []
     sums: dict[str, list[tuple[Tensor, Tensor]]] = {site.name: [] for site in sites}
@@ -97,7 +97,8 @@ def mixings(
     def note(name: SumName, residual: Tensor, branch: Tensor, total: Tensor) -> None:
         sums[of_sum[name]].append((residual, branch))
 
-    with unhooked(model):  # what a projection gave is seen without the (λ − 1)·x that a hook may add to it
+    # Hooks are off: outputs of projections are recorded without the (λ − 1)·x that a hook may add.
+    with with_lambdas(model, sites, lambdas, note):
         # Copies: a gate or a gain applied in place would otherwise pass for a part of the weights.
         recording = record_calls(model, _has_matrix, copy=True)
         try:
@@ -106,7 +107,6 @@ def mixings(
                 probing(model),
                 torch.no_grad(),
                 capture(model, on_mixer=mixers.append, values=True),
-                replacing_sums(model, scaled_sums(sites, scales, note)),
             ):
                 run_model(model, batch)
         except CaptureError:
@@ -167,7 +167,7 @@ def _mixing(mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[Matr
         lengths = moved.norm(dim=-1).masked_fill(~mixer.valid_sources.cpu(), 0)
         reach += lengths.amax(-1)
     reach += float(projection[1].norm())
-    found.value_norm, found.reach = square**0.5, reach
+    found.value_norm, found.max_row_norm = square**0.5, reach
     if not _same(into.given, residual):
         found.unlike = "the mixer reads something else than the state that the skip connection adds"
     elif any(bool(values[1][head].any()) for head in read[1]):

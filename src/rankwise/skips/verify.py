@@ -1,30 +1,23 @@
-"""λ-skips that were put in are tried before they are handed over."""
+"""Compare a model with λ-skips to the same model with its sums scaled."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
-from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
-from rankwise.skips.hooks import SkipHook, picked, with_value
+from rankwise.skips.hooks import picked, with_value
+from rankwise.skips.locate import SkipSite
+from rankwise.skips.observe import ScaledSum, without_skips
 from rankwise.skips.probe import run_with
 from rankwise.skips.sums import SumName
 
-if TYPE_CHECKING:
-    from rankwise.skips.skips import SkipSite
 
-OnSum = Callable[[SumName, Tensor, Tensor, Tensor], None]
-Seen = Callable[[Tensor, Tensor, Tensor], None]
-
-
-def verify(
-    model: nn.Module, example: Batch, sites: Sequence["SkipSite"], found: Sequence["SkipSite"]
-) -> None:
+def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
     """Compare a model with its λ-skips, on an example, with what it should give.
 
     At λ = 1 every output must be the same bit by bit; at λ between 0.6 and 0.9, a different one for each
@@ -40,7 +33,7 @@ def verify(
     Raises:
         SkipError: if it is not.
     """
-    with unhooked(model):
+    with without_skips(model):
         plain = run_with(model, example, {})
     try:
         changed = run_with(model, example, {})
@@ -50,7 +43,7 @@ def verify(
         raise _failure(model, "outputs that λ = 1 does not change", "others")
     scales = {site.name: 0.9 - 0.3 * at / len(sites) for at, site in enumerate(sites)}
     checks = [SumCheck(site, scales.get(site.name, 1.0)) for site in found]
-    with unhooked(model):
+    with without_skips(model):
         exact = {name: partial(check.keep, name) for check in checks for name in check.site.sums}
         wanted = run_with(model, example, exact)
     try:
@@ -66,47 +59,6 @@ def verify(
     if wrong or len(wanted) != len(got) or not all(map(_close, wanted, got)):
         where = f" at {', '.join(wrong[:3])}" if wrong else ""
         raise _failure(model, "what scaling the residual sums gives at λ ≠ 1", f"something else{where}")
-
-
-def scaled_sums(
-    sites: Sequence["SkipSite"], scales: Mapping[str, Tensor | float], on_sum: OnSum | None = None
-) -> dict[SumName, "ScaledSum"]:
-    """What to do with which sum so that each site has its λ.
-
-    Args:
-        sites: the sites.
-        scales: λ by name of the site.
-        on_sum: called with the name of each of these sums, its residual before λ, its branch and its value.
-    """
-    return {
-        name: ScaledSum(
-            site.location.which, scales[site.name], None if on_sum is None else partial(on_sum, name)
-        )
-        for site in sites
-        if site.name in scales
-        for name in site.sums
-    }
-
-
-class ScaledSum:
-    """λ·x + y in place of x + y.
-
-    Args:
-        which: which operand is x.
-        scale: λ.
-        seen: called with copies of x and y, and the sum.
-    """
-
-    def __init__(self, which: int, scale: Tensor | float, seen: Seen | None = None) -> None:
-        self.which, self.scale, self.seen = which, scale, seen
-
-    def __call__(self, first: Tensor, other: Tensor) -> Tensor:
-        """Take the sum."""
-        residual, branch = (other, first) if self.which else (first, other)
-        total = (residual * self.scale).to(residual.dtype) + branch
-        if self.seen is not None:
-            self.seen(residual.clone(), branch.clone(), total)
-        return total
 
 
 class SumCheck:
@@ -126,7 +78,7 @@ class SumCheck:
         scale: its λ.
     """
 
-    def __init__(self, site: "SkipSite", scale: float) -> None:
+    def __init__(self, site: SkipSite, scale: float) -> None:
         self.site, self._scale = site, scale
         self._scaled = ScaledSum(site.location.which, scale)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
@@ -200,14 +152,7 @@ class SumCheck:
         return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
 
 
-@contextmanager
-def unhooked(model: nn.Module) -> Iterator[None]:
-    """A model as it is without its λ-skips, for as long as the block runs."""
-    with without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook)):
-        yield
-
-
-def _fill(model: nn.Module, sites: Sequence["SkipSite"], scales: Mapping[str, float]) -> None:
+def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: Mapping[str, float]) -> None:
     with torch.no_grad():
         for site in sites:
             module = model.get_submodule(site.location.module)

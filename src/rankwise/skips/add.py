@@ -4,7 +4,6 @@ import math
 import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -14,29 +13,11 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.skips.hooks import remove_hooks
+from rankwise.skips.locate import NOTES, SkipSite, name_sites, skip_sites
 from rankwise.skips.probe import check_traceable, example_for, find_skip_locations
-from rankwise.skips.skip_locations import SkipLocation
-from rankwise.skips.sums import SumName
 from rankwise.skips.verify import verify
 
-PARAMETER = "lambda_skip"
-"""Name of λ in the module that carries it; a second one in the same module gets a number."""
-NOTES = "_rankwise_skips"
-"""Where a module that carries λ says how it got there."""
 Per = Literal["layer", "channel"]
-
-
-@dataclass(frozen=True)
-class SkipSite:
-    """One λ-skip in a model."""
-
-    name: str
-    """Module that carries λ, such as ``transformer.h.0.attn``."""
-    parameter: str
-    """Name of λ in it."""
-    location: SkipLocation
-    sums: tuple[SumName, ...] = ()
-    """The sums of a forward pass that it scales: several where its module is called several times."""
 
 
 class Skips(Mapping[str, nn.Parameter]):
@@ -180,27 +161,6 @@ def skips_of(model: nn.Module) -> Skips:
     return Skips(model, sites, _notes(sites, ()))
 
 
-def skip_sites(model: nn.Module) -> list[SkipSite]:
-    """Where a model has λ-skips, in the order they run.
-
-    Args:
-        model: the model.
-    """
-    if not isinstance(model, nn.Module):
-        return []
-    sites = [
-        _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
-    ]
-    return sorted(sites, key=lambda site: site.location.time)
-
-
-def _renamed(site: SkipSite, module: str) -> SkipSite:
-    location = site.location.renamed(module)
-    return replace(
-        site, location=location, sums=tuple((location.sum[0], call, at) for _, call, at in site.sums)
-    )
-
-
 def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
     """Register λ = 1 and hook the model at one site.
 
@@ -285,21 +245,6 @@ def check_scale(subject: str, value: object) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
-    """Give each location a name; a module that is called several times in a forward pass is one.
-
-    Args:
-        locations: the locations, in the order they run.
-    """
-    sites: list[SkipSite] = []
-    for location in dict.fromkeys(locations):
-        number = sum(site.location.module == location.module for site in sites)
-        suffix = f"_{number + 1}" if number else ""
-        sums = tuple(other.sum for other in locations if other == location)
-        sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
-    return sites
 
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:

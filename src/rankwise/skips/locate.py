@@ -23,6 +23,11 @@ from rankwise.skips.residuals import Residual
 from rankwise.skips.sums import History, Sum, SumName, Version, version
 from rankwise.tracing.module_calls import ModuleCall, parameter_names
 
+PARAMETER = "lambda_skip"
+"""Name of λ in the module that carries it; a second one in the same module gets a number."""
+NOTES = "_rankwise_skips"
+"""Where a module that carries λ says how it got there."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -166,6 +171,55 @@ class SkipLocation:
             norm=self.norm and name(self.norm),
             sum=(name(self.sum[0]), *self.sum[1:]),
         )
+
+
+@dataclass(frozen=True)
+class SkipSite:
+    """Place of one λ-skip in a model."""
+
+    name: str
+    """Module that carries λ, such as ``transformer.h.0.attn``."""
+    parameter: str
+    """Name of λ in that module."""
+    location: SkipLocation
+    sums: tuple[SumName, ...] = ()
+    """Sums of a forward pass that λ scales: several if the module is called several times."""
+
+
+def skip_sites(model: nn.Module) -> list[SkipSite]:
+    """Where a model has λ-skips, in the order they run.
+
+    Args:
+        model: the model.
+    """
+    if not isinstance(model, nn.Module):
+        return []
+    sites = [
+        _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
+    ]
+    return sorted(sites, key=lambda site: site.location.time)
+
+
+def _renamed(site: SkipSite, module: str) -> SkipSite:
+    location = site.location.renamed(module)
+    return replace(
+        site, location=location, sums=tuple((location.sum[0], call, at) for _, call, at in site.sums)
+    )
+
+
+def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
+    """Give each location a name; a module that is called several times in a forward pass is one.
+
+    Args:
+        locations: the locations, in the order they run.
+    """
+    sites: list[SkipSite] = []
+    for location in dict.fromkeys(locations):
+        number = sum(site.location.module == location.module for site in sites)
+        suffix = f"_{number + 1}" if number else ""
+        sums = tuple(other.sum for other in locations if other == location)
+        sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
+    return sites
 
 
 def _parts(name: str) -> list[str]:

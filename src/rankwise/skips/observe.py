@@ -1,0 +1,327 @@
+"""Run a model with other λ and observe the state, the branch, the sum and the norm of each λ-skip."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from rankwise._internals.forward import Batch, Change, run_model
+from rankwise._internals.torch_private import without_forward_hooks
+from rankwise.errors import SkipError
+from rankwise.skips.hooks import SkipHook
+from rankwise.skips.locate import SkipSite, name_sites, skip_sites
+from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.probe import find_skip_locations, probing, replacing_sums
+from rankwise.skips.sums import SumName
+from rankwise.tracing import RecordedCall, record_calls
+
+MASKS = ("attention_mask", "decoder_attention_mask")
+ROUNDINGS = 8
+"""A norm of D channels may be off by eight times √D roundings of float32, in which norms compute."""
+EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+OnSum = Callable[[SumName, Tensor, Tensor, Tensor], None]
+Lambdas = Mapping[str, Tensor | float]
+"""λ by name of the site."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Norm between the sum of a λ-skip and the next state."""
+
+    kind: Literal["none", "LayerNorm", "RMSNorm", "unknown"]
+    eps: float = 0.0
+    gain: Tensor | None = None
+    """γ per channel of LayerNorm and RMSNorm."""
+    reason: str = ""
+    """Why the norm is unknown."""
+
+    @property
+    def centre(self) -> bool:
+        """True if the norm subtracts the mean of each row."""
+        return self.kind == "LayerNorm"
+
+    @property
+    def known(self) -> bool:
+        """True for LayerNorm and RMSNorm."""
+        return self.kind in ("LayerNorm", "RMSNorm")
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return normed rows without gain and bias; without a norm, the rows."""
+        return normed(rows, self.centre, self.eps) if self.known else rows
+
+
+@dataclass
+class ObservedSkip:
+    """One sum λx + f(x) of a forward pass."""
+
+    site: SkipSite
+    x: Float[Tensor, "B T D"]
+    branch: Float[Tensor, "B T D"]
+    total: Float[Tensor, "B T D"]
+    mask: Bool[Tensor, "B T"]
+    norm: Norm
+
+
+def observe(
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
+) -> list[ObservedSkip]:
+    """Run a batch with these λ, and return every sum of the sites in the order of the forward pass.
+
+    Raises:
+        SkipError: if a site does not run, or its sum is not of two states of its width.
+    """
+    seen: list[ObservedSkip] = []
+    of_sum = {name: site for site in sites for name in site.sums}
+
+    def note(name: SumName, x: Tensor, branch: Tensor, total: Tensor) -> None:
+        site = of_sum[name]
+        if x.shape != branch.shape or x.shape[-1] != site.location.width:
+            raise _other_sums(site)
+        read, other, both = (_as_batch(value, site.location.axis) for value in (x, branch, total))
+        seen.append(ObservedSkip(site, read, other, both, _mask(batch, read, site), Norm("none")))
+
+    norms = {site.location.norm for site in sites} - {""}
+    with (
+        with_lambdas(model, sites, lambdas, note),
+        record_calls(model, norms, copy=True) as calls,
+        probing(model),
+        torch.no_grad(),
+    ):
+        run_model(model, batch)
+    missing = {site.name for site in sites} - {added.site.name for added in seen}
+    if missing:
+        raise SkipError(
+            f"site {min(missing)!r}",
+            expected="a batch on which every residual mixer runs",
+            got="one on which it does not",
+            fix="Pass a batch of the kind the skips were added with.",
+        )
+    found: dict[str, Norm] = {}
+    for added in seen:
+        before = found.get(added.site.name)
+        if before is None or before.kind != "unknown":  # one unknown norm of several calls decides
+            found[added.site.name] = _norm_behind(added, calls)
+    for added in seen:
+        added.norm = found[added.site.name]
+    return seen
+
+
+@contextmanager
+def with_lambdas(
+    model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
+) -> Iterator[None]:
+    """Context manager that runs a model with other λ, of hooks and `LambdaSkip` alike; it writes no weight.
+
+    λ of other sites stay. ``on_sum`` is called with name, x, f(x) and λx + f(x) of each sum.
+    """
+    scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
+    with plain_skips(model), replacing_sums(model, scaled):
+        yield
+
+
+@contextmanager
+def without_skips(model: nn.Module) -> Iterator[None]:
+    """Context manager that turns off the hooks of λ-skips."""
+    with without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook)):
+        yield
+
+
+@contextmanager
+def plain_skips(model: nn.Module) -> Iterator[None]:
+    """Context manager that makes every skip connection a plain x + f(x), of hooks and `LambdaSkip` alike."""
+    plain = {"kind": "fixed", "init": 1.0, "weight": None}
+    own = {name: plain for name, module in model.named_modules() if isinstance(module, LambdaSkip)}
+    with without_skips(model), Change(model, attributes=own):
+        yield
+
+
+def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]:
+    """Return the λ-skips of a model, or else its residual connections; and blocks with others out of reach.
+
+    `LambdaSkip` modules are found as residual connections, whatever their λ is.
+    """
+    if sites := skip_sites(model):
+        return sites, []
+    with plain_skips(model):
+        locations, missed = find_skip_locations(model, batch)
+    return name_sites(locations), missed
+
+
+def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
+    """Return the current λ of each site, shape (1,) or (D,); 1 at a site without λ."""
+    found = {}
+    for site in sites:
+        module = model.get_submodule(site.location.module)
+        own = dict(module.named_parameters(recurse=False)).get(site.parameter)
+        if own is not None:
+            found[site.name] = own.detach()
+        else:
+            found[site.name] = (
+                module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
+            ).reshape(-1)
+    return found
+
+
+def scaled_sums(
+    sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
+) -> dict[SumName, "ScaledSum"]:
+    """Return the replacement of each sum of the sites by λx + f(x)."""
+    return {
+        name: ScaledSum(
+            site.location.which, lambdas[site.name], None if on_sum is None else partial(on_sum, name)
+        )
+        for site in sites
+        if site.name in lambdas
+        for name in site.sums
+    }
+
+
+class ScaledSum:
+    """λ·x + y in place of x + y; ``which`` is the operand x, ``seen`` is called with x, y and the sum."""
+
+    def __init__(
+        self, which: int, scale: Tensor | float, seen: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    ) -> None:
+        self.which, self.scale, self.seen = which, scale, seen
+
+    def __call__(self, first: Tensor, other: Tensor) -> Tensor:
+        """Return the scaled sum."""
+        x, branch = (other, first) if self.which else (first, other)
+        total = (x * self.scale).to(x.dtype) + branch
+        if self.seen is not None:
+            self.seen(x.clone(), branch.clone(), total)
+        return total
+
+
+def check_tokens(batch: Batch) -> None:
+    """Raise if a sequence of a batch has no real token."""
+    for name in MASKS:
+        value = batch.get(name) if isinstance(batch, Mapping) else None
+        if not isinstance(value, Tensor) or value.dim() != 2:
+            continue
+        empty = int((value.bool().sum(-1) == 0).sum())
+        if empty:
+            raise SkipError(
+                f"`{name}` of the batch",
+                expected="a real token in every sequence",
+                got=f"{empty} of {len(value)} sequences that are all padding",
+                fix="Leave them out.",
+            )
+
+
+def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
+    """Return LayerNorm (``centre``) or RMSNorm of rows, without gain and bias; rows of zeros stay."""
+    rows = rows - rows.mean(-1, keepdim=True) if centre else rows
+    size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    return rows / torch.where(size > 0, size, 1.0)
+
+
+def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
+    location = added.site.location
+    if location.read_by:
+        return Norm("unknown", reason=f"the function {location.read_by} reads the sum outside of any module")
+    if not location.norm:
+        return Norm("none")
+    total = added.total.transpose(0, 1) if location.axis == 0 and added.total.dim() == 3 else added.total
+    for call in (call for call in calls if call.name == location.norm):
+        values = (*call.args, *call.kwargs.values())
+        if any(isinstance(value, Tensor) and _equal(value, total) for value in values):
+            return read_norm(call.module, total, call.output)
+    return Norm("unknown", reason=f"{location.norm} was not given the sum as it is")
+
+
+def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
+    """Return LayerNorm or RMSNorm if the output of a module is γ∘N(row; ε) + β of each row, up to rounding.
+
+    γ and β are attributes of the module, and γ may be 1 + the weight; any other norm is unknown. ε is an
+    attribute, or else read off the lengths of the rows.
+    """
+    output = output[0] if isinstance(output, tuple) and output else output
+    width, weight, bias = rows.shape[-1], getattr(module, "weight", None), getattr(module, "bias", None)
+    own = [value.detach().double() if isinstance(value, Tensor) else None for value in (weight, bias)]
+    fits = all(value is None or value.shape == (width,) for value in own)
+    if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
+        finite = rows.isfinite().all(-1)  # rows of padding may be anything
+        read, out = rows.double()[finite], output.detach().reshape(rows.shape).double()[finite]
+        gain, shift = (rows.new_ones(width).double() if own[0] is None else own[0]), own[1]
+        out = out if shift is None else out - shift
+        largest = 0.0 if shift is None else shift.abs()
+        known: list[tuple[float, Norm]] = []
+        for centre in (True, False):
+            centred = read - read.mean(-1, keepdim=True) if centre else read
+            lost = ROUNDINGS * width**0.5 * torch.finfo(torch.float32).eps * _amplified(read, centred)
+            for scale in (gain, 1 + gain):
+                eps = _eps(module, out, scale * normed(read, centre, 0.0), centred, rows.dtype)
+                ideal = normed(read, centre, eps)
+                allowed = lost * (scale.abs() * (ideal.abs() + 1) + largest)
+                # Norms compute in float32; the gain and the bias may be applied in the dtype of the output.
+                allowed = allowed + 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + largest)
+                error = (out - scale * ideal).abs()
+                if bool(scale.any()) and bool((error <= allowed).all()):
+                    kind: Literal["LayerNorm", "RMSNorm"] = "LayerNorm" if centre else "RMSNorm"
+                    known.append((float(error.sum()), Norm(kind, eps, scale)))
+        if known:  # in bfloat16 two may fit
+            return min(known, key=lambda one: one[0])[1]
+    reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
+    return Norm("unknown", reason=reason)
+
+
+def _eps(module: nn.Module, out: Tensor, ideal: Tensor, rows: Tensor, dtype: torch.dtype) -> float:
+    """Return ε of a norm: an attribute (None is ε of the dtype), or by how much rows are too short."""
+    for name in EPS_NAMES:
+        value = getattr(module, name, 0)
+        if value is None or isinstance(value, float):
+            return torch.finfo(dtype).eps if value is None else value
+    share = ((out * ideal).sum(-1) / ideal.square().sum(-1)).square()
+    eps = rows.square().mean(-1) * (1 / share - 1)
+    eps = eps[eps.isfinite()]
+    return max(float(eps.median()), 0.0) if len(eps) else 0.0
+
+
+def _amplified(rows: Tensor, centred: Tensor) -> Tensor:
+    """Return by what factor rounding errors of a row grow if its mean is subtracted."""
+    size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    left = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
+    return torch.where(left > 0, size / torch.where(left > 0, left, 1.0), 1.0).clamp(min=1)
+
+
+def _equal(value: Tensor, total: Tensor) -> bool:
+    if value.numel() != total.numel() or value.shape[-1:] != total.shape[-1:]:
+        return False
+    rows = value.reshape(total.shape)
+    return torch.equal(rows.double().nan_to_num(0.0, 0.0, 0.0), total.double().nan_to_num(0.0, 0.0, 0.0))
+
+
+def _other_sums(site: SkipSite) -> SkipError:
+    return SkipError(
+        f"site {site.name!r}",
+        expected="a batch on which the model takes the same sums as on the example its skips were added with",
+        got="other sums",
+        fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
+    )
+
+
+def _as_batch(value: Tensor, axis: int) -> Tensor:
+    """Return states as (B, T, D), from (B, T, D), (T, B, D) or (T, D)."""
+    value = value.detach()
+    if value.dim() == 2:
+        return value[None]
+    return value.transpose(0, 1) if axis == 0 else value
+
+
+def _mask(batch: Batch, tokens: Tensor, site: SkipSite) -> Tensor:
+    """Return True for real tokens, by the mask of the batch for sequences of this length."""
+    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
+    decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in given
+    for name in reversed(MASKS) if decodes else MASKS[:1]:
+        value = given.get(name)
+        if isinstance(value, Tensor) and value.shape == tokens.shape[:2]:
+            return value.bool()
+        if decodes:
+            break
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)

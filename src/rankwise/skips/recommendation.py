@@ -1,0 +1,375 @@
+"""Choose λ for a collapsed stack by trial, and find mixers that a λ-skip suppresses."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rankwise._internals.forward import (
+    Batch,
+    batch_size,
+    device_of,
+    drop_unused_labels,
+    first_sequences,
+    run_model,
+    tensors_of,
+    to_device,
+)
+from rankwise.auditing.error_hints import fix_hint
+from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
+from rankwise.auditing.measure import measure_states
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId
+from rankwise.auditing.result import Audit
+from rankwise.auditing.statistics import ModelStatistics
+from rankwise.errors import InputError, RankwiseError, one_of
+from rankwise.skips.certificate import LambdaChoice
+from rankwise.skips.certify import certify_skip
+from rankwise.skips.locate import SkipSite, skip_sites
+from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.observe import lambdas_of, observe, sites_in, with_lambdas
+from rankwise.skips.probe import check_traceable, probing
+from rankwise.tracing import StateSite, capture
+
+AuditT = TypeVar("AuditT", bound=Audit)
+
+TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""|λ| to try, smallest first."""
+KEEP = 0.5
+"""Fraction of μ² that each layer keeps with the proved λ."""
+SAMPLE = 4
+"""Sequences of a dict that are examined."""
+AGAIN = "the model ran again on the first batch"
+TRAINS = (
+    "a λ that removes COLLAPSE on a batch was tried or proved on that batch; whether the model trains better "
+    "with it is unknown before training (docs/how-to/monitor.md has an experiment)"
+)
+BY_HAND = "raise λ in the model's own config or skip connections, where it has one"
+TOLD = " Tried on this batch: "
+
+
+def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
+    """Return the least |λ| of 1, 2, 4, 8 and 16 with which an audit finds no COLLAPSE in a stack of blocks.
+
+    In each trial every smaller |λ| of the stack is raised to the value. Signs stay; 0 counts as positive.
+    The rule is that of the finding COLLAPSE on the token states of this batch. The model is not changed.
+
+    A choice keeps three statements apart. ``tried`` and ``removes_collapse`` are trials on this batch;
+    ``proved`` is a bound for this batch and single layers; nothing states if the model trains with that λ.
+    Cost: up to eight forward passes and ‖M‖_F of each head.
+
+    Args:
+        model: module with λ-skips, with `LambdaSkip`, or with plain residual connections.
+        batch: inputs, as in `audit`.
+        stack: name of the stack, as in `Finding.where.stack`.
+
+    Raises:
+        SkipError: if the model cannot be certified on the batch.
+        CaptureError: if the token states of the model are not captured.
+        InputError: if the model has no stack of this name.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> torch.manual_seed(0) and None
+        >>> block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
+        >>> choice = rw.skips.choose_lambda(model, torch.randn(2, 9, 8), "layers")
+        >>> choice.value, choice.removes_collapse
+        (1.0, True)
+    """
+    check_traceable(model)
+    sites, inside = _sites_of(model, batch, stack)
+    if not inside:
+        return LambdaChoice(
+            stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
+            mixing_share=math.nan,
+        )  # fmt: skip
+    current = lambdas_of(model, inside)
+    tried: list[tuple[float, float]] = []
+    removed = False
+    for value in TRIED:
+        with with_lambdas(model, sites, _raised(current, value)):
+            found, lowest = _collapse(model, batch, stack)
+        tried.append((value, lowest))
+        removed = found is None
+        if removed:
+            break
+    best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
+    seen = observe(model, batch, sites, _raised(current, best))
+    names = {site.name for site in inside}
+    shares = [_share(added.branch, added.total, added.mask) for added in seen if added.site.name in names]
+    return LambdaChoice(
+        stack=stack,
+        sites=[site.name for site in inside],
+        value=best,
+        removes_collapse=removed,
+        tried=tried,
+        proved=_proved(model, batch, names),
+        mixing_share=sum(shares) / len(shares),
+    )
+
+
+def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
+    """Return an audit with a λ for every COLLAPSE, and a finding for every mixer that a λ-skip suppresses.
+
+    `choose_lambda` chooses the λ. The remedy is a command, or Python if the batch is not a dict. A mixer is
+    reported as INACTIVE_BLOCK if its ``mixer_share``, mean ‖f(x)‖/‖λx + f(x)‖ of a token, is below 0.01 and
+    no block around it is reported. Of a dict the first four sequences are examined, of any other batch all.
+    The model is not changed.
+    Cost: nothing without a COLLAPSE and λ-skips, one forward pass for λ-skips, ten per collapsed stack.
+
+    Args:
+        audit: complete audit of this model.
+        model: the model.
+        batch: inputs that were audited, or some of them.
+
+    Raises:
+        InputError: if the audit is of another model or not complete, or the model does not run on the batch.
+        SkipError: if the model cannot be certified on the batch, for example if states are not finite.
+        CaptureError: if the token states of the model are not captured.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        >>> tokens = torch.randn(2, 9, 8)
+        >>> rw.skips.recommend(rw.audit(layer, [tokens]), layer, tokens).provenance.advised
+        True
+    """
+    _check(audit, model, batch)
+    sample = first_sequences(to_device(drop_unused_labels(model, batch)[0], device_of(model)), SAMPLE)
+    found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
+    notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
+    collapsed = any(finding.code == "COLLAPSE" for finding in found)
+    skips = bool(skip_sites(model) or _own(model))
+    if collapsed or skips:
+        _check_runs(model, sample)
+        looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
+        notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
+    if skips:
+        found += [
+            _suppressed(site, share)
+            for site, share in _shares(model, sample).items()
+            if share < INACTIVE_TURN and not _inside_inactive(site, found)
+        ]
+    if collapsed:
+        found = [_advised(one, model, sample) if one.code == "COLLAPSE" else one for one in found]
+        notes.append(TRAINS)
+    about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
+    return audit.model_copy(update={"findings": ordered, "provenance": about})
+
+
+def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
+    """Return mean μ/‖Y‖ of the token states by stack: before its first block, and after each block.
+
+    Raises:
+        CaptureError: if the token states are not captured.
+    """
+    stacks: dict[str, list[float]] = {}
+    for layer in sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer)):
+        stacks.setdefault(layer.stack, []).append(layer.relative_spread)
+    return stacks
+
+
+# --- trials ----------------------------------------------------------------------------------------------
+
+
+def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
+    """Return the layer records of an audit, without ranks."""
+    statistics = ModelStatistics()
+
+    def note(state: StateSite) -> None:
+        statistics.add_states(measure_states(state, None, ranks=False))
+
+    with probing(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
+        for batch in batches:
+            run_model(model, batch)
+    return statistics.layer_records()
+
+
+def _collapse(model: nn.Module, batch: Batch, stack: str) -> tuple[Finding | None, float]:
+    """Return the COLLAPSE of a stack, or None, and the lowest μ/‖Y‖ after a block of it."""
+    layers = _layers(model, [batch])
+    one_of("`stack`", stack, {layer.stack for layer in layers})
+    own = [layer for layer in layers if layer.stack == stack]
+    found = next(collapse(Measured((), own, (), None)), None)
+    return found, min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
+
+
+def _sites_of(model: nn.Module, batch: Batch, stack: str) -> tuple[list[SkipSite], list[SkipSite]]:
+    """Return all sites of a model, and the sites of a stack; all if the stack has no name of its own."""
+    sites, _ = sites_in(model, batch)
+    inside = [site for site in sites if site.name.startswith(f"{stack}.")]
+    return sites, inside or sites
+
+
+def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
+    """Return λ with every |λ| below a value raised to it; the sign stays, and 0 counts as positive."""
+    return {
+        name: torch.where(own < 0, -1, 1).to(own) * own.abs().clamp(min=value)
+        for name, own in lambdas.items()
+    }
+
+
+def _proved(model: nn.Module, batch: Batch, names: set[str]) -> float | None:
+    """Return the |λ| proved for all layers at these sites, or None: relative to ‖Y‖ without a norm."""
+    layers = [layer for layer in certify_skip(model, batch, KEEP).layers if layer.site in names]
+    least = [
+        layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
+        for layer in layers
+    ]
+    known = [value for value in least if value is not None and math.isfinite(value)]
+    return max(known) if known and len(known) == len(least) else None
+
+
+# --- findings --------------------------------------------------------------------------------------------
+
+
+def _advised(finding: Finding, model: nn.Module, batch: Batch) -> Finding:
+    """Return a COLLAPSE with the chosen λ in its evidence, meaning and remedy."""
+    choice = choose_lambda(model, batch, finding.where.stack)
+    if not choice.sites:
+        return finding.model_copy(update={"remedy": BY_HAND})
+    evidence = {"lambda_tried": choice.value, "mixing_share": choice.mixing_share}
+    evidence["relative_spread_lowest_tried"] = dict(choice.tried)[choice.value]
+    if choice.proved is not None:
+        evidence["lambda_proved"] = choice.proved
+    result = "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
+    proved = "none is known" if choice.proved is None else f"|λ| ≥ {choice.proved:.3g}"
+    meaning = finding.meaning.partition(TOLD)[0]
+    meaning += f"{TOLD}|λ| = {choice.value:g} {result}. Proved to keep half of μ² per layer: {proved}."
+    update = {
+        "evidence": finding.evidence | evidence,
+        "meaning": meaning,
+        "remedy": _remedy(model, batch, choice),
+    }
+    return finding.model_copy(update=update)
+
+
+def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice) -> str:
+    """Return a command or Python that gives a model the chosen λ."""
+    sites, _ = sites_in(model, batch)
+    current = lambdas_of(model, sites)
+    below = [name for name in choice.sites if bool((current[name].abs() < choice.value).any())]
+    own = _own(model)
+    if not below:
+        return BY_HAND
+    if any(name in own for name in below):
+        return _own_remedy({name: own[name] for name in below if name in own}, choice.value)
+    carries = bool(skip_sites(model))
+    signs = {bool(value < 0) for name in below for value in current[name]}
+    if carries and len(signs) > 1:
+        first = f"rw.skips.skips_of(model)[{below[0]!r}].data"
+        more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
+        return f"raise |λ| below {choice.value:g} to {choice.value:g}, with its sign, in `{first}`{more}"
+    init = -choice.value if carries and signs == {True} else choice.value
+    # Without --sites every λ that was fitted would be set anew.
+    named = below if carries and len(below) < len(sites) else []
+    if isinstance(batch, Mapping):
+        options = "".join(f"--sites {name} " for name in named)
+        return f"rankwise skip MODEL --init {init:g} {options}--text TEXT --out DIR"
+    if carries:
+        return f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {below}]"
+    return f"rw.add_lambda_skip(model, init={init:g}, example=batch)"
+
+
+def _own(model: nn.Module) -> dict[str, LambdaSkip]:
+    """Return the `LambdaSkip` modules of a model by name, except those that compute a plain x + f(x)."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LambdaSkip) and (module.kind, module.init) != ("fixed", 1.0)
+    }
+
+
+def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
+    """Return where λ of a ToST model is: in its configuration, or in learned weights."""
+    learned = [f"{name}.weight" for name, skip in below.items() if skip.weight is not None]
+    if learned:
+        more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
+        return f"raise |λ| below {value:g} to {value:g} in the learned `{learned[0]}`{more}"
+    first = next(iter(below.values()))
+    fixed = '"skip": "fixed", ' if first.kind == "none" else ""
+    sign = -1 if first.kind == "fixed" and first.init < 0 else 1
+    return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
+
+
+def _shares(model: nn.Module, batch: Batch) -> dict[str, float]:
+    """Return mean ‖f(x)‖/‖λx + f(x)‖ of each λ-skip; of several calls the largest."""
+    check_traceable(model)
+    own = _own(model)
+    sites = skip_sites(model) or [one for one in sites_in(model, batch)[0] if one.location.module in own]
+    shares: dict[str, float] = {}
+    for added in observe(model, batch, sites, {}) if sites else ():
+        share = _share(added.branch, added.total, added.mask)
+        shares[added.site.name] = max(share, shares.get(added.site.name, 0.0))
+    return shares
+
+
+def _share(branch: Tensor, total: Tensor, mask: Tensor) -> float:
+    part, whole = (torch.linalg.vector_norm(rows.double(), dim=-1) for rows in (branch, total))
+    return float((part / whole)[mask].mean())
+
+
+def _suppressed(site: str, share: float) -> Finding:
+    return Finding(
+        code="INACTIVE_BLOCK",
+        severity="warning",
+        where=HeadId(site=site),
+        evidence={"mixer_share": share},
+        meaning=f"The mixer at {site or 'the model itself'} adds hardly anything to its tokens: "
+        f"{share:.1g} of what its skip connection gives.",
+        remedy=RULES["INACTIVE_BLOCK"].remedy.format(change="set the weights of its output projection to 0"),
+    )
+
+
+def _inside_inactive(site: str, findings: Sequence[Finding]) -> bool:
+    blocks = [finding.where.site for finding in findings if finding.code == "INACTIVE_BLOCK"]
+    return any(f"{site}.".startswith(f"{block}.") for block in blocks)
+
+
+# --- arguments -------------------------------------------------------------------------------------------
+
+
+def _check(audit: object, model: object, batch: object) -> None:
+    if not isinstance(audit, Audit):
+        fix = "Pass the result of `rw.audit(model, batches)`, or `rw.Audit.load(path)`."
+        raise InputError("`audit`", expected="an audit", got=_kind(audit), fix=fix)
+    if not isinstance(model, nn.Module):
+        fix = "Pass the model that was audited."
+        raise InputError("`model`", expected="a torch.nn.Module", got=_kind(model), fix=fix)
+    if not isinstance(batch, Mapping | tuple | list | Tensor) or not tensors_of(batch):
+        fix = "Pass one of the batches that were audited: a dict of tensors, a tuple of tensors or a tensor."
+        raise InputError("`batch`", expected="a batch", got=_kind(batch), fix=fix)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    if audit.provenance.model_class not in ("", kind):
+        raise InputError(
+            "`audit`",
+            expected=f"an audit of a {kind}",
+            got=f"one of a {audit.provenance.model_class}",
+            fix="Pass the model that was audited.",
+        )
+    if not audit.complete:
+        raise InputError(
+            "`audit`", expected="a complete audit", got="one that was stopped", fix="Audit the model again."
+        )
+
+
+def _kind(value: object) -> str:
+    inside = f" of {type(value[0]).__name__}" if isinstance(value, tuple | list) and value else ""
+    return f"{type(value).__name__}{inside}"
+
+
+def _check_runs(model: nn.Module, batch: Batch) -> None:
+    """Raise an `InputError` if the model does not run on a batch: later errors have another cause."""
+    try:
+        with probing(model), torch.no_grad():
+            run_model(model, batch)
+    except RankwiseError:
+        raise
+    except Exception as error:
+        name, got = type(model).__name__, f"{type(error).__name__}: {error}"
+        raise InputError(
+            "`batch`", expected=f"a batch that {name} runs on", got=got, fix=fix_hint(model, batch, error)
+        ) from error
