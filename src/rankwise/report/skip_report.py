@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rankwise.auditing.records import Verdict
-from rankwise.report.document import Document, Section, Table
+from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.skips.certificate import SkipCertificate, StackCertificate
 
 

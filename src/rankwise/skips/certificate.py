@@ -146,7 +146,7 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return a file of version 1 with the current names, without fields that were removed."""
     if content["schema_version"] == 2:
         return content
-    kinds = {"layers": LayerCertificate, "stacks": StackCertificate}
+    kinds: dict[str, type[Record]] = {"layers": LayerCertificate, "stacks": StackCertificate}
     known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
     for part, kind in kinds.items():
         if not isinstance(content.get(part), list):

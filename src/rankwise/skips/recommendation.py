@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from rankwise._internals.forward import (
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, RankwiseError, one_of
@@ -175,7 +175,7 @@ def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, lis
 # --- trials ----------------------------------------------------------------------------------------------
 
 
-def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
+def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
     """Return the layer records of an audit, without ranks."""
     statistics = ModelStatistics()
 
@@ -185,7 +185,7 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[Any]:
     with probing(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
         for batch in batches:
             run_model(model, batch)
-    return statistics.layer_records()
+    return [states.to_record() for states in statistics.states.values()]
 
 
 def _collapse(model: nn.Module, batch: Batch, stack: str) -> tuple[Finding | None, float]:
@@ -193,7 +193,7 @@ def _collapse(model: nn.Module, batch: Batch, stack: str) -> tuple[Finding | Non
     layers = _layers(model, [batch])
     one_of("`stack`", stack, {layer.stack for layer in layers})
     own = [layer for layer in layers if layer.stack == stack]
-    found = next(collapse(Measured((), own, (), None)), None)
+    found = next(collapse(Measured((), own, (), None, ())), None)
     return found, min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
 
 
