@@ -12,12 +12,13 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import Finding, HeadId, Provenance
+from rankwise.auditing import Finding, Provenance
 from rankwise.auditing.findings import INACTIVE_TURN
 from rankwise.errors import InputError, RankwiseError, SkipError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.skips import LambdaSkip, choose_lambda, recommendation
 from rankwise.skips.observe import lambdas_of, sites_in, with_lambdas
+from rankwise.tracing import HeadId
 
 
 class Average(nn.Module):
