@@ -70,10 +70,7 @@ class AttentionMapRecorder:
     def record(
         self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
-        """Return a dict of maps per sequence of a mixer call, by position of the head in ``heads``.
-
-        ``before`` is the number of sequences of earlier batches that already have maps.
-        """
+        """Return maps by position in ``heads`` for each sequence; ``before`` earlier sequences have maps."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
         return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]

@@ -1,6 +1,6 @@
 """Check batches before they are measured, and turn texts into batches."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,10 +27,7 @@ def check_batches(batches: object) -> None:
 
 
 def check_rows(model: nn.Module, batch: Any, number: int) -> None:
-    """Raise `InputError` if batch ``number`` (from 1) has no tokens, or a sequence consists of padding.
-
-    Padding is checked only in transformers models; ``attention_mask`` of another model may not mark padding.
-    """
+    """Raise `InputError` if batch ``number`` has no tokens or, in transformers models, a row of padding."""
     tensors = tensors_of(batch)
     fix = "Leave it out: an empty text is the usual cause."
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
@@ -51,19 +48,11 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
 
 
 def from_texts(
-    model: nn.Module,
-    batches: object,
-    texts: str | Sequence[str],
-    tokenizer: Callable[..., Any] | None,
-    *,
-    tokens: int,
-    batch_size: int,
+    model: nn.Module, batches: object, texts: object, tokenizer: Callable[..., Any] | None, **sizes: int
 ) -> tuple[Iterable[Batch], list[str]]:
     """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
-        raise InputError(
-            "`batches` and `texts`", expected="one of them", got="both", fix="Audit them one after the other."
-        )
+        fix = "Audit them one after the other."
+        raise InputError("`batches` and `texts`", expected="one of them", got="both", fix=fix)
     several, tokenizer = checked_texts(texts, tokenizer)
-    sizes = {"tokens": tokens, "sequences": len(several), "batch_size": batch_size}
-    return model_batches(model, several, tokenizer, **sizes)
+    return model_batches(model, several, tokenizer, sequences=len(several), **sizes)

@@ -290,7 +290,18 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
             grouped((head for head in audit.heads if head.stack == stack), attrgetter("layer"))
             for audit, stack in ((before, ours), (after, theirs))
         )
-        yield from _stack_differences(place, old, new)
+        if old and new and len(old) != len(new):
+            yield f"Layers that mix{place}: {len(old)} before, {len(new)} after."
+        both = [layer for layer in old if layer in new]
+        for words, (fact, consequence) in _FACTS.items():
+            pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
+            unlike = [
+                f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
+                for (one, other), number in pairs.items()
+                if one != other
+            ]
+            if unlike:
+                yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
         widths, other_widths = (
             ", ".join(map(str, sorted({layer.width for layer in audit.layers if layer.stack == stack})))
             for audit, stack in ((before, ours), (after, theirs))
@@ -309,24 +320,6 @@ _FACTS: dict[str, tuple[Callable[[Sequence[HeadRecord]], str], str]] = {
     "Mixing": (lambda heads: " and ".join(dict.fromkeys(head.kind for head in heads)), _OTHER_MIXING),
     "Masks": (lambda heads: " and ".join(dict.fromkeys(head.mask for head in heads)), ""),
 }
-
-
-def _stack_differences(
-    place: str, old: Mapping[int, Sequence[HeadRecord]], new: Mapping[int, Sequence[HeadRecord]]
-) -> Iterator[str]:
-    """Yield differences between the heads of a stack, by layer."""
-    if old and new and len(old) != len(new):
-        yield f"Layers that mix{place}: {len(old)} before, {len(new)} after."
-    both = [layer for layer in old if layer in new]
-    for words, (fact, consequence) in _FACTS.items():
-        pairs = Counter((fact(old[layer]), fact(new[layer])) for layer in both)
-        unlike = [
-            f"{one} before, {other} after ({'all' if number == len(both) else number} layers)"
-            for (one, other), number in pairs.items()
-            if one != other
-        ]
-        if unlike:
-            yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
 
 
 _PROVENANCE = {
@@ -384,7 +377,7 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
     """Return warnings about costs of removal that do not compare."""
     old, new = before.importance, after.importance
     if old is not None and new is not None:
-        facts = {
+        facts: dict[str, list[str]] = {
             "The loss of importance differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
             "The replacement of removed heads differs:": [old.ablation, new.ablation],
             "Costs of removal are": [cost_origin(audit) or "unknown" for audit in (before, after)],

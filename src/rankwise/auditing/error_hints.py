@@ -18,7 +18,9 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
     names, _ = argument_names(model)
     model = original_of(model)
-    if isinstance(error, NotImplementedError) and _has_no_forward(model):
+    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
+    inherited = "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
+    if isinstance(error, NotImplementedError) and inherited:
         lists = (nn.ModuleList, nn.ModuleDict)
         inner = (name for name, module in model.named_children() if not isinstance(module, lists))
         return (
@@ -89,12 +91,6 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
             subject = f"{name} of batch {number}"
             return InputError(subject, expected=expected, got=str(int(wrong[0])), fix=fix)
     return None
-
-
-def _has_no_forward(model: nn.Module) -> bool:
-    """Return True if ``forward`` is inherited from torch or Lightning, where it only raises."""
-    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
-    return "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
 
 
 def _fast_path_fails(model: nn.Module, error: Exception) -> bool:

@@ -41,16 +41,14 @@ class Examples:
     @classmethod
     def empty(cls, heads: int) -> "Examples":
         """Return examples to which no sequence has been added."""
+
+        def lists() -> list[list[Any]]:
+            return [[] for _ in range(heads)]
+
         return cls(
-            longest=[0.0] * heads,
-            masks=["full"] * heads,
-            spectra=[[] for _ in range(heads)],
-            memberships=[[] for _ in range(heads)],
-            grids=[None] * heads,
-            named=[0] * heads,
-            names=[[] for _ in range(heads)],
-            attention_maps=[[] for _ in range(heads)],
-        )
+            longest=[0.0] * heads, masks=["full"] * heads, grids=[None] * heads, named=[0] * heads,
+            spectra=lists(), memberships=lists(), names=lists(), attention_maps=lists(),
+        )  # fmt: skip
 
     @classmethod
     def from_records(cls, records: Sequence[HeadRecord]) -> "Examples":
@@ -91,10 +89,7 @@ class Examples:
                 _count(self.names[head], [{name: 1} for name in kinds])
 
     def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add examples of the same heads from later sequences.
-
-        Use ``attention_maps=False`` to omit maps of another audit, which have different token texts.
-        """
+        """Add examples of the same heads from later sequences, unless stated without their maps."""
         if self.names is None or other.names is None:
             self.names = None
         else:

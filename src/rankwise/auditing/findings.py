@@ -15,7 +15,6 @@ from rankwise.auditing.records import (
     SEVERITY_ORDER,
     Baseline,
     Finding,
-    HeadId,
     HeadRecord,
     LayerRecord,
     Severity,
@@ -23,6 +22,7 @@ from rankwise.auditing.records import (
 )
 from rankwise.errors import one_of
 from rankwise.importance.records import ImportanceRecord
+from rankwise.tracing.head_id import HeadId
 
 R = TypeVar("R")
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.

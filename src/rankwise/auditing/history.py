@@ -19,12 +19,8 @@ class History:
     """Audits by training step, sorted by step.
 
     A training loop adds audits with ``history.add(step, rw.audit(model, batches))``. `save` writes a folder
-    per step, which `rankwise compare` and `load` read.
-
-    Args:
-        entries: pairs of a step and its audit.
-        names: names of the audits; an audit without a name is called by its step.
-        counted: True if the steps only number the audits and are not training steps.
+    per step, which `rankwise compare` and `load` read. An audit without a name is called by its step. If
+    ``counted``, the steps only number the audits and are not training steps.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
@@ -78,13 +74,6 @@ class History:
     def audits(self) -> list[Audit]:
         """All audits, in the order of the steps."""
         return [audit for _, audit in self._entries.values()]
-
-    @property
-    def folders(self) -> list[str]:
-        """Unique names of folders for the audits."""
-        plain = [folder_name(name) for name in self.names]
-        alone = len(set(plain)) == len(plain)
-        return plain if alone else [f"{name}-{step}" for name, step in zip(plain, self.steps, strict=True)]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -173,7 +162,10 @@ class History:
         Raise `InputError` if a file cannot be written.
         """
         folder = Path(folder)
-        for name, audit in zip(self.folders, self.audits, strict=True):
+        plain = [folder_name(name) for name in self.names]
+        unique = len(set(plain)) == len(plain)
+        for name, (step, audit) in zip(plain, self, strict=True):
+            name = name if unique else f"{name}-{step}"
             write_file(folder / name / "audit.json", audit.model_dump_json(indent=1) + "\n", "audit")
         self.to_html(folder / "index.html")
         return folder
@@ -266,23 +258,16 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
 
     The size of a change is relative to the range of its measure: 1 for shares and distances, 2 for a cosine,
     min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ it is
-    relative to the larger value, and for a cost of removal to the loss of the model. The range is always
-    known. The standard deviation over sequences is not, and a head that barely varies would turn rounding
-    errors into the largest change. `Comparison.by_layer` has that standard deviation next to each change.
-    Costs of different losses, and exact and estimated costs, are not compared; a warning names them.
-
-    Models of different structure are compared by layers, token states and totals; `Comparison.structure`
-    lists the differences.
-
-    Cost: linear in the number of records, plus sorting.
+    relative to the larger value, and for a cost of removal to the loss of the model. Standard deviations over
+    sequences, which `Comparison.by_layer` has, would turn rounding errors of a head that barely varies into
+    the largest change. Costs of different losses, and exact and estimated costs, are not compared; a warning
+    names them. `Comparison.structure` lists differences of structure: such models are compared by layers,
+    token states and totals. Cost: linear in the number of records, plus sorting.
 
     Args:
         before: first audit.
         after: audit to compare with it.
         more: later audits. If the names of the models contain steps (``checkpoint-500``), these sort them.
-
-    Returns:
-        The differences between two audits, or a `History` of more.
 
     Raises:
         InputError: if an argument is not an audit, such as a path.

@@ -83,10 +83,7 @@ class BaselineSettings:
 
 
 class InitialCopies:
-    """Iterable over copies of a model at initialization, with at most one copy in memory.
-
-    The constructor builds the first copy, so that a model that cannot be built fails before any measurement.
-    """
+    """Copies of a model at initialization, at most one in memory; the constructor builds the first copy."""
 
     def __init__(self, model: nn.Module, settings: BaselineSettings) -> None:
         self.model, self.settings = original_of(model), settings

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankwise import measures
+from rankwise import measures, operators
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import patch_grid
@@ -19,21 +19,13 @@ from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
 from rankwise.auditing.settings import Method
 from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
-from rankwise.operators import (
-    DenseMixing,
-    DiagonalMixing,
-    IndexedMixing,
-    MixingOperator,
-    SoftmaxMixing,
-    sample_channels,
-)
+from rankwise.operators import MixingOperator
 from rankwise.tracing import MixerSite, StateSite
 
 EXACT_BYTES = 2**29
 """Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
-times as much memory, which fits next to a model on a machine of 8 GB. The limit is memory, not time: up to
-this size exact ranks are also faster than estimates (docs/how-to/long-contexts.md).
-"""
+times as much memory. The limit is memory, not time: up to this size exact ranks are also faster than
+estimates (docs/how-to/long-contexts.md)."""
 MATRIX_BYTES = 2**28
 """Bytes of float64 matrices formed at once (256 MiB); a larger matrix is formed alone."""
 SPECTRUM_POINTS = 64
@@ -77,7 +69,7 @@ def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
     heads = site.operator.shape[-3]
     if heads <= MANY_HEADS or not mixer_kind(site.kind).state_space:
         return site, list(range(heads))
-    channels = sample_channels(site.operator, MAX_CHANNELS)
+    channels = operators.sample_channels(site.operator, MAX_CHANNELS)
     return replace(site, operator=site.operator[:, channels]), channels.tolist()
 
 
@@ -93,8 +85,7 @@ def measure_heads(
 ) -> HeadStatistics:
     """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    ``name_tokens`` names the most attended tokens, ``image`` is the height and width of an image input, and
-    ``each_sequence`` also keeps the ranks of each sequence, which a baseline requires.
+    ``image`` is the height and width of an image input; a baseline requires the ranks of ``each_sequence``.
     """
     statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
     batches = list(_batches(site, delta, method))
@@ -123,7 +114,7 @@ def measure_heads(
     statistics.distances.add(by_sequence([batch.distances for batch in batches]))
     if each_sequence:
         statistics.sequence_ranks = [np.stack([ranks["rank_low"], ranks["rank_high"]], axis=-1)]
-    if isinstance(site.operator, SoftmaxMixing):
+    if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
         parts = (sums.query, sums.key, sums.rows, sums.columns)
         statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
@@ -174,7 +165,7 @@ def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatc
         rows, columns = site.valid_tokens[at], site.valid_sources[at]
         if rows.any() and columns.any():
             sequence = operator[at : at + 1]
-            sequence = sequence if whole else IndexedMixing(sequence, rows, columns)
+            sequence = sequence if whole else operators.IndexedMixing(sequence, rows, columns)
             yield _measure(site, slice(at, at + 1), sequence, delta, method)
         else:
             yield _without_tokens(heads)
@@ -247,7 +238,7 @@ def _decomposed(operator: MixingOperator, delta: float) -> tuple[MixingOperator,
     """Return the operator, dense if all heads fit in `MATRIX_BYTES`, and its ranks at all thresholds."""
     together = MATRIX_BYTES // _matrix_bytes(operator)
     if together >= math.prod(operator.shape[:2]):
-        operator, together = DenseMixing(_formed(operator)), operator.shape[1]
+        operator, together = operators.DenseMixing(_formed(operator)), operator.shape[1]
     parts = [
         measures.rank_summary(
             operator[:, start : start + max(1, together)], delta, also_at=thresholds(delta), relative=True
@@ -277,7 +268,7 @@ def _memberships(
 ) -> tuple[Tensor | float, Tensor | float, list[list[list[float]]]]:
     """Return mean membership and coding rate per head, and memberships of tokens in the first sequence."""
     operator = site.operator[index]
-    if not isinstance(operator, DiagonalMixing):
+    if not isinstance(operator, operators.DiagonalMixing):
         return math.nan, math.nan, []
     rows, shares = site.valid_tokens[index], operator.diagonal.double()
     real = rows[:, None].to(shares.device)
@@ -305,10 +296,7 @@ def _without_tokens(heads: int) -> HeadBatch:
 
 
 def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
-    """Return statistics of the token states after a block; ``before`` are the states that the block read.
-
-    If ``before`` is None, the relative update of the block is NaN. ``ranks=False`` leaves out the SVD.
-    """
+    """Return statistics of token states, read as ``before`` by a block; without SVD if not ``ranks``."""
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {
@@ -317,9 +305,8 @@ def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = 
         if row.function and (ranks or row.name != "effective_rank")
     }
     values["tokens"] = real.sum(-1).double()
-    if before is None:
-        values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
-    else:
+    values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
+    if before is not None:
         values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
     broken = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])

@@ -82,18 +82,15 @@ class Measure:
     """A measure of heads or of token states."""
 
     name: str = ""
-    """Name of the field."""
     title: str
     formula: str
     range: Range
     low: str
-    """Meaning of the low end."""
     high: str
-    """Meaning of the high end."""
+    """Meaning of the high end, as ``low`` is of the low end."""
     function: str | None = None
     """Name in `MEASURES`, by default the name of the field; "" if the field is filled in another way."""
     digits: int
-    """Decimals that are shown."""
     cost: str
     short: str = ""
     """Title of a narrow column, if `title` is too long."""

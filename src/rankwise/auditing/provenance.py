@@ -146,10 +146,9 @@ class DataDigest:
 def describe_method(heads: Sequence[HeadRecord]) -> str:
     """Return a description of how the ranks of an audit were computed: exact, estimated or both."""
     sequences, estimated = (sum(getattr(head, name) for head in heads) for name in ("sequences", "estimated"))
-    exact = (
-        f"{sequences - estimated} of {sequences} spectra exact, the others " if estimated < sequences else ""
-    )
-    return f"{exact}estimated with {PROBES} probes, {STEPS} steps, seed {SEED}" if estimated else "exact"
+    how = f"estimated with {PROBES} probes, {STEPS} steps, seed {SEED}" if estimated else "exact"
+    mixed = f"{sequences - estimated} of {sequences} spectra exact, the others {how}"
+    return mixed if 0 < estimated < sequences else how
 
 
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:

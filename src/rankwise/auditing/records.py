@@ -22,8 +22,7 @@ BAND = (10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5)
 
 The choice δ = 0.01 is a convention, so no statement may depend on it. A wider band would include thresholds
 at which rank carries no information: with T = 512 tokens and head dim K = 32, random queries and keys have
-rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ by a factor of at most 1.8.
-"""
+rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ by a factor of at most 1.8."""
 
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
@@ -96,8 +95,7 @@ class Baseline(Record):
     band: list[BaselineAt] = Field(default_factory=list)
     """For heads: comparison at each threshold in the head's own ``band``; empty for layers."""
     spectrum: list[Number] = Field(default_factory=list)
-    """For heads: singular values of the first sequence, averaged over seeds, at the same indices as the
-    head's own ``spectrum``."""
+    """For heads: singular values of the first sequence, averaged over seeds, as in ``spectrum``."""
 
     @property
     def judged(self) -> bool:
@@ -124,7 +122,6 @@ class AttentionMap(Record):
 
     rows: Annotated[int, Field(gt=0, le=MAP_SIDE)]
     columns: Annotated[int, Field(gt=0, le=MAP_SIDE)]
-    """Number of columns of the map."""
     tokens: Annotated[int, Field(gt=0, lt=2**53)]
     sources: Annotated[int, Field(gt=0, lt=2**53)]
     """Columns S of the matrix; ``tokens`` are its rows T. Matrix row t is in map row t·rows//tokens."""
@@ -176,7 +173,7 @@ class AttentionMap(Record):
 
 
 class MergeData(Record):
-    """Data of a head that `Audit.merge` needs in addition to the means in the record."""
+    """Data of a head that `Audit.merge` needs in addition to the means in the record; not in older files."""
 
     longest: Count
     """Number of tokens of the longest sequence, from which the head's mask is taken."""
@@ -213,8 +210,7 @@ class HeadOrigin(Record):
     estimated: Count = 0
     """Number of sequences whose ranks were estimated without forming the matrix; the others are exact."""
     fallbacks: Count = 0
-    """Number of sequences in which a singular value was too close to a threshold for the fast count, so that
-    an SVD was computed."""
+    """Number of sequences that needed an SVD: a singular value was too close to a threshold."""
     tokens: Size
     """Number of rows T without padding, mean over sequences."""
     sources: Size
@@ -276,8 +272,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
-    whichever most sequences share. If the weight is small, other tokens have nearly the same weight, and
-    single rows may attend to other tokens (see `named_peak`)."""
+    whichever most sequences share. If the weight is small, rows may attend to others (see `named_peak`)."""
     max_token_sequences: Count = 0
     """Number of sequences in which ``max_token`` names the token with the largest weight."""
     attention_map: AttentionMap | None = None
@@ -292,7 +287,6 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     baseline: Baseline | None = None
     """Measures of the same head at initialization, on the same data; None if not requested."""
     merging: MergeData | None = None
-    """Data that `Audit.merge` needs in addition to the means; None in older files."""
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.smaller)}"

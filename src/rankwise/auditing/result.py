@@ -198,16 +198,10 @@ class Audit(Record):
         return write_file(path, text, "table", in_folder=f"{records}.csv")
 
     def head(self, layer: int, head: int, *, stack: str | None = None, site: str | None = None) -> HeadRecord:
-        """Return the record of one head.
+        """Return the record of one head, by the indices of its layer and of the head in the layer, from 0.
 
-        Args:
-            layer: index of the layer, from 0.
-            head: index of the head in the layer, from 0.
-            stack: name of the stack of blocks, such as the encoder; required if several stacks match.
-            site: name of the module that mixes tokens; required if a layer has several (cross-attention).
-
-        Raises:
-            InputError: if no head matches, or several heads match.
+        If several heads match, the name of the stack of blocks (such as the encoder) or of the site, the
+        module that mixes tokens, is required. Raise `InputError` if no head matches, or several.
 
         Examples:
             >>> import torch, rankwise as rw

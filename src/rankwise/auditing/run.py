@@ -86,8 +86,8 @@ def audit(
     Args:
         model: any `torch.nn.Module`.
         batches: dicts (``model(**batch)``), tuples (``model(*batch)``) or tensors (``model(batch)``), such as
-            a DataLoader. Labels that the model does not accept are left out, and a note says so. Batches are
-            kept in memory only if ``importance`` or ``baseline`` runs them again.
+            a DataLoader. Labels that the model does not accept are left out. Batches are kept in memory only
+            if ``importance`` or ``baseline`` runs them again.
         delta: threshold δ: the numerical rank counts singular values above δ.
         texts: strings to use instead of batches; each becomes one sequence, padded on the right.
         tokenizer: tokenizer of ``texts``, such as one of transformers. It also names tokens in findings and
@@ -110,9 +110,8 @@ def audit(
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: called with the number of finished batches and a name after each measured site.
 
-    Returns:
-        The audit. After Ctrl-C it contains the finished batches, or the finished layers of the first batch,
-        and ``complete`` is False.
+    After Ctrl-C the audit has the finished batches, or the finished layers of the first batch, and its
+    ``complete`` is False.
 
     Raises:
         AuditError: if the model or a batch fails, or importance or the baseline cannot be measured; its
@@ -144,10 +143,9 @@ def audit(
 def collect(
     model: nn.Module, batches: Iterable[Batch], settings: AuditSettings, notes: Sequence[str] = ()
 ) -> AuditStatistics:
-    """Measure a model and return the statistics from which `build_audit` builds an audit.
+    """Return the statistics of a model, from which `build_audit` builds an audit; raise as `audit` does.
 
-    Unlike saved audits, statistics of shards of the data also merge required head dimensions and the
-    baseline. Raise the same errors as `audit`.
+    Statistics of shards of the data also merge required head dimensions and the baseline; audits do not.
     """
     run = Run(without_copies(model), settings, notes)
     run.run(batches)

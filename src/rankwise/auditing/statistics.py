@@ -95,10 +95,7 @@ class HeadStatistics:
         )
 
     def merge(self, other: "HeadStatistics", *, attention_maps: bool = True) -> None:
-        """Add statistics of the same heads over other sequences; raise `ShapeError` if the heads differ.
-
-        With ``attention_maps=False`` the attention maps of ``other`` are not added.
-        """
+        """Add statistics of the same heads over other sequences; raise `ShapeError` if the heads differ."""
         if self.heads != other.heads:
             expected, got = f"{len(self.heads)}, as in the sequences before", str(len(other.heads))
             fix = "Audit batches one by one if the model changes its heads; merge audits of one model."
@@ -114,14 +111,13 @@ class HeadStatistics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.examples.merge(other.examples, attention_maps=attention_maps)
         self.head_dim = other.head_dim if self.head_dim is None else self.head_dim
-        if self.logits is None or other.logits is None:
-            self.logits = self.logits or other.logits
-        else:
+        if self.logits is not None and other.logits is not None:
             self.logits = self.logits + other.logits
-        if self.sequence_ranks is None or other.sequence_ranks is None:
-            self.sequence_ranks = None
         else:
-            self.sequence_ranks = self.sequence_ranks + other.sequence_ranks
+            self.logits = self.logits or other.logits
+        if self.sequence_ranks is not None:
+            more = other.sequence_ranks
+            self.sequence_ranks = None if more is None else self.sequence_ranks + more
 
     def to_records(self, delta: float, audits: int = 1) -> list[HeadRecord]:
         """Return a record per head; a record keeps `TOKENS_KEPT` token names per merged audit."""
@@ -145,6 +141,15 @@ class HeadStatistics:
             peak, peak_sequences = self.examples.peak(at)
             first, second = [*self.examples.attention_maps[at], None, None][:2]
             fields: dict[str, Any] = {name: float(mean[at]) for name, (_, mean, _) in numbers.items()}
+            points = [
+                RankAt(
+                    delta=threshold,
+                    hardmax_rank=fields["hardmax_rank"] if threshold <= 1 else math.nan,
+                    **{name: float(mean[at, step]) for name, (_, mean, _) in band.items()},
+                )
+                for step, threshold in enumerate(thresholds(delta))
+                if not sequences or not math.isnan(band["rank_low"][1][at, step])
+            ]
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
@@ -152,7 +157,7 @@ class HeadStatistics:
                 mask=self.examples.masks[at],  # type: ignore[arg-type]
                 sequences=sequences, nonfinite=int(self.nonfinite[at]), estimated=estimated,
                 fallbacks=round(float(self.fallbacks[at])),
-                band=_band(delta, sequences, float(fields["hardmax_rank"]), band, at),
+                band=points,
                 membership_map=self.examples.memberships[at], membership_grid=self.examples.grid(at),
                 nearest_head=nearest[at], nearest_distance=float(distance[at]),
                 required_head_dim=float(needed[at]),
@@ -221,21 +226,6 @@ class HeadStatistics:
             named=self.examples.named[at],
             names=most_common(names[at], TOKENS_KEPT * audits),
         )
-
-
-def _band(
-    delta: float, sequences: int, hardmax: float, band: Mapping[str, tuple[Floats, ...]], at: int
-) -> list[RankAt]:
-    """Return the ranks of head ``at`` at each threshold of the band for which every sequence has a rank."""
-    return [
-        RankAt(
-            delta=threshold,
-            hardmax_rank=hardmax if threshold <= 1 else math.nan,
-            **{name: float(mean[at, step]) for name, (_, mean, _) in band.items()},
-        )
-        for step, threshold in enumerate(thresholds(delta))
-        if not sequences or not math.isnan(band["rank_low"][1][at, step])
-    ]
 
 
 def _ranks_of(records: Sequence[HeadRecord], name: str, sequences: Floats, delta: float) -> Moments:
@@ -377,11 +367,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences, such as a shard of the data or a saved audit.
-
-        A copy at initialization is kept only if both audits have its seed. Attention maps are taken from the
-        first audit that has maps.
-        """
+        """Add an audit of other sequences: its maps if this one has none, copies if both have the seed."""
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
         self.texts = self.texts if mapped else other.texts

@@ -72,9 +72,8 @@ def text_batches(
 
     Padding is on the right even if the tokenizer pads on the left (for generation), because left padding
     shifts positions in models that count positions from 0. The pad id is the tokenizer's pad id, else its
-    end-of-text id, else 0; ``attention_mask`` is 0 at padding.
-
-    Cost: the whole text is tokenized at the call; each batch is built when the iterator reaches it.
+    end-of-text id, else 0; ``attention_mask`` is 0 at padding. The whole text is tokenized at the call; each
+    batch ``{"input_ids": …, "attention_mask": …}`` is built when the iterator reaches it.
 
     Args:
         text: one text or many.
@@ -83,9 +82,6 @@ def text_batches(
         sequences: maximum number of sequences.
         batch_size: sequences per batch; the last batch may have fewer.
         shard: part of the data that this process reads.
-
-    Returns:
-        An iterator over ``{"input_ids": …, "attention_mask": …}``.
 
     Raises:
         InputError: at the call, if a number is below 1, the text is shorter than one window, or no text has
