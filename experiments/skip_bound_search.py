@@ -33,9 +33,8 @@ from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.data import load_text
-from rankwise.skips.locate import name_sites
+from rankwise.skips.locate import find_skip_locations, name_sites
 from rankwise.skips.observe import observe
-from rankwise.skips.probe import find_skip_locations
 from rankwise.theory import min_lambda, mixing_strength, skip_bound
 
 RESULTS = Path(__file__).with_name("results") / "skip_bound_search.json"

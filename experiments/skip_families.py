@@ -31,8 +31,8 @@ from experiments.state_space_models import STATE_SPACE
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
+from rankwise.skips.find import run_with, tensors_in
 from rankwise.skips.observe import scaled_sums, without_skips
-from rankwise.skips.probe import run_with, tensors_in
 
 PAGE = Path(__file__).parents[1] / "docs" / "skip-families.md"
 HEADINGS = (

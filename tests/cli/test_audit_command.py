@@ -503,12 +503,12 @@ def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
 def test_ctrl_c_while_it_advises_writes_the_whole_audit(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rankwise import skips as surgery
+    from rankwise import skips
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(surgery, "recommend", interrupted)
+    monkeypatch.setattr(skips, "recommend", interrupted)
     (tmp_path / "net.py").write_text(COLLAPSING)
     assert run("audit", "net.py:build").exit_code == 130
     audit = audit_of(tmp_path)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-from rankwise import skips as surgery
+from rankwise import skips
 from rankwise.cli import load_data as subject_inputs
 from rankwise.cli import load_model as subjects
 from rankwise.cli import skip
@@ -207,7 +207,7 @@ def test_a_certificate_that_fails_costs_no_fit(
 ) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "certificate.json").write_text("of other λ")
-    called(monkeypatch, surgery, "certify_skip", Stop())
+    called(monkeypatch, skips, "certify_skip", Stop())
     fit = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, "--out", "new", "--certify")
     result = run(folder, *fit, *SMALL)
     assert isinstance(result.exception, Stop)
@@ -228,8 +228,8 @@ def test_a_masked_language_model_learns_too(
     tokenizer = ByT5Tokenizer(extra_ids=0)
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
     tokenizer.save_pretrained("bert")
-    masks = called(monkeypatch, surgery, "fit_skips")
-    losses = called(monkeypatch, surgery, "mean_loss")
+    masks = called(monkeypatch, skips, "fit_skips")
+    losses = called(monkeypatch, skips, "mean_loss")
     result = run("bert", "--learn-on", "text.txt", "--steps", 2, "--out", "new", *SMALL)
     assert result.exit_code == 0, result.output
     assert has_skips(tmp_path / "new")
@@ -466,10 +466,10 @@ def test_what_is_fitted_and_measured(
 ) -> None:
     """λ are fitted on what is learnt from; loss and collapse, before and after, are of what is kept."""
     monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
-    fits = called(monkeypatch, surgery, "fit_skips", None if options else Stop())
-    losses = called(monkeypatch, surgery, "mean_loss")
-    collapses = called(monkeypatch, surgery, "spread_by_layer")
-    certificates = called(monkeypatch, surgery, "certify_skip")
+    fits = called(monkeypatch, skips, "fit_skips", None if options else Stop())
+    losses = called(monkeypatch, skips, "mean_loss")
+    collapses = called(monkeypatch, skips, "spread_by_layer")
+    certificates = called(monkeypatch, skips, "certify_skip")
     result = run(folder, "--learn-on", "text.txt", "--out", "new", *SMALL, *options)
     (fit,) = fits
     assert (fit["steps"], fit["lr"], fit["mask_token"]) == ((0, 0.5, None) if options else (50, 0.02, None))
@@ -499,8 +499,8 @@ def test_progress_is_no_output(run: Run, folder: Path, monkeypatch: pytest.Monke
 
 
 def test_a_certificate_is_of_the_first_batch(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = called(monkeypatch, surgery, "spread_by_layer")
-    certificates = called(monkeypatch, surgery, "certify_skip", Stop())
+    measured = called(monkeypatch, skips, "spread_by_layer")
+    certificates = called(monkeypatch, skips, "certify_skip", Stop())
     assert isinstance(run(folder, "--text", "text.txt", "--certify", *SMALL).exception, Stop)
     (certificate,), (first, *others) = certificates, measured[0]["batches"]
     assert certificate["a"] == 0.5

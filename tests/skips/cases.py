@@ -8,7 +8,7 @@ from experiments.families import FAMILIES
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from torch import Tensor, nn
 
-from rankwise.skips.probe import tensors_in
+from rankwise.skips.find import tensors_in
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
 STATE_SPACE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}

@@ -8,8 +8,8 @@ import torch
 from tests.skips.cases import FOUND, loss, outputs, same
 
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
-from rankwise.skips.probe import run_with
-from rankwise.skips.verify import scaled_sums, without_skips
+from rankwise.skips.find import run_with
+from rankwise.skips.observe import scaled_sums, without_skips
 
 
 @pytest.mark.parametrize("name", FOUND)

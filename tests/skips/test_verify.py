@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from rankwise.skips import SkipError
 from rankwise.skips.add import SkipSite, name_sites, put_in
 from rankwise.skips.hooks import SkipHook
-from rankwise.skips.locate import SkipLocation
-from rankwise.skips.probe import find_skip_locations
+from rankwise.skips.locate import SkipLocation, find_skip_locations
 from rankwise.skips.verify import SumCheck, verify
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]

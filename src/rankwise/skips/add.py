@@ -1,5 +1,6 @@
 """λ-skips: the skip around every mixer of a model becomes λ·x."""
 
+import inspect
 import math
 import numbers
 import warnings
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
+from rankwise._internals.torch_private import is_compiled
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.skips.hooks import remove_hooks
-from rankwise.skips.locate import NOTES, SkipSite, name_sites, skip_sites
-from rankwise.skips.probe import check_traceable, example_for, find_skip_locations
+from rankwise.skips.locate import NOTES, SkipSite, find_skip_locations, name_sites, skip_sites
 from rankwise.skips.verify import verify
+from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 
@@ -89,12 +91,12 @@ def add_lambda_skip(
         UserWarning: for λ = 0, which takes the skip connections away.
 
     Examples:
-        >>> import torch, rankwise.skips as surgery
+        >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-        >>> skips = surgery.add_lambda_skip(layer, init=2.0, example=torch.randn(1, 5, 8))
+        >>> skips = rw.add_lambda_skip(layer, init=2.0, example=torch.randn(1, 5, 8))
         >>> skips
         Skips({dropout1: 2})
-        >>> surgery.remove_lambda_skip(layer)
+        >>> rw.remove_lambda_skip(layer)
     """
     check_traceable(model)
     check_scale("`init`", init)
@@ -162,14 +164,7 @@ def skips_of(model: nn.Module) -> Skips:
 
 
 def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
-    """Register λ = 1 and hook the model at one site.
-
-    Args:
-        model: the model.
-        site: where.
-        learnable: whether gradients reach λ.
-        per: one λ for the layer or for each channel.
-    """
+    """Register λ = 1 and hook the model at one site."""
     module, location = model.get_submodule(site.location.module), site.location
     device = next(
         (parameter.device for parameter in (*module.parameters(), *model.parameters())), torch.device("cpu")
@@ -182,15 +177,7 @@ def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
 
 
 def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """The sites that names with wildcards stand for.
-
-    Args:
-        found: all there are.
-        sites: names of sites or of modules around them; None for all.
-
-    Raises:
-        SkipError: if a name stands for none.
-    """
+    """The sites that names with wildcards stand for."""
     if sites is None:
         return found
     patterns = [sites] if isinstance(sites, str) else list(sites)
@@ -206,12 +193,7 @@ def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[Ski
 
 
 def covers(pattern: str, site: SkipSite) -> bool:
-    """Whether a name with wildcards is that of a site, or of a module around it.
-
-    Args:
-        pattern: the name.
-        site: the site.
-    """
+    """Whether a name with wildcards is that of a site, or of a module around it."""
     return any(fnmatchcase(name, pattern) for name in _names_like(pattern, [site]))
 
 
@@ -224,15 +206,7 @@ def _names_like(pattern: str, sites: Iterable[SkipSite]) -> list[str]:
 
 
 def check_scale(subject: str, value: object) -> None:
-    """Refuse a λ that is no finite number; say it where it is 0.
-
-    Args:
-        subject: what an error calls it.
-        value: λ.
-
-    Raises:
-        SkipError: if it is NaN, no number, or infinite in the float32 of λ.
-    """
+    """Refuse a λ that is no finite number; say it where it is 0."""
     limits = torch.finfo(torch.float32)
     number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not limits.min <= number <= limits.max:
@@ -276,3 +250,113 @@ def _no_residual(model: nn.Module, missed: list[str]) -> SkipError:
 def _shown(value: Tensor) -> str:
     flat = value.detach().flatten()
     return f"{flat[0].item():g}" if flat.numel() == 1 else f"{flat.numel()} channels, mean {flat.mean():g}"
+
+
+# --- models and examples ---------------------------------------------------------------------------------
+
+TOKENS = 8
+OTHER_TOKENS = 6
+"""Of a decoder: another number, so that the two sequences are told apart."""
+
+
+WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+"""Classes that have counted the parameters of what they wrap: one that comes later is not synchronised."""
+
+
+def check_traceable(model: object) -> None:
+    """Refuse what cannot be changed by hooks."""
+    if not isinstance(model, nn.Module):
+        raise SkipError(
+            "`model`",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="Pass the model itself; of a pipeline, its `.model`.",
+        )
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if scripted or any(is_compiled(module) for module in model.modules()):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a module that is not compiled yet",
+            got="one that is compiled or scripted",
+            fix="Add the skips first, then call torch.compile on the model.",
+        )
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    for wrapper in sorted(names & WRAPPERS):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a module that is not wrapped yet",
+            got=f"one wrapped by {wrapper}",
+            fix="Add the skips to the model itself first, then wrap it.",
+        )
+    placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    if placed or split_modules(model):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a model whose weights are plain tensors, whole in this process",
+            got=f"{len(placed)} DTensor weights, such as {placed[0]!r}"
+            if placed
+            else "layers split by a plan",
+            fix="Add or certify the skips on the model before it is parallelised, or load it without a plan.",
+        )
+    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="a model outside of torch.inference_mode(), where derivatives can be taken",
+            got="inference mode, or parameters made in it",
+            fix="Build the model and call this outside of it; torch.no_grad() is no hindrance.",
+        )
+
+
+def example_for(model: nn.Module) -> Batch:
+    """Make a small batch for a model of transformers: a few token ids, or one picture of noise."""
+    config = getattr(model, "config", None)
+    reads = str(getattr(model, "main_input_name", ""))
+    if config is not None and reads == "input_ids":
+        return _ids(model, config)
+    if config is not None and reads == "pixel_values":
+        return {"pixel_values": _noise(model, _picture(config))}
+    raise SkipError(
+        f"model {type(model).__name__}",
+        expected="an example of what it reads, to see where its residual connections are",
+        got="none, and it does not say what it reads" if not reads else f"none; it reads {reads}",
+        fix="Pass one small batch: `rw.add_lambda_skip(model, example=batch)`, a dict, a tuple or a tensor.",
+    )
+
+
+def _ids(model: nn.Module, config: Any) -> dict[str, Tensor]:
+    text = getattr(config, "get_text_config", lambda: config)()
+    most = int(getattr(text, "vocab_size", 0) or 64)
+    special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask", "image")}
+    plain = [token for token in range(min(most, 64)) if token not in special] or [0]
+    ids = [plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]
+    device = _device(model)
+    example = {"input_ids": torch.tensor([ids], device=device)}
+    if getattr(config, "is_encoder_decoder", False):
+        example["decoder_input_ids"] = torch.tensor([ids[:OTHER_TOKENS]], device=device)
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        example["attention_mask"] = torch.ones_like(example["input_ids"])
+    return example
+
+
+def _picture(config: Any) -> tuple[int, ...]:
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
+
+
+def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(_device(model), _dtype(model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(
+        (parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu")
+    )
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(
+        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
+    )

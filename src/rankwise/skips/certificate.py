@@ -106,12 +106,7 @@ class SkipCertificate(_Numbers):
 
     @classmethod
     def load(cls, path: str | Path) -> "SkipCertificate":
-        """Return a certificate from its file, or from ``certificate.json`` in a folder.
-
-        Raises:
-            InputError: if the file cannot be read.
-            RecordError: if it is not a certificate, or its content is damaged.
-        """
+        """Return a certificate from its file, or from ``certificate.json`` in a folder."""
         return load_record(path, cls, "certificate.json", upgrade=_upgraded, unmarked=True)
 
     def save(self, path: str | Path) -> Path:

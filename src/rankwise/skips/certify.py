@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError
 from rankwise.measures import token_spread
+from rankwise.skips.add import check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.observe import Norm, ObservedSkip, check_tokens, lambdas_of, observe, sites_in
-from rankwise.skips.probe import check_traceable
 from rankwise.skips.value_weights import Mixing, mixings
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share

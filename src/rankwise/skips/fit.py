@@ -105,10 +105,10 @@ def skip_parameter_groups(
         SkipError: if no λ of the model can learn.
 
     Examples:
-        >>> import torch, rankwise.skips as surgery
+        >>> import torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-        >>> _ = surgery.add_lambda_skip(layer, example=torch.randn(1, 5, 8))
-        >>> groups = surgery.skip_parameter_groups(layer, weight_decay=0.1)
+        >>> _ = rw.add_lambda_skip(layer, example=torch.randn(1, 5, 8))
+        >>> groups = rw.skips.skip_parameter_groups(layer, weight_decay=0.1)
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(1, 0.0), (12, 0.1)]
     """
@@ -133,15 +133,7 @@ def skip_parameter_groups(
 
 
 def check_rate(subject: str, lr: float) -> None:
-    """Refuse a learning rate that is none.
-
-    Args:
-        subject: what an error calls it.
-        lr: the rate.
-
-    Raises:
-        InputError: if it is not finite and above 0.
-    """
+    """Refuse a learning rate that is none."""
     if not 0 < lr < math.inf:
         raise InputError(
             subject, expected="a finite number above 0", got=f"{lr:g}", fix="0.02 is the default; try less."
@@ -188,16 +180,7 @@ def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | 
 
 
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
-    """The loss of a language model on one batch: the next token, masked ones, or the same text again.
-
-    Args:
-        model: the model.
-        batch: ``input_ids`` and ``attention_mask``.
-        mask_token: as in `fit_skips`.
-
-    Raises:
-        SkipError: if the model has no loss, or no token of the batch is one to predict.
-    """
+    """The loss of a language model on one batch: the next token, masked ones, or the same text again."""
     check_learnable(model, mask_token)
     inputs = dict(batch)
     labels = inputs["input_ids"].clone()
@@ -230,15 +213,7 @@ def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
 
 
 def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
-    """Refuse a model without a language-model loss.
-
-    Args:
-        model: the model.
-        mask_token: as in `fit_skips`.
-
-    Raises:
-        SkipError: if it is one.
-    """
+    """Refuse a model without a language-model loss."""
     name = type(model).__name__
     heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
     if not name.endswith(heads) or "labels" not in inspect.signature(model.forward).parameters:

@@ -14,12 +14,7 @@ Key = int | str | None
 
 
 class Argument:
-    """One argument of a module, by name or by position.
-
-    Args:
-        name: its name in ``forward``, if it has one.
-        position: its place, if it may be given without a name.
-    """
+    """One argument of a module, by name or by position."""
 
     def __init__(self, name: str | None, position: int | None) -> None:
         self.name, self.position = name, position
@@ -76,23 +71,14 @@ def recomputing():
 
 
 class SkipHook:
-    """Base of the hooks of a λ-skip.
-
-    Args:
-        parameter: the name of λ in the module that carries the hook, or, of a hook that only reads, empty.
-    """
+    """Base of the hooks of a λ-skip."""
 
     def __init__(self, parameter: str = "") -> None:
         self.parameter = parameter
 
 
 class ScaleArgument(SkipHook):
-    """Before a module that adds one of its arguments as it is: λ times that argument.
-
-    Args:
-        parameter: the name of λ.
-        argument: the residual.
-    """
+    """Before a module that adds one of its arguments as it is: λ times that argument."""
 
     def __init__(self, parameter: str, argument: Argument) -> None:
         super().__init__(parameter)
@@ -109,13 +95,7 @@ class ScaleArgument(SkipHook):
 
 
 class CorrectSum(SkipHook):
-    """After a module that gives the sum of one of its arguments and a branch: (λ − 1)·argument on top.
-
-    Args:
-        parameter: the name of λ.
-        argument: the residual.
-        key: where the sum lies in the output.
-    """
+    """After a module that gives the sum of one of its arguments and a branch: (λ − 1)·argument on top."""
 
     def __init__(self, parameter: str, argument: Argument, key: Key) -> None:
         super().__init__(parameter)
@@ -132,11 +112,7 @@ class CorrectSum(SkipHook):
 
 
 class OpenSlot(SkipHook):
-    """Before the module in which a residual is read and added: forget what is left of another call.
-
-    Args:
-        held: the residual.
-    """
+    """Before the module in which a residual is read and added: forget what is left of another call."""
 
     def __init__(self, held: Held) -> None:
         super().__init__()
@@ -160,12 +136,7 @@ class CloseSlot(OpenSlot):
 
 
 class HoldInput(SkipHook):
-    """Before a module that reads the residual: hold it.
-
-    Args:
-        argument: the residual.
-        held: where to.
-    """
+    """Before a module that reads the residual: hold it."""
 
     def __init__(self, argument: Argument, held: Held) -> None:
         super().__init__()
@@ -178,12 +149,7 @@ class HoldInput(SkipHook):
 
 
 class HoldOutput(SkipHook):
-    """After a module that gives the residual: hold it.
-
-    Args:
-        key: where it lies in the output.
-        held: where to.
-    """
+    """After a module that gives the residual: hold it."""
 
     def __init__(self, key: Key, held: Held) -> None:
         super().__init__()
@@ -196,13 +162,7 @@ class HoldOutput(SkipHook):
 
 
 class CorrectBranch(SkipHook):
-    """After a module that gives the branch: (λ − 1)·residual on top, so that the sum is λ·x + f(x).
-
-    Args:
-        parameter: the name of λ.
-        key: where the branch lies in the output.
-        held: where the residual is.
-    """
+    """After a module that gives the branch: (λ − 1)·residual on top, so that the sum is λ·x + f(x)."""
 
     def __init__(self, parameter: str, key: Key, held: Held) -> None:
         super().__init__(parameter)
@@ -274,13 +234,5 @@ def with_value(output, key, value):
 
 
 def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...] = SkipHook) -> int:
-    """Take the hooks of λ-skips off one module; other hooks stay.
-
-    Args:
-        module: the module.
-        kinds: which.
-
-    Returns:
-        How many there were.
-    """
+    """Take the hooks of λ-skips off one module; other hooks stay."""
     return remove_forward_hooks(module, lambda hook: isinstance(hook, kinds))

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rankwise._internals.forward import Batch, map_tensors, run_model
+from rankwise.skips.find import Residual, differentiable, find_residuals, not_finite, probing, tensors_in
 from rankwise.skips.hooks import (
     Argument,
     CloseSlot,
@@ -19,9 +21,8 @@ from rankwise.skips.hooks import (
     OpenSlot,
     ScaleArgument,
 )
-from rankwise.skips.residuals import Residual
-from rankwise.skips.sums import History, Sum, SumName, Version, version
-from rankwise.tracing.module_calls import ModuleCall, parameter_names
+from rankwise.skips.sums import History, Sum, SumName, SumRecorder, Version, version
+from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
 
 PARAMETER = "lambda_skip"
 """Name of λ in the module that carries it; a second one in the same module gets a number."""
@@ -187,11 +188,7 @@ class SkipSite:
 
 
 def skip_sites(model: nn.Module) -> list[SkipSite]:
-    """Where a model has λ-skips, in the order they run.
-
-    Args:
-        model: the model.
-    """
+    """Where a model has λ-skips, in the order they run."""
     if not isinstance(model, nn.Module):
         return []
     sites = [
@@ -208,11 +205,7 @@ def _renamed(site: SkipSite, module: str) -> SkipSite:
 
 
 def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
-    """Give each location a name; a module that is called several times in a forward pass is one.
-
-    Args:
-        locations: the locations, in the order they run.
-    """
+    """Give each location a name; a module that is called several times in a forward pass is one."""
     sites: list[SkipSite] = []
     for location in dict.fromkeys(locations):
         number = sum(site.location.module == location.module for site in sites)
@@ -376,3 +369,37 @@ def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
     events = [event for event in around if event.time < made.time]
     own = [event for event in events if isinstance(event, Given) and event.frame is made.frame]
     return own[0] if own else max(events, key=lambda event: event.time, default=None)
+
+
+def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLocation], list[str]]:
+    """Find where the λ-skips of a model go.
+
+    Runs the model once, in evaluation mode and with gradients; nothing of it changes.
+    """
+    history = History()
+    traffic = Traffic(history)
+    frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
+    given = map_tensors(example, _with_gradient)
+    with probing(model), differentiable(model), frames.following(), SumRecorder(frames.running, history):
+        output = run_model(model, given)
+    residuals = find_residuals(history)
+    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
+        raise not_finite("what the model gives")
+    locations, readers, missed = [], [], []
+    for residual in residuals:
+        found = locate(residual, traffic)
+        if found is None:
+            missed.append(_block(residual))
+        else:
+            locations.append(found)
+            readers.append(reader(residual.sum, traffic))
+    return with_readers(locations, readers), missed
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+
+def _block(residual: Residual) -> str:
+    frames = residual.sum.frames
+    return (frames[-1].name if frames else "") or "the model itself"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, Change, run_model
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
+from rankwise.skips.find import probing, replacing_sums
 from rankwise.skips.hooks import SkipHook
-from rankwise.skips.locate import SkipSite, name_sites, skip_sites
+from rankwise.skips.locate import SkipSite, find_skip_locations, name_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
-from rankwise.skips.probe import find_skip_locations, probing, replacing_sums
 from rankwise.skips.sums import SumName
 from rankwise.tracing import RecordedCall, record_calls
 
@@ -70,11 +70,7 @@ class ObservedSkip:
 def observe(
     model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
 ) -> list[ObservedSkip]:
-    """Run a batch with these λ, and return every sum of the sites in the order of the forward pass.
-
-    Raises:
-        SkipError: if a site does not run, or its sum is not of two states of its width.
-    """
+    """Run a batch with these λ, and return every sum of the sites in the order of the forward pass."""
     seen: list[ObservedSkip] = []
     of_sum = {name: site for site in sites for name in site.sums}
 

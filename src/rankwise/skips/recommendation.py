@@ -24,12 +24,13 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerReco
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, RankwiseError, one_of
+from rankwise.skips.add import check_traceable
 from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_skip
+from rankwise.skips.find import probing
 from rankwise.skips.locate import SkipSite, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.skips.observe import lambdas_of, observe, sites_in, with_lambdas
-from rankwise.skips.probe import check_traceable, probing
 from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)

@@ -54,14 +54,14 @@ def save_skips(
         InputError: if the folder cannot be written.
 
     Examples:
-        >>> import tempfile, torch, rankwise.skips as surgery
+        >>> import tempfile, torch, rankwise as rw
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         >>> x = torch.randn(1, 5, 8)
-        >>> _ = surgery.add_lambda_skip(layer, init=2.0, example=x)
+        >>> _ = rw.add_lambda_skip(layer, init=2.0, example=x)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = surgery.save_skips(layer, folder)
-        ...     surgery.remove_lambda_skip(layer)
-        ...     surgery.load_skips(layer, folder, example=x)
+        ...     _ = rw.skips.save_skips(layer, folder)
+        ...     rw.remove_lambda_skip(layer)
+        ...     rw.skips.load_skips(layer, folder, example=x)
         Skips({dropout1: 2})
     """
     skips = skips_of(model)

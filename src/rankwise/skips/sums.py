@@ -174,9 +174,6 @@ class SumNames:
 
     Sums are counted within one call of a module: a scan that takes one for each token, in a module of its
     own, shifts no other.
-
-    Args:
-        running: the calls of modules under way, kept by someone else.
     """
 
     def __init__(self, running: Sequence[ModuleCall]) -> None:
@@ -200,10 +197,6 @@ class SumRecorder(TorchFunctionMode):
 
     Dropout, which does nothing in evaluation mode, gives a tensor of its own here: what lies before it and
     what lies after it can then be told apart.
-
-    Args:
-        running: the calls of modules under way, kept by someone else.
-        history: what to write into.
     """
 
     def __init__(self, running: Sequence[ModuleCall], history: History) -> None:
@@ -286,12 +279,7 @@ class SumRecorder(TorchFunctionMode):
 
 
 class SumReplacer(TorchFunctionMode):
-    """Puts something else in the place of chosen sums.
-
-    Args:
-        running: the calls of modules under way, kept by someone else.
-        changes: name of a sum → what it is to be.
-    """
+    """Puts something else in the place of chosen sums."""
 
     def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, Change]) -> None:
         super().__init__()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, run_model
 from rankwise.errors import CaptureError
+from rankwise.skips.find import probing
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import Lambdas, with_lambdas
-from rankwise.skips.probe import probing
 from rankwise.skips.sums import SumName
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
@@ -83,12 +83,6 @@ def mixings(
     """What is known of the mixers of λ-skips, by name of the site and number of its call.
 
     A site is missing where its branch holds no captured mixer, or several of them.
-
-    Args:
-        model: the model.
-        batch: what to run it on.
-        sites: the sites.
-        lambdas: λ of each site by name.
     """
     mixers: list[MixerSite] = []
     sums: dict[str, list[tuple[Tensor, Tensor]]] = {site.name: [] for site in sites}

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError
+from rankwise.skips.find import run_with
 from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import ScaledSum, without_skips
-from rankwise.skips.probe import run_with
 from rankwise.skips.sums import SumName
 
 
@@ -23,15 +23,6 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
     At λ = 1 every output must be the same bit by bit; at λ between 0.6 and 0.9, a different one for each
     site, every residual sum must be what a scaled one is (`SumCheck`), and the outputs too, up to √ε of the
     dtype. Rounding does not add up over layers: a sum that was compared is replaced by the scaled one.
-
-    Args:
-        model: the model, its λ all 1.
-        example: what to run on.
-        sites: where its skips are.
-        found: all its residual connections around mixers.
-
-    Raises:
-        SkipError: if it is not.
     """
     with without_skips(model):
         plain = run_with(model, example, {})
@@ -72,10 +63,6 @@ class SumCheck:
     The first term is an error of λ. The second is rounding: λ·x and its sum with y are two roundings, the sum
     and its correction by (λ − 1)·x three, each of a number not above |x| + |y| for |λ| ≤ 1 and so of ε/2 of
     that at most, ε that of the coarser dtype. An effect of λ below rounding cannot be told, and passes.
-
-    Args:
-        site: the site.
-        scale: its λ.
     """
 
     def __init__(self, site: SkipSite, scale: float) -> None:

@@ -1,15 +1,18 @@
-"""Which sums are residual connections around something that mixes tokens: told by derivatives."""
+"""Find residual connections around mixers: run a model and test its sums by derivatives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from rankwise._internals.forward import Batch, eval_mode, run_model
 from rankwise.errors import SkipError
-from rankwise.skips.sums import History, Sum, SumName
+from rankwise.skips.sums import Change, History, Sum, SumName, SumReplacer
+from rankwise.tracing.module_calls import ModuleCalls
 
 
 @dataclass
@@ -45,12 +48,6 @@ def find_residuals(history: History) -> list[Residual]:
     skip around a stack of them.
 
     Cost: two backward passes from one entry for each sum of token states.
-
-    Args:
-        history: what the forward pass did, its graph still there.
-
-    Raises:
-        SkipError: if a sum x + f(x) or a derivative of its f is not finite: it then tells nothing.
     """
     found: list[Residual] = []
     for sum_ in history.sums:
@@ -118,11 +115,7 @@ def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
 
 
 def not_finite(what: str) -> SkipError:
-    """Say that an example gives numbers that tell nothing.
-
-    Args:
-        what: what is not finite.
-    """
+    """Say that an example gives numbers that tell nothing."""
     return SkipError(
         "the example, or the weights of the model",
         expected="finite numbers in a forward pass and its derivatives",
@@ -163,3 +156,61 @@ def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
     for inner in found:
         if inner is not outer and inner.sum.out.node in between and outer.skip.node in reached(inner.sum.out):
             yield inner
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+
+def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, Change]) -> list[Tensor]:
+    """What a model gives on an example if some sums are something else."""
+    with probing(model), replacing_sums(model, changes):
+        return [tensor.detach() for tensor in tensors_in(run_model(model, example))]
+
+
+@contextmanager
+def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
+    """Put something else in the place of some sums of a model, for as long as the block runs."""
+    frames = ModuleCalls(model)
+    with frames.following(), SumReplacer(frames.running, changes):
+        yield
+
+
+@contextmanager
+def probing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, gradients and a seed of our own; afterwards all is as before."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with (
+        eval_mode(model),
+        torch.random.fork_rng(devices=sorted(devices, key=str)),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Context manager in which frozen weights require gradients."""
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.is_floating_point() and not parameter.requires_grad
+    ]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All floating tensors in what a model gave."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if not isinstance(output, tuple | list):
+        return []
+    return [tensor for value in output for tensor in tensors_in(value)]
