@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -85,7 +84,6 @@ def test_an_incomplete_audit_says_so() -> None:
 
 @pytest.mark.parametrize("measure", [measure.name for measure in HEAD_MEASURES])
 def test_a_map_holds_every_head_at_its_place(measure: str) -> None:
-    pytest.importorskip("plotly")
     audit = of("encoder")
     trace = audit.plot(measure).data[0]
     row = next(one for one in HEAD_MEASURES if one.name == measure)
@@ -96,7 +94,6 @@ def test_a_map_holds_every_head_at_its_place(measure: str) -> None:
 
 
 def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
-    pytest.importorskip("plotly")
     audit = of("encoder")
     audit.heads[0] = audit.heads[0].model_copy(update={"sigma_max": 1e6})
     assert "(1 beyond the scale, up to 1e+06)" in audit.plot("sigma_max").layout.title.text
@@ -105,7 +102,6 @@ def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
 
 @pytest.mark.parametrize("name", ["encoder_decoder", "nasty", "only_nan", "memberships", "mixed"])
 def test_figures_of_any_audit_are_made_and_their_names_are_no_html(name: str) -> None:
-    pytest.importorskip("plotly")
     audit = of(name)
     maps, depth = audit.plot(), audit.plot_depth()
     grids = [[list(line) for line in trace.z] for trace in maps.data if trace.type == "heatmap"]
@@ -116,7 +112,6 @@ def test_figures_of_any_audit_are_made_and_their_names_are_no_html(name: str) ->
 
 @pytest.mark.parametrize("measure", [None, *(measure.name for measure in LAYER_MEASURES)])
 def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
-    pytest.importorskip("plotly")
     audit = of("encoder_decoder")
     figure = audit.plot_depth(measure)
     lines = [trace for trace in figure.data if trace.name]
@@ -128,8 +123,7 @@ def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
         assert list(lines[0].y) == [value if math.isfinite(value) else None for value in known]
 
 
-def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("plotly")
+def test_figures_that_cannot_be_drawn_are_refused() -> None:
     with pytest.raises(InputError, match="Did you mean effective_rank"):
         of("encoder").plot("efective_rank")
     with pytest.raises(InputError, match="Did you mean mean_cosine"):
@@ -138,8 +132,3 @@ def test_figures_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatc
         of("no_heads").plot()
     with pytest.raises(InputError, match="expected token states to draw, got none"):
         of("no_states").plot_depth()
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    for draw in (of("encoder").plot, of("encoder").plot_depth):
-        with pytest.raises(InputError, match=r"expected plotly.*pip install plotly"):
-            draw()

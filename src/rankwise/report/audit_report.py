@@ -236,25 +236,19 @@ def _state_table(stack: str, layers: Sequence[LayerRecord]) -> Table:
 
 def _origin(audit: Audit) -> list[tuple[str, str]]:
     about = audit.provenance
-    facts = {
-        "Model": about.model,
-        "Class": about.model_class,
-        "Revision": about.revision,
-        "Parameters": f"{about.parameters:,}" if about.parameters else "",
-        "Data": about.data,
-        "Sequences": f"{about.sequences} in {count(about.batches, 'batch', 'batches')}",
-        "Threshold δ": str(about.delta),
-        "Method": about.method,
-        "Model's dtype": about.model_dtype,
-        "Measured in": about.measure_dtype,
-        "Device": about.device,
-        "Initialization": "" if audit.baseline is None else str(audit.baseline),
-        "Created": about.created,
-        "Complete": "yes" if audit.complete else "no",
-        "Versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()),
-        "Command": about.command,
-    }
-    return [(name, value) for name, value in facts.items() if value]
+    parameters = f"{about.parameters:,}" if about.parameters else ""
+    sequences = f"{about.sequences} in {count(about.batches, 'batch', 'batches')}"
+    initial = "" if audit.baseline is None else str(audit.baseline)
+    versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
+    facts = [
+        ("Model", about.model), ("Class", about.model_class), ("Revision", about.revision),
+        ("Parameters", parameters), ("Data", about.data), ("Sequences", sequences),
+        ("Threshold δ", str(about.delta)), ("Method", about.method), ("Model's dtype", about.model_dtype),
+        ("Measured in", about.measure_dtype), ("Device", about.device), ("Initialization", initial),
+        ("Created", about.created), ("Complete", "yes" if audit.complete else "no"),
+        ("Versions", versions), ("Command", about.command),
+    ]  # fmt: skip
+    return [(name, value) for name, value in facts if value]
 
 
 def _importance(audit: Audit, *, has_scatter: bool) -> Section:
@@ -383,19 +377,14 @@ def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[str, Any]:
     """Return a list per property, one entry per head; texts as positions in a list of different texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
+    plain = {"layer": "layer", "head": "head", "full_rank": "smaller", "nearest": "nearest_head"}
+    plain |= {"sequences": "sequences", "nonfinite": "nonfinite"}
+    coded = {"kind": "kind", "mask": "mask", "site": "site", "max_token": "named_peak"}
     return {
-        "layer": [head.layer for head in heads],
-        "head": [head.head for head in heads],
         "grid": [homes[index] for index in range(len(heads))],
-        "full_rank": [head.smaller for head in heads],
-        "nearest": [head.nearest_head for head in heads],
         "tokens": [round_for_page(head.tokens) for head in heads],
-        "sequences": [head.sequences for head in heads],
-        "nonfinite": [head.nonfinite for head in heads],
-        "kind": _coded([head.kind for head in heads]),
-        "mask": _coded([head.mask for head in heads]),
-        "site": _coded([head.site for head in heads]),
-        "max_token": _coded([head.named_peak for head in heads]),
+        **{name: [getattr(head, field) for head in heads] for name, field in plain.items()},
+        **{name: _coded([getattr(head, field) for head in heads]) for name, field in coded.items()},
     }
 
 

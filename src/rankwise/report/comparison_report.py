@@ -229,17 +229,11 @@ def _signed(value: float) -> str:
 
 
 def _changes(changes: Sequence[Change]) -> Table:
-    rows = [
-        [
-            str(change.where) if change.where.head is not None else f"{change.where}, states",
-            title(change.measure),
-            format_number(change.before),
-            format_number(change.after),
-            _signed(change.change),
-            f"{100 * change.size:.0f} %",
-        ]
-        for change in changes[:MOST_CHANGES]
-    ]
+    rows = []
+    for change in changes[:MOST_CHANGES]:
+        place = str(change.where) if change.where.head is not None else f"{change.where}, states"
+        numbers = [format_number(change.before), format_number(change.after), _signed(change.change)]
+        rows.append([place, title(change.measure), *numbers, f"{100 * change.size:.0f} %"])
     smaller = len(changes) - len(rows)
     return Table(
         "Largest changes",

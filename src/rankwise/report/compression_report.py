@@ -96,15 +96,9 @@ def _gain(record: Compression) -> Table:
     rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
     if record.cache_bytes_before:
         rows.append(_pair("cache, bytes a token", record.cache_bytes_before, record.cache_bytes_after))
-    rows += [
-        [
-            f"{timing.phase}, {timing.tokens} tokens, ms",
-            f"{timing.before:.2f}",
-            f"{timing.after:.2f}",
-            f"{timing.ratio:.2f} ({timing.low:.2f} to {timing.high:.2f})",
-        ]
-        for timing in record.latency
-    ]
+    for x in record.latency:
+        ratio = f"{x.ratio:.2f} ({x.low:.2f} to {x.high:.2f})"
+        rows.append([f"{x.phase}, {x.tokens} tokens, ms", f"{x.before:.2f}", f"{x.after:.2f}", ratio])
     note = (
         "Latency is the median of rounds that take turns on this machine, with the 10th and 90th percentile "
         "of their ratio: a range that holds 1 tells no gain."
@@ -189,16 +183,10 @@ def _layers(record: Compression) -> Table:
         latent = ranks.get(layer.site)
         words = [" ".join(map(str, widths))] if widths else []
         words += [f"latent of {latent.rank}"] if latent is not None else []
-        rows.append(
-            [
-                f"{heads[0].stack if heads else ''} {layer.layer}".strip(),
-                ", ".join(words),
-                f"{sum(widths) / len(widths):.1f}" if widths else "",
-                format_number(layer.kl, 4),
-                format_number(layer.kl_end_to_end, 4),
-                format_number(layer.output_error, 4),
-            ]
-        )
+        name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
+        mean = f"{sum(widths) / len(widths):.1f}" if widths else ""
+        costs = (format_number(cost, 4) for cost in (layer.kl, layer.kl_end_to_end, layer.output_error))
+        rows.append([name, ", ".join(words), mean, *costs])
     return Table(
         "Layers",
         ["layer", "widths of its heads", "mean", "attention KL", "end to end", "error of states"],

@@ -25,19 +25,8 @@ _LEAST_NAME = 16
 _SHORT_TITLE = 12
 """Characters of a column title that is not wrapped."""
 _ASCII = str.maketrans(
-    {
-        "–": "-",
-        "·": "|",
-        "…": "...",
-        "→": "->",
-        "×": "x",
-        "−": "-",
-        "‖": "|",
-        "μ": "mu",
-        "δ": "delta",
-        "σ": "sigma",
-        "λ": "lambda",
-    }
+    {"–": "-", "·": "|", "…": "...", "→": "->", "×": "x", "−": "-", "‖": "|"}
+    | {"μ": "mu", "δ": "delta", "σ": "sigma", "λ": "lambda"}
 )
 
 

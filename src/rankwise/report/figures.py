@@ -51,21 +51,16 @@ def cell_map(
     """
     roomy = len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "heatmap",
-            "z": values,
-            "text": [[cell.text if cell and roomy else "" for cell in row] for row in cells],
-            "texttemplate": "%{text}" if roomy else "",
-            "hovertext": [[html.escape(cell.hover) if cell else "" for cell in row] for row in cells],
-            "hoverinfo": "text",
-            "zmin": limits[0],
-            "zmax": limits[1],
-            "xgap": 2,
-            "ygap": 2,
-            "meta": {"scale": scale},
-        }
-    ]
+    texts = [[cell.text if cell and roomy else "" for cell in row] for row in cells]
+    hover = [[html.escape(cell.hover) if cell else "" for cell in row] for row in cells]
+    heat = {"type": "heatmap", "z": values, "zmin": limits[0], "zmax": limits[1], "xgap": 2, "ygap": 2}
+    words = {
+        "text": texts,
+        "texttemplate": "%{text}" if roomy else "",
+        "hovertext": hover,
+        "hoverinfo": "text",
+    }
+    data: list[dict[str, Any]] = [heat | words | {"meta": {"scale": scale}}]
     missing = [
         (x, y, cell.text)
         for y, row in enumerate(cells)
@@ -184,32 +179,41 @@ def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[
     return traces
 
 
+def banded_line(
+    series: int,
+    name: str,
+    x: Sequence[int],
+    y: Sequence[float],
+    upper: Sequence[float],
+    lower: Sequence[float],
+    hover: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Return traces of a line with a band around it: upper edge, filled lower edge, line."""
+    base: dict[str, Any] = {"type": "scatter", "x": list(x)}
+    edge = base | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    marker = {"symbol": _SYMBOLS[series % len(_SYMBOLS)], "size": 3 if len(x) > 16 else 6}
+    line = base | {"mode": "lines+markers", "marker": marker, "name": html.escape(name)}
+    return [
+        edge | {"y": list(upper), "meta": {"series": series, "band": False}},
+        edge | {"y": list(lower), "meta": {"series": series, "band": True}},
+        line | {"y": list(y), "hovertext": list(hover), "hoverinfo": "text", "meta": {"series": series}},
+    ]
+
+
 def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure:
     """Draw a measure of the token states against depth: a line per stack, ± one standard deviation."""
     stacks = list(dict.fromkeys(layer.stack for layer in layers))
     data: list[dict[str, Any]] = []
     for series, stack in enumerate(stacks):
         mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
-        base: dict[str, Any] = {"type": "scatter", "x": [layer.layer for layer in mine]}
-        for side in (1, -1):
-            band = {
-                "y": [_edge(measure, layer, side) for layer in mine],
-                "mode": "lines",
-                "line": {"width": 0},
-            }
-            look = {"hoverinfo": "skip", "showlegend": False, "meta": {"series": series, "band": side == -1}}
-            data.append(base | band | look)
-        data.append(
-            base
-            | {
-                "y": [measure.value(layer) for layer in mine],
-                "mode": "lines+markers",
-                "hovertext": [_state_hover(measure, layer) for layer in mine],
-                "hoverinfo": "text",
-                "name": html.escape(stack) or "states",
-                "marker": {"symbol": _SYMBOLS[series % len(_SYMBOLS)], "size": 3 if len(mine) > 16 else 6},
-                "meta": {"series": series},
-            }
+        data += banded_line(
+            series,
+            stack or "states",
+            [layer.layer for layer in mine],
+            [measure.value(layer) for layer in mine],
+            [_edge(measure, layer, 1) for layer in mine],
+            [_edge(measure, layer, -1) for layer in mine],
+            [_state_hover(measure, layer) for layer in mine],
         )
     deepest = max(layer.layer for layer in layers)
     step = 1 + deepest // _MOST_TICKS  # whole blocks: an automatic axis would count halves

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure, Measure
 from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import InputError, one_of
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map
 from rankwise.report.format import RANK, count, mean, model_name
@@ -20,6 +20,7 @@ from rankwise.report.page import without_nan
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+M = TypeVar("M", bound=Measure)
 MOST_ROWS, MOST_COLUMNS = 48, 64
 """Layers and heads that a map shows; others are counted."""
 SCALE = "Viridis"
@@ -112,26 +113,23 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     The title counts the values beyond the color scale.
 
     Raises:
-        InputError: if plotly is missing, the measure is unknown, or the audit has no heads.
+        InputError: if the measure is unknown, or the audit has no heads.
     """
     column = measure_column(_named(measure, HEAD_MEASURES), audit.heads)
     _need(audit.heads, "heads", "No mixing operator was captured: see `audit.uncaptured`.")
     maps = [heat_map(grid, column, audit.heads) for grid in grids_of(audit.heads)]
     figure = _subplots(maps, rows=len(maps), columns=1, heights=[drawn.layout["height"] for drawn in maps])
-    beyond = (
-        f" ({len(column.beyond)} beyond the scale, up to {max(column.beyond):.3g})" if column.beyond else ""
-    )
-    low, high = column.limits
-    figure.update_layout(
-        title=f"{column.title}, {escape(model_name(audit.provenance.model))}{beyond}",
-        height=min(sum(drawn.layout["height"] for drawn in maps) + 120, _TALLEST),
-        coloraxis={
-            "colorscale": SCALE,
-            "cmin": low,
-            "cmax": high,
-            "colorbar": {"title": {"text": column.short_title}},
-        },
-    )
+    count_beyond, (low, high) = len(column.beyond), column.limits
+    beyond = f" ({count_beyond} beyond the scale, up to {max(column.beyond):.3g})" if count_beyond else ""
+    title = f"{column.title}, {escape(model_name(audit.provenance.model))}{beyond}"
+    colors = {
+        "colorscale": SCALE,
+        "cmin": low,
+        "cmax": high,
+        "colorbar": {"title": {"text": column.short_title}},
+    }
+    height = min(sum(drawn.layout["height"] for drawn in maps) + 120, _TALLEST)
+    figure.update_layout(title=title, height=height, coloraxis=colors)
     return figure
 
 
@@ -143,7 +141,7 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
         measure: name of a measure; by default the measures that the page draws.
 
     Raises:
-        InputError: if plotly is missing, the measure is unknown, or the audit has no token states.
+        InputError: if the measure is unknown, or the audit has no token states.
     """
     chosen: Sequence[LayerMeasure] = DRAWN if measure is None else [_named(measure, LAYER_MEASURES)]
     _need(audit.layers, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
@@ -155,16 +153,8 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
 
 def _subplots(drawn: Sequence[Figure], rows: int, columns: int, heights: Sequence[int]) -> "go.Figure":
     """Return the figures of a page as subplots, in colors for a notebook."""
-    try:
-        import plotly.graph_objects  # noqa: F401
-        from plotly.subplots import make_subplots
-    except ImportError:
-        raise InputError(
-            "figures",
-            expected="plotly",
-            got="an environment without it",
-            fix="pip install plotly; `audit.to_html(path)` draws them in a file without it.",
-        ) from None
+    from plotly.subplots import make_subplots
+
     titles = [escape(one.title) for one in drawn]
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=titles, row_heights=list(heights))
     for number, one in enumerate(drawn):
@@ -190,13 +180,9 @@ def _colored_trace(trace: Mapping[str, Any], *, first: bool) -> dict[str, Any]:
     return {**trace, "y": without_nan(trace["y"]), **shown, **fill, **line}
 
 
-def _named(name: str, table: Sequence[Any]) -> Any:
+def _named(name: str, table: Sequence[M]) -> M:
     known = {measure.name: measure for measure in table}
-    if name not in known:
-        raise InputError(
-            f"measure {name!r}", expected="a measure", got=repr(name), fix=did_you_mean(str(name), known)
-        )
-    return known[name]
+    return known[one_of("measure", name, known)]
 
 
 def _need(records: Sequence[Any], words: str, fix: str) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.plan.records import HeadDimPlan, LayerCurve, Option
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
+from rankwise.report.figures import banded_line
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
@@ -80,29 +82,19 @@ def _figure(plan: HeadDimPlan) -> Figure:
         "yaxis": {"title": {"text": "rank/T"}, "rangemode": "tozero", "automargin": True},
         "showlegend": True,
     }
-    return Figure(
-        "curve",
-        "Rank/T against width",
-        data,
-        layout,
-        "± one standard deviation over trials; one line a layer.",
+    caption = "One line per layer, ± one standard deviation over trials."
+    return Figure("curve", "Rank/T against width", data, layout, caption)
+
+
+def _layer(layer: LayerCurve) -> list[dict[str, Any]]:
+    name = f"layer {layer.layer}"
+    spreads = [std if math.isfinite(std) else 0.0 for _, _, std in layer.points]
+    y = [mean for _, mean, _ in layer.points]
+    upper, lower = (
+        [max(0.0, mean + side * std) for mean, std in zip(y, spreads, strict=True)] for side in (1, -1)
     )
-
-
-def _layer(layer: LayerCurve) -> Iterator[dict[str, object]]:
-    x = [width for width, _, _ in layer.points]
-    series, line = layer.layer - 1, {"type": "scatter", "x": x}
-    for side in (1, -1):
-        edge = [max(0.0, mean + side * (std if math.isfinite(std) else 0)) for _, mean, std in layer.points]
-        band = {"y": edge, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        yield line | band | {"meta": {"series": series, "band": side == -1}}
-    said = [
-        f"layer {layer.layer}, K = {k}: {mean:.3f} ± {format_number(std, 3)}" for k, mean, std in layer.points
-    ]
-    yield line | {
-        "y": [mean for _, mean, _ in layer.points], "mode": "lines+markers", "hoverinfo": "text",
-        "hovertext": said, "name": f"layer {layer.layer}", "meta": {"series": series},
-    }  # fmt: skip
+    hover = [f"{name}, K = {k}: {mean:.3f} ± {format_number(std, 3)}" for k, mean, std in layer.points]
+    return banded_line(layer.layer - 1, name, [k for k, _, _ in layer.points], y, upper, lower, hover)
 
 
 def _curve(plan: HeadDimPlan) -> Table:
@@ -168,14 +160,9 @@ def _unsure(options: Sequence[Option]) -> str:
 
 def _cost(option: Option) -> list[str]:
     mark = "*" if option.padded else ""
-    return [
-        option.name,
-        f"{option.parameters:,}",
-        format_number(option.flops / 1e9, 2),
-        f"{option.cache_bytes:,}",
-        format_number(option.prefill_ms, 1) + mark,
-        format_number(option.decode_ms, 2) + mark,
-    ]
+    sizes = [f"{option.parameters:,}", format_number(option.flops / 1e9, 2), f"{option.cache_bytes:,}"]
+    times = [format_number(option.prefill_ms, 1) + mark, format_number(option.decode_ms, 2) + mark]
+    return [option.name, *sizes, *times]
 
 
 def _trained(plan: HeadDimPlan) -> Table:
@@ -188,12 +175,8 @@ def _trained(plan: HeadDimPlan) -> Table:
         needed = [head.needed for head in heads]
         mean = sum(head.effective_rank for head in heads) / len(heads)
         sizes = [str(len(heads)), str(heads[0].width), f"{min(needed)} to {max(needed)}"]
-        means = [
-            format_number(sum(needed) / len(needed), 1),
-            format_number(mean, 1),
-            format_number(heads[0].tokens, 0),
-        ]
-        rows.append([f"{stack} {layer}".strip(), *sizes, *means])
+        means = [(sum(needed) / len(needed), 1), (mean, 1), (heads[0].tokens, 0)]
+        rows.append([f"{stack} {layer}".strip(), *sizes, *(format_number(*number) for number in means)])
     return Table(
         "What the trained heads use, measured",
         ["layer", "heads", "K", "K needed", "mean", "effective rank", "tokens"],
