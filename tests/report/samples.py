@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from rankwise.auditing.comparison import compare_two
 from rankwise.auditing.history import History
@@ -431,16 +432,16 @@ def nasty_compression() -> Document:
 
 
 def nasty_certificate() -> Document:
-    fields = dict.fromkeys(LayerCertificate.model_fields, math.inf)
-    layer = LayerCertificate(
-        **fields | {"site": NASTY, "norm": NASTY, "paper_holds": None, "paper_guaranteed": None}
-    )
-    missing = dict.fromkeys(StackCertificate.model_fields)
-    stack = StackCertificate.model_construct(
-        **missing | {"stack": NASTY, "target": 0.7, "sound_scale": math.inf}
-    )
+    def filled(kind: type[BaseModel]) -> dict[str, Any]:
+        kinds = {name: str(field.annotation) for name, field in kind.model_fields.items()}
+        return {
+            name: NASTY if "str" in of else None if "bool" in of else math.inf if "float" in of else 1
+            for name, of in kinds.items()
+        }
+
+    layer, stack = LayerCertificate(**filled(LayerCertificate)), StackCertificate(**filled(StackCertificate))
     return certificate_document(
-        SkipCertificate(a=0.5, target=0.7, sequences=1, layers=[layer], stacks=[stack], notes=[NASTY])
+        SkipCertificate(a=0.5, sequences=1, layers=[layer], stacks=[stack], notes=[NASTY])
     )
 
 

@@ -57,7 +57,15 @@ def _numbers(numbers: Sequence[float]) -> str:
 def certificate_document(certificate: SkipCertificate) -> Document:
     """Describe a certificate: what each layer keeps, and the |λ| that each bound requires."""
     root = f"√a = {certificate.a**0.5:.2f}"
-    measured = "lambda_value norm kept kept_lower_bound mixing_share mixing_norm value_norm".split()
+    measured = [
+        "lambda_value",
+        "norm",
+        "kept",
+        "kept_lower_bound",
+        "mixing_share",
+        "mixing_norm",
+        "value_norm",
+    ]
     least = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
     rows = [
         [[layer.site, *(_cell(getattr(layer, name)) for name in names)] for layer in certificate.layers]
