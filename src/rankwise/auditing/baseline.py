@@ -14,8 +14,8 @@ from rankwise.tracing.head_id import HeadId
 
 OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
 """Head measures in a baseline: measures of the mixing matrix, without importance."""
-OF_LAYERS = [row.name for row in LAYER_MEASURES]
 NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
+OF_LAYERS = [row.name for row in LAYER_MEASURES]
 FEWEST_PAIRS = 3
 """Minimum number of pairs (sequence, seed) for a standard deviation of differences."""
 
@@ -23,7 +23,7 @@ FEWEST_PAIRS = 3
 def head_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
 ) -> dict[HeadId, dict[str, Any]]:
-    """Return record fields by head address, for heads that copies have: baseline and ranks at initialization.
+    """Return baseline and ranks at initialization by head address, for heads that copies have.
 
     Model (``own``) and copies require ranks of each sequence, over the same sequences in the same order.
     """
@@ -50,7 +50,9 @@ def layer_baselines(
         records = [copy.states[address].to_record() for copy in copies if address in copy.states]
         records = [record for record in records if record.sequences]
         if records:
-            baselines[address] = Baseline(seeds=len(records), **_moments(records, OF_LAYERS))
+            baselines[address] = Baseline(
+                seeds=len(records), **_moments(records, [row.name for row in LAYER_MEASURES])
+            )
     return baselines
 
 

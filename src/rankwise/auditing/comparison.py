@@ -25,8 +25,6 @@ INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.starts
 
 R = TypeVar("R", HeadRecord, LayerRecord)
 AnyMeasure = HeadMeasure | LayerMeasure
-Matched = tuple[list[tuple[R, R]], list[R], list[R]]
-"""Records of two audits in pairs, and the records that only one of them has."""
 
 
 class Change(Record):
@@ -150,7 +148,9 @@ class Comparison(Record):
 def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
-    heads, *only_heads = _matched_heads(before, after, stacks)
+    heads, *only_heads = _matched(before.heads, after.heads, "site layer call head cross", {})
+    if not heads:  # a model that is part of another: its modules have other names
+        heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
     left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
@@ -186,15 +186,10 @@ def _stacks(audit: Audit) -> list[str]:
     return list(dict.fromkeys([head.stack for head in audit.heads] + [layer.stack for layer in audit.layers]))
 
 
-def _matched_heads(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Matched[HeadRecord]:
-    """Match heads by name, or by number if no name agrees, as for a model that is part of another."""
-    named = _matched(before.heads, after.heads, "site layer call head cross", {})
-    numbered = "layer call head cross kind"
-    return named if named[0] else _matched(before.heads, after.heads, numbered, stacks)
-
-
-def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]) -> Matched[R]:
-    """Match records by stack and fields, and records that are equal in these by their order."""
+def _matched(
+    first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]
+) -> tuple[list[tuple[R, R]], list[R], list[R]]:
+    """Return pairs of records equal in stack and fields, in order, and records of one audit alone."""
 
     def by_fields(records: Sequence[R], stacks: Mapping[str, str]) -> dict[Hashable, R]:
         def key(record: R) -> Hashable:
@@ -209,9 +204,7 @@ def _matched(first: Sequence[R], second: Sequence[R], fields: str, stacks: Mappi
     return both, only_ours, [record for key, record in theirs.items() if key not in ours]
 
 
-def _changes(
-    before: R, after: R, measures: Iterable[AnyMeasure], cost_range: float = 1.0
-) -> Iterator[Change]:
+def _changes(before: R, after: R, measures: Iterable[AnyMeasure], cost_range: float = 1) -> Iterator[Change]:
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]
@@ -221,9 +214,8 @@ def _changes(
         scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
         change = new - old if all(known) else math.nan
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
-        yield Change(
-            where=place_of(after), measure=measure.name, before=old, after=new, change=change, size=size
-        )
+        where, name = place_of(after), measure.name
+        yield Change(where=where, measure=name, before=old, after=new, change=change, size=size)
 
 
 def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:

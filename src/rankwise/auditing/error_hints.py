@@ -11,6 +11,7 @@ from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX
 
+_COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
 _TRACEBACK = "Run the model on this batch by itself to see the whole traceback."
 
 
@@ -28,27 +29,19 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
             f"inner module that has it, such as `model.{next(inner, 'inner')}`."
         )
     if _fast_path_fails(model, error):
-        return (
-            "PyTorch's fast path of TransformerEncoderLayer reads weights as tensors, which quantized layers "
-            "hide behind a method: the model fails without Rankwise, too. Switch the fast path off: "
-            "`torch.backends.mha.set_fastpath_enabled(False)`."
-        )
+        switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
+        return f"PyTorch's fast path of TransformerEncoderLayer fails on quantized layers: {switch}."
     if isinstance(batch, Mapping):
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
             guess = did_you_mean(unknown[0], names)
             return f"`forward` has no {', '.join(unknown)}: leave them out or rename them. {guess}"
         if batch and not has_tensor(batch):
-            return (
-                'Its values are not tensors: `tokenizer(texts, return_tensors="pt", padding=True)`; for rows '
-                "of a data set, a DataLoader with `collate_fn=DataCollatorWithPadding(tokenizer)`."
-            )
+            tensors = '`tokenizer(texts, return_tensors="pt", padding=True)`'
+            return f"Its values are not tensors: {tensors}; for rows of a data set, {_COLLATE}."
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 1:
-            return (
-                "It is one row without a batch axis: put rows together with `DataLoader(rows, batch_size=4, "
-                "collate_fn=DataCollatorWithPadding(tokenizer))`."
-            )
+            return f"It is one row without a batch axis: {_COLLATE}."
     elif not has_tensor(batch):
         if isinstance(batch, str) or (_is_list(batch) and any(isinstance(item, str) for item in batch)):
             return PASS_TEXTS

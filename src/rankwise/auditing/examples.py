@@ -182,10 +182,7 @@ class TokenNames:
 
 
 def token_ids(site: "MixerSite", batch: "Batch | None") -> "tuple[TokenIds | None, TokenIds | None]":
-    """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape.
-
-    Rows of a decoder are tokens of the decoder input; columns of cross-attention of the encoder input.
-    """
+    """Return the token ids of rows and of columns of a mixing matrix; None if no input has their shape."""
     from rankwise._internals.forward import tensors_of
 
     found = {
@@ -207,10 +204,6 @@ def peak_name(names: TokenNames, ids: "Tensor | None", at: int, sources: int) ->
     """Return three names of the token in column ``at``: text and position, position alone, text alone.
 
     ``ids`` are the token ids of the columns without padding, None if unknown; ``sources`` counts the columns.
-
-    Examples:
-        >>> peak_name(TokenNames(), None, 0, 9)
-        ['the first token', 'the first token', 'token 0']
     """
     place = {0: "the first token", sources - 1: "the last token"}.get(at, f"token {at}")
     text = f"token {at}" if ids is None else names.text(int(ids[at]))

@@ -35,9 +35,8 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # M − I, or the difference of two heads, has 1 % of the joint energy: 1 % of a row is on other tokens.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# Numerical rank relative to all known references, at every threshold of the band. The hardmax rank has a
-# standard deviation below 8 % for T ≥ 32. The references are uninformed heads at temperature 0, at the head's
-# own and at an infinite temperature. Without a mask uniform attention has rank 1, and no rank is lower.
+# Numerical rank relative to all known references: uninformed heads at temperature 0, at the head's own and at
+# an infinite temperature. The hardmax rank has a standard deviation below 8 % for T ≥ 32.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
 # μ/‖Y‖ at which 9 % and 1 % of the energy of the token states distinguish tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
@@ -274,9 +273,8 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
         distances: dict[int, float] = {}
         for head in by_number.values():
             other = by_number.get(head.nearest_head)
-            if other is None or _tokens(head) < MIN_TOKENS or not head.nearest_distance < DUPLICATE_DISTANCE:
-                continue
-            if not {head.head, other.head} <= explained:
+            near = head.nearest_distance < DUPLICATE_DISTANCE and _tokens(head) >= MIN_TOKENS
+            if near and other is not None and not {head.head, other.head} <= explained:
                 joined = groups.get(head.head, {head.head}) | groups.get(other.head, {other.head})
                 groups.update(dict.fromkeys(joined, joined))
                 distances[head.head] = head.nearest_distance
@@ -311,8 +309,8 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     """Return a finding about the head that is farthest from its nearest reference."""
 
     def distance(head: HeadRecord) -> float:
-        logs = [math.log((_middle_rank(head) + 1) / (rank + 1)) for rank in _references(head)]
-        return min(map(abs, logs))
+        rank = _middle_rank(head)
+        return min(abs(math.log((rank + 1) / (reference + 1))) for reference in _references(head))
 
     head = max(found, key=distance)
     rank, baseline, references = _middle_rank(head), _baseline(head), _middle(head.band).nulls

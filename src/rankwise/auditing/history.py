@@ -24,8 +24,7 @@ class History:
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
         >>> History([(200, audit), (100, audit)]).steps
         [100, 200]
     """
@@ -213,9 +212,7 @@ def folder_name(name: str) -> str:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the single number in which names differ, such as 500 in ``run/checkpoint-500``, per name.
-
-    None if other parts of the names differ, or several numbers, or nothing.
+    """Return, per name, the only number in which names differ; None if they differ in more or in nothing.
 
     Examples:
         >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])
@@ -274,8 +271,7 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
-        >>> about = Provenance(model="m", delta=0.01)
-        >>> audit = Audit(provenance=about, heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
         >>> compare(audit, audit).is_empty
         True
         >>> compare(audit, audit, audit)

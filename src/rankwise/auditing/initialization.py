@@ -32,8 +32,7 @@ def reinitialized(
     A transformers model is built from its configuration. Any other module is copied, its weights are set to
     NaN, and the methods of its modules (such as `reset_parameters`, `init_weights`) draw new weights. A
     weight that is still NaN afterwards raises an error. Buffers keep their values unless these methods change
-    them. A change that ``__init__`` makes to drawn weights is not repeated, such as the scaling of output
-    projections in some implementations of GPT-2.
+    them. Changes that ``__init__`` makes to drawn weights are not repeated (some GPT-2 scale projections).
 
     Cost: one more copy of the model. PyTorch's global random state is neither read nor changed.
 

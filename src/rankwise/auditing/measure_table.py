@@ -1,8 +1,7 @@
 """The table of measures: a row is a field of a record, with its formula, range and words for readers.
 
 Audits evaluate the functions that rows name, records hold the values, and comparisons, reports and
-`docs/measures.md` read the rows. A new measure is a function of `rankwise.measures` and a row. The table
-imports no torch.
+`docs/measures.md` read the rows. A new measure is a function of `rankwise.measures` and a row.
 """
 
 import math
@@ -60,20 +59,12 @@ class Range(NamedTuple):
     """True if values usually are far below the upper end: a color scale ends at the largest value."""
 
 
-def _width(head: Any) -> float:
-    return math.nan if head.width is None else float(head.width)
-
-
-def _log_sources(head: Any) -> float:
-    return math.log(head.sources) if head.sources > 1 else math.nan
-
-
 _full_rank = attrgetter("smaller")
 UNIT = Range("[0, 1]", 0.0, 1.0)
 RANK = Range("[0, min(T, S)]", 0.0, _full_rank)
 DIRECTIONS = Range("[1, min(T, S)]", 1.0, _full_rank, wide=True)
-WIDTH = Range("[0, K]", 0.0, _width)
-NATS = Range("[0, log S] nats", 0.0, _log_sources)
+WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.width is None else float(head.width))
+NATS = Range("[0, log S] nats", 0.0, lambda head: math.log(head.sources) if head.sources > 1 else math.nan)
 POSITIVE = Range("[0, ∞)")
 
 

@@ -186,9 +186,7 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     libraries = _distinct(name for about in both for name in about.versions)
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        "advised": False,
-        "sources": {},
-        "versions": versions,
+        **{"advised": False, "sources": {}, "versions": versions},
         "parts": sorted(part for about in both for part in about.parts),
         "notes": list(dict.fromkeys(note for about in both for note in about.notes)),
     }

@@ -58,10 +58,9 @@ class RankAt(Record):
 
 
 class BaselineAt(Record):
-    """The rank of a head at initialization at one threshold, and its difference from the rank of the model.
+    """The rank of a head at initialization at one threshold, and the difference of the model's rank from it.
 
-    A difference is the rank of the model minus the rank at initialization, for one sequence and one seed.
-    Pairing by sequence cancels the effects of sequence length and content.
+    Differences are of one sequence and one seed: this cancels the effects of sequence length and content.
     """
 
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -234,8 +233,7 @@ class HeadOrigin(Record):
 class HeadRecord(HeadMeasures, HeadOrigin):
     """Measures of one head of one layer: means over the sequences of the audit, with standard deviations.
 
-    `docs/measures.md` lists the measures, which are fields of `rankwise.auditing.measure_table.HeadMeasures`.
-    Ranks are computed in float64, from the operator (mixing matrix) without padded rows and columns.
+    `docs/measures.md` lists the measures. Ranks are computed in float64, without padded rows and columns.
     """
 
     rank_low: Number = math.nan
@@ -325,7 +323,7 @@ class LayerOrigin(Record):
     site: str
     """Name of the block that wrote the states; for layer 0, of the block that reads them."""
     layer: Count
-    """Number of blocks of the stack that ran before."""
+    """Number of blocks of the stack that ran before; 0 for the input of the first block."""
     sequences: Count
     nonfinite: Count = 0
     tokens: Number
@@ -339,10 +337,7 @@ class LayerOrigin(Record):
 
 
 class LayerRecord(LayerMeasures, LayerOrigin):
-    """Measures of the token states after ``layer`` blocks of a stack (layer 0: input of the first block).
-
-    The measures are fields of `rankwise.auditing.measure_table.LayerMeasures`: means over the sequences.
-    """
+    """Measures of the token states after ``layer`` blocks of a stack: means over the sequences."""
 
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""

@@ -30,11 +30,11 @@ class Mask(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """First and last column to which each row may attend, and the number of such columns."""
+    """First and last of all ``sources`` columns that each row may attend to, and the number of these."""
 
-    first: Int64[Tensor, "*batch T"]
-    last: Int64[Tensor, "*batch T"]
-    seen: Int64[Tensor, "*batch T"]
+    first: Int64[Tensor, "T"]
+    last: Int64[Tensor, "T"]
+    seen: Int64[Tensor, "T"]
     sources: int
 
 
@@ -43,8 +43,7 @@ def reference_ranks(
 ) -> tuple[Float64[Tensor, "B H"], dict[str, Floats]]:
     """Return the hardmax ranks at δ, and the random and uniform ranks (B, H, 5) at the five δ of the band.
 
-    Reference ranks are ranks of uninformed heads of the same size (T, S) under the same mask; NaN if unknown.
-    The hardmax rank is NaN for δ > 1. `masks_of` returns the masks of an operator (B, H, T, S).
+    They are ranks of uninformed heads of the same size (T, S) under the same mask; NaN if unknown.
     """
     tokens, sources = operator.shape[-2:]
     inner = operator.operator if isinstance(operator, IndexedMixing) else operator

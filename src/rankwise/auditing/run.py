@@ -335,8 +335,7 @@ class Run:
             "delta": self.settings.delta, "method_asked": self.settings.method, "batches": self.batches,
             "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
         }  # fmt: skip
-        if "weights" not in given:
-            measured["weights"] = weights_digest(self.model)
+        measured |= {} if "weights" in given else {"weights": weights_digest(self.model)}
         parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]
         notes = list(
             dict.fromkeys((*self.notes, *missing, *parts, *self.trace.notes, *given.get("notes", ())))

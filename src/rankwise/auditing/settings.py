@@ -66,12 +66,7 @@ class AuditSettings:
 
     @classmethod
     def of(cls, **options: Unpack[AuditOptions]) -> "AuditSettings":
-        """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong.
-
-        Examples:
-            >>> AuditSettings.of(method="exact", matrices="3:7").maps.heads
-            frozenset({(3, 7)})
-        """
+        """Return the settings from options of `rankwise.audit`; raise `InputError` if an option is wrong."""
         for name in options:
             one_of("option of `rankwise.audit`", name, AuditOptions.__annotations__)
         given: dict[str, Any] = {"delta": DELTA, "method": "auto", "importance": False, "baseline": False}

@@ -326,24 +326,21 @@ class ModelStatistics:
     def head_records(
         self, delta: float, known: Mapping[HeadId, Mapping[str, Any]] | None = None, audits: int = 1
     ) -> list[HeadRecord]:
-        """Return the records of all heads, in the order of the model.
+        """Return the records of all heads in the order of the model, with the ``known`` fields by address.
 
-        If each head is a module in a list (``heads.0``, ``heads.1``), they become heads of one site
-        ``heads.*``. ``known`` holds further fields of a record by the address of the captured head.
+        If each head is a module in a list (``heads.0``, ``heads.1``), they become heads of one ``heads.*``.
         """
         alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
         met: Counter[HeadId] = Counter()
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
-            own = [
-                record.model_copy(update=dict((known or {}).get(mixer.at(record.head), {})))
-                for record in heads.to_records(delta, audits)
-            ]
             together = _pattern(mixer)
-            if len(own) == 1 and alone[together] > 1:
-                own = [own[0].model_copy(update={"site": together.site, "head": met[together]})]
-                met[together] += 1
-            records += own
+            for record in heads.to_records(delta, audits):
+                fields = dict((known or {}).get(mixer.at(record.head), {}))
+                if len(heads.heads) == 1 and alone[together] > 1:
+                    fields |= {"site": together.site, "head": met[together]}
+                    met[together] += 1
+                records.append(record.model_copy(update=fields))
         return records
 
 

@@ -16,9 +16,7 @@ Tokenizer = Callable[..., Any]
 
 
 class Shard(NamedTuple):
-    """Part of the data for one process: process ``rank`` of ``world`` processes has consecutive items.
-
-    Sizes of parts differ by at most one item; with fewer items than processes, some parts are empty.
+    """Consecutive part of the data for process ``rank`` of ``world``; sizes differ by at most one item.
 
     Examples:
         >>> [Shard(rank, 3).of("abcd") for rank in range(3)]
@@ -113,9 +111,7 @@ def model_batches(
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    Sequences are cut at the maximum length of the model. Without an argument ``attention_mask``, each batch
-    has one sequence, so that nothing is padded. The decoder of an encoder-decoder model receives the text of
-    the encoder, shifted by one token.
+    Without an argument ``attention_mask``, each batch has one sequence, so that nothing is padded.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
