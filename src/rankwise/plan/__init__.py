@@ -1,21 +1,21 @@
-"""Head widths planned before training: where the rank of random heads saturates, and what that buys."""
+"""Plan the query/key width of heads before training: where the rank of random heads saturates."""
 
-from rankwise.plan.planner import embedded, plan_head_dim
-from rankwise.plan.prices import with_prices
-from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw, Option, TrainedHead
-from rankwise.plan.saturation import fit_log_law
-from rankwise.plan.trained import trained_widths, with_trained
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "HeadDimPlan",
-    "LayerCurve",
-    "LogLaw",
-    "Option",
-    "TrainedHead",
-    "embedded",
-    "fit_log_law",
-    "plan_head_dim",
-    "trained_widths",
-    "with_prices",
-    "with_trained",
-]
+from rankwise._internals.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.plan.planner import plan_head_dim
+    from rankwise.plan.record import HeadDimPlan, QKCost, TrainedWidth
+    from rankwise.plan.trained_heads import trained_widths
+
+__all__ = ["HeadDimPlan", "QKCost", "TrainedWidth", "plan_head_dim", "trained_widths"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "planner": ("plan_head_dim",),
+        "record": ("HeadDimPlan", "QKCost", "TrainedWidth"),
+        "trained_heads": ("trained_widths",),
+    },
+)

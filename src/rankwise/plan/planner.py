@@ -1,24 +1,28 @@
-"""The head-width planner: where the rank of random heads saturates."""
+"""Plan a query/key width: the width K* from which on the rank of random heads saturates."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from rankwise.errors import ShapeError
-from rankwise.plan.checks import check_drawn, check_fit, check_names, check_numbers, check_sizes, given_states
-from rankwise.plan.ranks import trial_ranks
-from rankwise.plan.records import HeadDimPlan
-from rankwise.plan.saturation import layer_curve
-from rankwise.plan.states import Setting
+from rankwise.errors import ShapeError, in_range, one_of, whole_number
+from rankwise.plan.ranks import POSITIONS, RandomHead
+from rankwise.plan.record import HeadDimPlan, QKCost
 from rankwise.theory import rank_barrier
+from rankwise.theory.barrier import MASKS
+from rankwise.theory.random_rank import MAX_ENTRIES
 
-EVERY = tuple(range(1, 257))
-"""Widths tried where all cost what the widest does: layer 1 at temperature 0 without rotary positions."""
-FEW = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Widths tried where each costs its own."""
+DENSE_WIDTHS = tuple(range(1, 257))
+"""Widths tried if hardmax ranks of all widths come at the cost of the widest."""
+SPARSE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Widths tried if each width has its own cost."""
+MAX_TOKENS = 131_072
+"""A trial takes about half an hour on one core at this length."""
+RESAMPLES = 2000
+SIGNIFICANT = 4.0
+"""Standard errors of the noisiest width above which a fall counts, because many pairs are compared."""
 
 
 def plan_head_dim(
@@ -26,203 +30,298 @@ def plan_head_dim(
     mask: str = "full",
     tolerance: float = 0.01,
     *,
-    head_dims: tuple[int, ...] | list[int] | None = None,
-    inputs: str | None = None,
-    width: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
-    value_dim: int | None = None,
+    head_dim: int | None = None,
+    width: int | None = None,
+    head_dims: Sequence[int] | None = None,
     positions: str = "none",
-    layers: int = 1,
-    block: str | None = None,
     temperature: float = 0.0,
     delta: float = 1e-2,
     trials: int = 10,
     seed: int = 0,
     on_trial: Callable[[int], None] | None = None,
 ) -> HeadDimPlan:
-    """Head width from which on a wider head at random weights has hardly more rank.
+    """Return K*: the least width from which on a unit of width adds less than `tolerance` of rank/T.
 
-    Formula: K* = the least K such that (r(2K') − r(K'))/K' < tolerance for all K' ≥ K, where r(K) is the mean
-    of rank(M)/T over draws of Wq and Wk with independent Gaussian entries: the rank/T that a unit of width
-    adds, averaged from K' to 2K'. At temperature 0 rank is the number of different winners of hardmax, a
-    count without decomposition; at others the singular values ≥ δ of softmax(QKᵀ/(temperature·√K)).
-    It is a statement about random weights. Trained heads can use more or less: `trained_widths` measures.
+    The rank is the rank of one head at random weights. Trained heads can use more or less:
+    `rankwise.plan.trained_widths` measures them.
 
-    Range of ``head_dim``: the widths tried; ``saturated`` is False where the widest still gains.
-    Cost: O(trials·T²·K_max) at temperature 0 in layer 1, about 0.5 s a trial at T = 2,048, K_max = 256 on one
-    core. Rotary positions cost that for each width; temperatures above 0 an O(T³) factorisation for each
-    width and trial; layers beyond the first the run of random blocks of all H heads.
+    Formula: the least K such that (r(2K') − r(K'))/K' < tolerance for all K' ≥ K, with r(K) the mean of
+    rank(M)/T over draws of Wq and Wk with independent Gaussian entries. At temperature 0 the rank is the
+    number of different winners of hardmax. At other temperatures it is the number of singular values ≥ δ of
+    softmax(QKᵀ/(temperature·√K)).
+    Range of ``head_dim``: the widths tried. ``saturated`` is False if the widest width still gains.
+    Cost: O(trials·T²·K_max) at temperature 0; about 0.5 s per trial at T = 2,048, K_max = 256 on one core.
+    Rotary positions take that time for each width; temperatures above 0 take an O(T³) factorization for each
+    width and trial.
     Source: "On the Limitation and Redundancy of Transformers: A Rank Perspective": "check the saturation
-    situation of attention ranks before training". The paper gives a tolerance of about 0.01 and no step for
-    the gain; the unit of width and the average over a doubling are this project's choice.
+    situation of attention ranks before training". The paper states a tolerance of about 0.01 and no step for
+    the gain; the unit of width and the average over a doubling are a choice of this project.
 
     Args:
-        tokens: T, or token states of your own (T, D) or (B, T, D); trial i reads sequence i mod B.
+        tokens: number of tokens T of orthonormal token states, or token states (T, D) or (B, T, D). Trial i
+            reads sequence i mod B, after LayerNorm.
         mask: "full" or "causal".
-        tolerance: least rank/T that a unit of width must add to be worth it, in (0, 1).
-        head_dims: widths K to try; 1 … 256, fewer of them where each costs its own.
-        inputs: "orthonormal" (the paper's theorem) or "gaussian" where ``tokens`` is a number; by default
-            orthonormal where D does not matter, else gaussian.
-        width: D; for drawn states only needed with ``layers`` or learned positions.
-        heads: H where D ≠ H·K; by default D // K, so that D = H·K. Only layers beyond the first know it.
-        kv_heads: key heads shared by groups of the H heads.
-        value_dim: width of values where it is not K.
-        positions: "none", "rope" or "learned" (a Gaussian row for each place).
-        layers: how many layers; those beyond the first read what random blocks made of the states.
-        block: "pre", "post" or "attention" (no skip, norm or MLP; reads states as they are). By default
-            "pre" for states of your own and for several layers, else "attention".
-        temperature: of the ranked matrix in units of √K; 0 is hardmax. Blocks mix at 1.
-        delta: singular values from here on count.
-        trials: draws of the weights, at least 2.
-        seed: of generators of its own.
-        on_trial: called with the number of trials done, after each.
+        tolerance: minimum gain in rank/T per unit of width, in (0, 1).
+        heads: present number of heads, for the costs.
+        kv_heads: present number of key heads; by default as many as heads.
+        head_dim: present query/key width; D // heads by default.
+        width: model width D, for the costs; by default the width of the token states.
+        head_dims: widths K to try; by default 1 … 256, fewer if each width has its own cost.
+        positions: "none" or "rope" (even widths only).
+        temperature: temperature of the ranked matrix in units of √K; 0 is hardmax.
+        delta: threshold of the singular values that count, at temperatures above 0.
+        trials: number of draws of the weights, at least 2.
+        seed: random seed for the weights.
+        on_trial: called with the number of trials done, after each trial.
 
     Returns:
-        The plan: ``head_dim``, ``interval``, ``curve``, ``barrier``, ``layers``. Interrupted by Ctrl-C after
-        two trials or more it rests on those done, and ``complete`` is False.
+        The plan. If Ctrl-C interrupts it after two or more trials, the plan rests on these trials, and
+        ``complete`` is False.
 
     Raises:
-        RankwiseError: if a number or name has no meaning.
-        ShapeError: if states, widths and heads do not fit together.
+        InputError: if a number or name is out of range.
+        ShapeError: if token states, widths and heads do not fit together.
 
     Examples:
-        >>> plan = plan_head_dim(128, trials=4)
-        >>> plan.head_dim < 16, plan.curve[-1][1] < plan.barrier / 128 + 0.05
-        (True, True)
+        >>> plan = plan_head_dim(128, heads=8, width=256, trials=4)
+        >>> plan.head_dim < 16, plan.costs[0].head_dim, plan.costs[0].cache_bytes
+        (True, 32, 512)
     """
-    given = given_states(tokens)
-    count = given.shape[1] if given is not None else tokens
-    check_names(mask, inputs, positions, block)
-    check_drawn(inputs, given)
-    check_numbers(count, tolerance, temperature, delta, trials, seed)
-    deep = layers is not None and layers != 1
-    sized = {
-        "width": width, "heads": heads, "kv_heads": kv_heads, "value_dim": value_dim, "layers": layers
-    }  # fmt: skip
-    check_sizes(sized)
+    states = _token_states(tokens)
+    count = tokens if states is None else states.shape[1]
     assert isinstance(count, int)
-    drawn = inputs or ("gaussian" if deep or positions == "learned" else "orthonormal")
-    setting = Setting(
-        tokens=count,
-        mask=mask,
-        inputs="given" if given is not None else drawn,
-        given=given,
-        width=given.shape[-1] if given is not None else width,
-        heads=heads,
-        kv_heads=kv_heads,
-        value_dim=value_dim,
-        positions=positions,
-        block=block or ("pre" if deep or given is not None else "attention"),
-        layers=layers,
-        temperature=float(temperature),
-        delta=float(delta),
+    check_arguments(
+        count, mask, tolerance, positions=positions, temperature=temperature, delta=delta, trials=trials,
         seed=seed,
-    )
-    widths = _widths(head_dims, setting)
-    check_fit(setting, widths, width)
-    ranks, stopped = _drawn(setting, widths, trials, on_trial)
-    return _plan(setting, widths, ranks, tolerance, stopped, trials)
-
-
-def _drawn(
-    setting: Setting, widths: tuple[int, ...], trials: int, on_trial: Callable[[int], None] | None
-) -> tuple[Float[np.ndarray, "N L W"], bool]:
-    found: list[np.ndarray] = []
+    )  # fmt: skip
+    if states is not None and heads is not None and width not in (None, states.shape[-1]):
+        raise ShapeError(
+            "`width`", expected=f"{states.shape[-1]}, as the token states", got=str(width), fix="Omit it."
+        )
+    width = states.shape[-1] if states is not None and heads is not None else width
+    present = present_head_dim(heads, kv_heads, head_dim, width, positions)
+    widths = _widths(head_dims, positions, temperature)
+    head = RandomHead(count, states, mask, positions, float(temperature), float(delta), seed)
+    ranks: list[Float[np.ndarray, " W"]] = []
     try:
         for trial in range(trials):
-            found.append(trial_ranks(setting, widths, trial))
+            ranks.append(head.trial(widths, trial))
             if on_trial is not None:
-                on_trial(len(found))
+                on_trial(len(ranks))
     except KeyboardInterrupt:
-        if len(found) < 2:  # no spread, nothing to keep
+        if len(ranks) < 2:  # without a spread there is nothing to keep
             raise
-        return np.stack(found), True
-    return np.stack(found), False
-
-
-def _plan(
-    setting: Setting,
-    widths: tuple[int, ...],
-    ranks: Float[np.ndarray, "N L W"],
-    tolerance: float,
-    stopped: bool,
-    trials: int,
-) -> HeadDimPlan:
-    curves = [
-        layer_curve(at + 1, widths, ranks[:, at], tolerance, setting.seed) for at in range(setting.layers)
-    ]
-    notes = ["A statement about random weights, not about a trained model."]
-    if stopped:
-        notes.append(f"Stopped after {len(ranks)} of {trials} trials.")
-    for curve in curves:
-        if not curve.saturated:
-            notes.append(
-                f"Layer {curve.layer} still gains {tolerance:g} or more at {widths[-1]}, the widest tried: "
-                "K* lies above it."
-            )
-        if curve.fall is not None:
-            a, b, lost = curve.fall
-            notes.append(
-                f"Layer {curve.layer} is not monotone: rank/T falls by {lost:.3f} from K = {a} to {b}. "
-                "K* is where it rises for the last time."
-            )
-    if setting.temperature > 0 and setting.mask == "causal":
-        notes.append("A causal softmax matrix is triangular: its rank means the δ it was counted at.")
-    return HeadDimPlan(
-        complete=not stopped,
-        tokens=setting.tokens,
-        mask=setting.mask,
+    shares = np.stack(ranks)
+    mean, std = shares.mean(0), shares.std(0, ddof=1)
+    found, interval = saturation(widths, shares, tolerance, seed)
+    fall = largest_fall(widths, shares, tolerance)
+    notes = []
+    if len(ranks) < trials:
+        notes.append(f"Interrupted after {len(ranks)} of {trials} trials.")
+    if fall is not None:
+        notes.append(
+            f"The curve is not monotone: rank/T falls by {fall[2]:.3f} from K = {fall[0]} to {fall[1]}. "
+            "K* is where it rises for the last time."
+        )
+    if temperature > 0 and mask == "causal":
+        notes.append("A causal softmax matrix is triangular: its rank is the number of singular values ≥ δ.")
+    star = widths[found]
+    plan = HeadDimPlan(
+        complete=len(ranks) == trials,
+        tokens=count,
+        mask=mask,
+        inputs="orthonormal" if states is None else "given",
+        positions=positions,
+        temperature=float(temperature),
+        delta=float(delta),
         tolerance=tolerance,
-        barrier=rank_barrier(setting.tokens, setting.mask),
-        inputs=setting.inputs,
-        width=setting.width,
-        heads=setting.heads,
-        kv_heads=setting.kv_heads,
-        value_dim=setting.value_dim,
-        positions=setting.positions,
-        block=setting.block,
-        temperature=setting.temperature,
-        delta=setting.delta,
         trials=len(ranks),
-        seed=setting.seed,
-        layers=curves,
+        seed=seed,
+        curve=[(k, float(m), float(s)) for k, m, s in zip(widths, mean, std, strict=True)],
+        barrier=rank_barrier(count, mask),
+        head_dim=star,
+        interval=interval,
+        saturated=found >= 0,
+        fall=fall,
+        heads=heads,
+        kv_heads=None if heads is None else kv_heads or heads,
+        width=width,
         notes=notes,
     )
+    if present is None:
+        return plan
+    if head_dim is None and present * (heads or 1) != width:
+        notes.append(f"{heads} heads do not divide D = {width}: the present K is taken as {present}.")
+    costs = [_cost(plan, k) for k in dict.fromkeys((present, star, interval[1]))]
+    return plan.model_copy(update={"costs": costs})
 
 
-def _widths(head_dims: tuple[int, ...] | list[int] | None, setting: Setting) -> tuple[int, ...]:
-    rope = setting.positions == "rope"
-    if head_dims is None:
-        cheap = setting.layers == 1 and setting.temperature == 0 and not rope
-        most = setting.dim if setting.layers > 1 and setting.heads is None else max(EVERY)
-        return tuple(k for k in (EVERY if cheap else FEW) if k <= most and not (rope and k % 2))
-    widths = tuple(sorted(set(head_dims)))
-    whole = all(isinstance(k, int) and not isinstance(k, bool) and k >= 1 for k in widths)
-    if len(widths) < 2 or not whole or (rope and any(k % 2 for k in widths)):
+def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
+    """Return the token states (B, T, D) that the user passed; None if `tokens` is a number."""
+    if not isinstance(tokens, Tensor):
+        return None
+    states = tokens.detach().cpu()
+    states = states[None] if states.ndim == 2 else states
+    finite = states.is_floating_point() and bool(states.isfinite().all())
+    if states.ndim != 3 or not finite:
+        nan = " with NaN or infinity" if states.is_floating_point() and not finite else ""
         raise ShapeError(
-            "`head_dims`",
-            expected="two widths or more, whole numbers from 1"
-            + (", even for rotary positions" if rope else ""),
-            got=str(list(head_dims)),
-            fix="Leave it out, or give for example [4, 8, 16, 32, 64].",
+            "`tokens`",
+            expected="a number, or finite token states of shape (T, D) or (B, T, D)",
+            got=f"{tokens.dtype} of shape {tuple(tokens.shape)}{nan}",
+            fix="Pass embeddings, not token ids.",
         )
-    if 2 * widths[0] > widths[-1]:
+    if bool((states.flatten(1).abs().amax(1) == 0).any()):
+        raise ShapeError(
+            "`tokens`", expected="no sequence of zeros only", got="zeros", fix="Remove the sequence."
+        )
+    return states
+
+
+def check_arguments(
+    tokens: int, mask: str, tolerance: float, *, positions: str, temperature: float, delta: float, trials: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """Raise if a name or number is out of range; token states and a model are not needed for this."""
+    whole_number("`tokens`", tokens, 2, MAX_TOKENS, fix="Time grows as T²; one token has rank 1.")
+    one_of("`mask`", mask, MASKS)
+    one_of("`positions`", positions, POSITIONS)
+    in_range("`tolerance`", tolerance, "(0, 1)", fix="0.01 is usual.")
+    in_range("`temperature`", temperature, "[0, inf)", fix="0 is hardmax, 1 the usual softmax.")
+    in_range("`delta`", delta, "(0, inf)", fix="0.01 is usual.")
+    whole_number("`trials`", trials, 2, fix="The interval is computed from the spread over trials.")
+    whole_number("`seed`", seed, 0)
+    if temperature > 0:
+        most = math.isqrt(MAX_ENTRIES)
+        whole_number("`tokens`", tokens, 2, most, fix="Use temperature 0, which needs no singular values.")
+
+
+def present_head_dim(
+    heads: int | None, kv_heads: int | None, head_dim: int | None, width: int | None, positions: str
+) -> int | None:
+    """Return the present query/key width; None without heads. Raise if the sizes do not fit together."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "width": width}
+    for name, size in sizes.items():
+        if size is not None:
+            whole_number(f"`{name}`", size, error=ShapeError)
+    passed = [name for name, size in sizes.items() if size is not None]
+    if not passed:
+        return None
+    if heads is None or width is None:
+        raise ShapeError(
+            " and ".join(f"`{name}`" for name in passed),
+            expected="both `heads` and `width`: costs need both",
+            got=f"heads={heads}, width={width}",
+            fix=f"Add {'`heads`' if heads is None else '`width`'}, or omit the others.",
+        )
+    if heads % (kv_heads or heads):
+        raise ShapeError(
+            "`kv_heads`", expected=f"a divisor of {heads} heads", got=str(kv_heads), fix="Change it."
+        )
+    step = 2 if positions == "rope" else 1  # rotary positions rotate pairs of channels
+    if head_dim is None:
+        head_dim = width // heads // step * step
+        if head_dim < 1:
+            even = ", and an even number with rotary positions" if step == 2 else ""
+            raise ShapeError(
+                "`heads`",
+                expected=f"at most {width // step}: each head has D // heads channels{even}",
+                got=f"{heads} heads at D = {width}",
+                fix="Use fewer heads.",
+            )
+    if head_dim % step:
+        raise ShapeError(
+            "`head_dim`", expected="an even width with rotary positions", got=str(head_dim), fix="Change it."
+        )
+    return head_dim
+
+
+def _widths(head_dims: Sequence[int] | None, positions: str, temperature: float) -> tuple[int, ...]:
+    step = 2 if positions == "rope" else 1
+    if head_dims is None:
+        known = DENSE_WIDTHS if step == 1 and temperature == 0 else SPARSE_WIDTHS
+        return tuple(width for width in known if width % step == 0)
+    widths = tuple(sorted({whole_number("`head_dims`", width, error=ShapeError) for width in head_dims}))
+    if len(widths) < 2 or 2 * widths[0] > widths[-1] or any(width % step for width in widths):
+        even = ", all even for rotary positions" if step == 2 else ""
         raise ShapeError(
             "`head_dims`",
-            expected="widths that double at least once: the gain is from K to 2K",
+            expected=f"widths that double at least once{even}: a gain is from K to 2K",
             got=str(list(head_dims)),
-            fix=f"Add {2 * widths[0]} or more.",
+            fix="Omit it, or pass for example [4, 8, 16, 32, 64].",
         )
     return widths
 
 
-def embedded(ids: Tensor, width: int, seed: int = 0) -> Float[Tensor, "*batch T D"]:
-    """Token states of ids through a random embedding: independent N(0, 1) rows, one for each id.
+def gains(
+    head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"]
+) -> Float[np.ndarray, "*batch J"]:
+    """Return the mean gain in rank/T per unit of width between K and 2K: (r(2K) − r(K))/K.
+
+    Between the widths tried, r is linear. Widths above half of the widest are not judged.
 
     Examples:
-        >>> embedded(torch.tensor([[3, 5, 3]]), 4).shape
-        torch.Size([1, 3, 4])
+        >>> gains((1, 2, 4), np.array([0.1, 0.2, 0.3])).round(3).tolist()
+        [0.1, 0.05]
     """
-    known, places = ids.unique(return_inverse=True)
-    return torch.randn(len(known), width, generator=torch.Generator().manual_seed(seed))[places]
+    widths = np.array(head_dims, dtype=float)
+    judged = widths[2 * widths <= widths[-1]]
+    high = np.searchsorted(widths, 2 * judged)
+    low = high - 1
+    weight = (2 * judged - widths[low]) / (widths[high] - widths[low])
+    doubled = rank_shares[..., low] * (1 - weight) + rank_shares[..., high] * weight
+    return (doubled - rank_shares[..., : len(judged)]) / judged
+
+
+def saturation_index(
+    head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"], tolerance: float
+) -> Int[np.ndarray, "*batch"]:
+    """Return the index of K*; −1 if no width saturates.
+
+    K* is not the first width with a small gain: at long T curves start flat and rise later.
+    """
+    steep = gains(head_dims, rank_shares) >= tolerance
+    after = np.where(steep.any(-1), steep.shape[-1] - steep[..., ::-1].argmax(-1), 0)
+    return np.where(after < steep.shape[-1], after, -1)
+
+
+def saturation(
+    head_dims: Sequence[int], trials: Float[np.ndarray, "N W"], tolerance: float, seed: int
+) -> tuple[int, tuple[int, int]]:
+    """Return the index of K* of the mean curve (−1: not saturated) and the 95 % bootstrap interval of K*."""
+    draws = np.random.default_rng(seed).integers(len(trials), size=(RESAMPLES, len(trials)))
+    counts = np.stack([(draws == at).sum(1) for at in range(len(trials))], axis=1)
+    places = saturation_index(head_dims, counts @ trials / len(trials), tolerance)
+    found = int(saturation_index(head_dims, trials.mean(0), tolerance))
+    ordered = np.sort(np.array(head_dims)[places])  # −1, not saturated, reads as the widest width
+    low, high = ordered[[int(0.025 * RESAMPLES), int(0.975 * RESAMPLES) - 1]]
+    return found, (int(min(low, head_dims[found])), int(max(high, head_dims[found])))
+
+
+def largest_fall(
+    head_dims: Sequence[int], trials: Float[np.ndarray, "N W"], tolerance: float
+) -> tuple[int, int, float] | None:
+    """Return (K, K', lost rank/T) of the largest decrease of the mean that chance does not explain."""
+    mean = trials.mean(0)
+    error = math.sqrt(2 / len(trials)) * trials.std(0, ddof=1).max()
+    lost = np.triu(mean[:, None] - mean, 1)  # [a, b]: from width a to width b
+    lost = np.where(lost > max(tolerance, SIGNIFICANT * error), lost, 0.0)
+    a, b = np.unravel_index(lost.argmax(), lost.shape)
+    return (head_dims[a], head_dims[b], float(lost[a, b])) if lost[a, b] > 0 else None
+
+
+def _cost(plan: HeadDimPlan, head_dim: int) -> QKCost:
+    """Count parameters, operations and cache of queries and keys of one layer."""
+    heads, key_heads, width = plan.heads or 0, plan.kv_heads or 0, plan.width or 0
+    parameters = width * head_dim * (heads + key_heads)
+    pairs = plan.tokens * (plan.tokens + 1) // 2 if plan.mask == "causal" else plan.tokens**2
+    widths, shares = ([point[at] for point in plan.curve] for at in (0, 1))
+    return QKCost(
+        head_dim=head_dim,
+        rank_share=float(np.interp(head_dim, widths, shares, left=math.nan, right=math.nan)),
+        parameters=parameters,
+        flops=2 * plan.tokens * parameters + 2 * pairs * heads * head_dim,
+        cache_bytes=2 * key_heads * head_dim,
+    )

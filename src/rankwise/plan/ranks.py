@@ -1,91 +1,87 @@
-"""Rank of random heads at many widths: one trial."""
+"""Ranks of one head with random query and key weights, at many head widths."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
-from rankwise.plan.states import RandomBlock, Setting, gaussian, token_states, with_rope
+from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 from rankwise.theory.random_heads import rank_of_stochastic
 
+POSITIONS = ("none", "rope")
 BLOCK = 32_767
-"""Scores held at once: they stay in a core's cache, and below what torch splits over threads, which on a
-busy machine wait for each other longer than they work."""
+"""Scores held at once: they fit in a core's cache, and torch does not split them over threads, which wait
+for each other on a busy machine."""
 
 
-def trial_ranks(setting: Setting, head_dims: tuple[int, ...], trial: int) -> Float[np.ndarray, "L W"]:
-    """Rank/T of one head in every layer at every width, weights drawn anew.
+@dataclass(frozen=True)
+class RandomHead:
+    """Everything that decides the distribution of the ranks of one trial."""
 
-    In layer 1 without rotary positions narrower heads are the first columns of the widest: every width has
-    its own law, and differences between widths are less noisy. Elsewhere every width draws its own weights.
+    tokens: int
+    states: Float[Tensor, "B T D"] | None = None
+    """Token states; trial i reads sequence i mod B. None: orthonormal tokens."""
+    mask: str = "full"
+    positions: str = "none"
+    temperature: float = 0.0
+    """Temperature in units of √K; 0 is hardmax."""
+    delta: float = 1e-2
+    seed: int = 0
 
-    Args:
-        setting: what is drawn.
-        head_dims: widths K, ascending.
-        trial: which trial; the same trial gives the same ranks.
+    def trial(self, head_dims: Sequence[int], trial: int) -> Float[np.ndarray, " W"]:
+        """Return rank/T at each width K, ascending; the same trial returns the same ranks.
 
-    Returns:
-        (layers, widths); head 0 of each layer, for heads of one layer have one law.
-    """
-    if setting.layers > 1:
-        columns = [_through_blocks(setting, width, trial) for width in head_dims]
-        return np.stack(columns, axis=1) / setting.tokens
-    if setting.positions == "rope":
-        states = None if setting.knows_no_width else token_states(setting, trial)
-        pairs = [_first_layer(setting, width, trial, states) for width in head_dims]
-        found = [head_rank(setting, with_rope(query), with_rope(key)) for query, key in pairs]
-        return np.array([found]) / setting.tokens
-    query, key = _first_layer(setting, head_dims[-1], trial)
-    if setting.temperature == 0:
-        found = nested_hardmax_ranks(query, key, head_dims, setting.mask)
-    else:
-        found = [head_rank(setting, query[:, :width], key[:, :width]) for width in head_dims]
-    return np.array([found]) / setting.tokens
+        Without rotary positions, narrower heads are the first columns of the widest head, so that
+        differences between widths are less noisy. With rotary positions, each width draws its own weights.
+        """
+        if self.positions == "rope":
+            rows = torch.arange(self.tokens)
+            ranks = []
+            for width in head_dims:
+                angles = rope_angles(rows, width, ROPE_BASE, torch.float32)
+                query, key = (apply_rope(part, *angles, "halves") for part in self._draw(width, trial))
+                ranks.append(self.rank(query, key))
+        else:
+            query, key = self._draw(head_dims[-1], trial)
+            if self.temperature == 0:
+                ranks = hardmax_ranks(query, key, head_dims, self.mask)
+            else:
+                ranks = [self.rank(query[:, :width], key[:, :width]) for width in head_dims]
+        return np.array(ranks) / self.tokens
 
+    def rank(self, query: Float[Tensor, "T K"], key: Float[Tensor, "T K"]) -> int:
+        """Return the number of different hardmax winners at temperature 0, else of singular values ≥ δ."""
+        if self.temperature == 0:
+            return _winners(query, key, self.mask)
+        scores = query.double() @ key.double().mT
+        if self.mask == "causal":
+            scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores -= scores.amax(-1, keepdim=True)
+        tau = self.temperature * math.sqrt(query.shape[-1])
+        return rank_of_stochastic(scores.div_(tau).softmax(-1), self.delta)
 
-def _first_layer(
-    setting: Setting, width: int, trial: int, states: Tensor | None = None
-) -> tuple[Float[Tensor, "T K"], Float[Tensor, "T K"]]:
-    """Queries and keys of one head of the first layer, positions left out."""
-    generator = setting.generator(trial, 2)
-    if setting.knows_no_width:
-        query, key = torch.randn(2, setting.tokens, width, generator=generator)
+    def _draw(self, width: int, trial: int) -> tuple[Float[Tensor, "T K"], Float[Tensor, "T K"]]:
+        """Return queries and keys before positions: Gaussian weights times normalized token states."""
+        stream = np.random.SeedSequence((self.seed, trial, 2)).generate_state(1)
+        generator = torch.Generator().manual_seed(int(stream[0]))
+        if self.states is None:  # orthonormal rows times Gaussian weights are Gaussian, whatever D is
+            query, key = torch.randn(2, self.tokens, width, generator=generator)
+            return query, key
+        states = self.states[trial % len(self.states)].float()
+        states = F.layer_norm(states / states.square().mean().sqrt(), states.shape[-1:])
+        query, key = (states @ _weight(generator, width, states.shape[-1]) for _ in range(2))
         return query, key
-    if states is None:
-        states = token_states(setting, trial)
-    if setting.block == "pre":
-        states = torch.nn.functional.layer_norm(states, states.shape[-1:])
-    # The columns of a wider weight begin with those of a narrower one.
-    weights = (gaussian(generator, width, setting.dim) * math.sqrt(width / setting.dim) for _ in range(2))
-    query, key = (states @ weight.mT for weight in weights)
-    return query, key
 
 
-def _through_blocks(setting: Setting, width: int, trial: int) -> list[int]:
-    """Rank in each layer, for one width."""
-    states = token_states(setting, trial)
-    block = RandomBlock(setting, width, setting.generator(trial, 3, width))
-    found = []
-    for layer in range(setting.layers):
-        query, key = block.query_key(states)
-        found.append(head_rank(setting, query[0], key[0]))
-        if layer + 1 < setting.layers:
-            states = block.passed(states, block.mixed(states, query, key))
-    return found
-
-
-def head_rank(setting: Setting, query: Float[Tensor, "T K"], key: Float[Tensor, "T K"]) -> int:
-    """Rank of one head's matrix: different winners at temperature 0, else singular values ≥ δ."""
-    if setting.temperature == 0:
-        return _winners(query, key, setting.mask)
-    scores = query.double() @ key.double().mT
-    if setting.mask == "causal":
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    tau = setting.temperature * math.sqrt(query.shape[-1])
-    scores -= scores.amax(-1, keepdim=True)
-    return rank_of_stochastic(scores.div_(tau).softmax(-1), setting.delta)
+def _weight(generator: torch.Generator, width: int, dim: int) -> Float[Tensor, "D K"]:
+    """Draw N(0, 1/D) entries row by row of (K, D), so that a wider weight begins with the narrower one."""
+    drawn = torch.randn((width, dim), generator=generator) / math.sqrt(width)
+    return (drawn * math.sqrt(width / dim)).mT
 
 
 def _winners(query: Tensor, key: Tensor, mask: str) -> int:
@@ -95,29 +91,28 @@ def _winners(query: Tensor, key: Tensor, mask: str) -> int:
         scores = (query[start : start + 512] @ key.mT).numpy()
         if mask == "causal":
             scores[np.arange(tokens) > np.arange(start, start + len(scores))[:, None]] = -np.inf
-        hit[scores.argmax(-1)] = True  # numpy's is some ten times as fast as torch's
+        hit[scores.argmax(-1)] = True  # argmax of numpy is about ten times as fast as argmax of torch
     return int(hit.sum())
 
 
-def nested_hardmax_ranks(
-    query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], head_dims: tuple[int, ...], mask: str = "full"
+def hardmax_ranks(
+    query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], head_dims: Sequence[int], mask: str = "full"
 ) -> list[int]:
-    """Hardmax rank of Q_K K_Kᵀ for the first K columns, for many K at once.
+    """Return the hardmax rank of the first K columns for many K at the cost of the widest.
 
-    Scores of width K are those of K − 1 and one more product: all widths together cost what the widest
-    does, and a search for the largest score of each row.
-    Cost: O(T² K_max), O(T) memory beyond the inputs.
+    The scores of width K are the scores of width K − 1 plus one product.
+    Cost: O(T² K_max) time, O(T) memory in addition to the inputs and the widths.
 
     Args:
-        query: Q.
-        key: the keys.
-        head_dims: widths, ascending.
+        query: queries.
+        key: keys.
+        head_dims: widths K, ascending.
         mask: "full" or "causal".
 
     Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 50, 8)
-        >>> ranks = nested_hardmax_ranks(q, k, (1, 8))
+        >>> ranks = hardmax_ranks(q, k, (1, 8))
         >>> ranks[0] <= 2, ranks[1] > 2
         (True, True)
     """
@@ -131,7 +126,7 @@ def nested_hardmax_ranks(
         scores = torch.zeros(parts.shape[1], tokens)
         if mask == "causal":
             ahead = torch.arange(tokens) > torch.arange(start, start + len(scores))[:, None]
-            scores.masked_fill_(ahead, -torch.inf)
+            scores.masked_fill_(ahead, -torch.inf)  # products added to −∞ leave −∞
         view = scores.numpy()
         for at in range(head_dims[-1]):
             scores.addcmul_(parts[at], columns[at])

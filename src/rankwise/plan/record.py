@@ -1,0 +1,149 @@
+"""Records of a plan of head widths; this module does not import torch."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rankwise._internals.files import write_file
+from rankwise._internals.records import Number, Record, load_record
+from rankwise.tracing.head_id import HeadId
+
+
+class QKCost(Record):
+    """Cost of queries and keys of one attention layer with the present number of heads."""
+
+    head_dim: int
+    """Query/key width K."""
+    rank_share: Number
+    """Mean rank/T of one head at random weights, linear between the widths tried; NaN outside of them."""
+    parameters: int
+    """Parameters of W_q and W_k, without biases."""
+    flops: int
+    """Multiplications and additions of both projections and of the scores, for one sequence of T tokens."""
+    cache_bytes: int
+    """Bytes of the cached keys of one token, at 2 bytes per number."""
+
+
+class TrainedWidth(Record):
+    """Query/key width that one head of a trained model requires, measured on sample tokens."""
+
+    head: HeadId
+    width: int
+    """Query/key width K of the head."""
+    required: Number
+    """Smallest width that preserves the attention within ``tolerance`` nats; NaN if it was not finite."""
+
+
+class HeadDimPlan(Record):
+    """Query/key width from which on wider heads gain almost no rank at random weights."""
+
+    format: Literal["rankwise-plan"] = "rankwise-plan"
+    schema_version: Literal[2] = 2
+    complete: bool = True
+    """False if the plan was interrupted before all trials were done."""
+    tokens: int
+    """Length T of a sequence."""
+    mask: str
+    inputs: str
+    """Token states: "orthonormal", "given", or a description."""
+    positions: str = "none"
+    temperature: float = 0.0
+    """Temperature in units of √K; 0 is hardmax."""
+    delta: float = 1e-2
+    """Threshold of the singular values that count, at temperatures above 0."""
+    tolerance: float
+    """Minimum gain in rank/T per unit of width; for trained heads, KL divergence in nats."""
+    trials: int
+    seed: int = 0
+    curve: list[tuple[int, Number, Number]] = Field(min_length=1)
+    """(K, mean rank/T, standard deviation of rank/T over trials), K ascending."""
+    barrier: Number
+    """`rankwise.theory.rank_barrier`: expected rank of hardmax with uniform winners, not divided by T."""
+    head_dim: int
+    """K*: gains stay below the tolerance from here on; the widest width tried if not ``saturated``."""
+    interval: tuple[int, int]
+    """95 % bootstrap interval of K* over trials."""
+    saturated: bool
+    """True if the gain stays below the tolerance within the widths tried."""
+    fall: tuple[int, int, Number] | None = None
+    """(K, K', lost rank/T): largest significant decrease of the mean; None if there is none."""
+    heads: int | None = None
+    kv_heads: int | None = None
+    width: int | None = None
+    """Model width D."""
+    costs: list[QKCost] = Field(default_factory=list)
+    """Costs at the present K, at K* and at the upper end of its interval; empty without heads."""
+    trained: list[TrainedWidth] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    about: dict[str, str] = Field(default_factory=dict)
+    """Command, time, versions and machine."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan as JSON and return the path; in an existing folder, write ``plan.json``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        path = Path(path)
+        path = path / "plan.json" if path.is_dir() else path
+        return write_file(path, self.model_dump_json(indent=1) + "\n", "plan")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "HeadDimPlan":
+        """Read a plan from its file or from the folder with ``plan.json``; convert schema version 1.
+
+        Raises:
+            InputError: if the file cannot be read.
+            RecordError: if the file is not a plan, or is damaged.
+        """
+        return load_record(path, cls, "plan.json", upgrade=_upgraded)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the plan as one HTML file and return the path; in a folder, write ``index.html``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        from rankwise.report import write_page
+        from rankwise.report.plan_report import plan_document
+
+        return write_page(plan_document(self), Path(path))
+
+
+_CURVE = ("head_dim", "interval", "saturated", "fall")
+_REMOVED = (
+    "block", "fixed_width", "latency_tokens", "law", "layers", "options", "reason", "recommended",
+    "value_dim",
+)  # fmt: skip
+
+
+def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert version 1: keep the curve of the layer with the largest K*; remove law, prices and advice.
+
+    Damaged content is returned unchanged; validation then names its first wrong field.
+    """
+    if content.get("schema_version") != 1:
+        return content
+    try:
+        layers, trained = content["layers"], content.get("trained") or []
+        layer = max(layers, key=lambda layer: layer["head_dim"])
+        plan = {name: value for name, value in content.items() if name not in _REMOVED}
+        plan |= {name: layer[name] for name in _CURVE} | {"schema_version": 2, "curve": layer["points"]}
+        plan["saturated"] = all(layer["saturated"] for layer in layers)
+        plan["trained"] = [
+            {
+                "head": {name: head[name] for name in ("stack", "layer", "head")},
+                "width": head["width"],
+                "required": head["needed"],
+            }
+            for head in trained
+        ]
+        notes = list(content.get("notes") or [])
+        if len(layers) > 1:
+            notes.append(f"Curve of layer {layer['layer']} of {len(layers)}, the layer with the largest K*.")
+        if trained:
+            notes.append("The widths of trained heads were measured by KL divergence (schema version 1).")
+        return plan | {"notes": notes}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return content

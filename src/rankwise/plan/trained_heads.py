@@ -1,0 +1,53 @@
+"""Query/key widths that the heads of a trained model require."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from rankwise._internals.forward import run_model
+from rankwise.measures import LogitMoments, logit_moments, required_head_dim
+from rankwise.operators import SoftmaxMixing
+from rankwise.plan.record import TrainedWidth
+from rankwise.tracing import HeadId, capture
+
+
+def trained_widths(
+    model: nn.Module, batches: Iterable[object], tolerance: float = 0.01
+) -> list[TrainedWidth]:
+    """Return the smallest query/key width that preserves the attention of each softmax head on these tokens.
+
+    Formula: `rankwise.measures.required_head_dim` of the moments of all batches, as in an audit.
+    Range: [0, K]. It holds for these tokens: other text can require more. Use several tokens per channel.
+    Cost: one run of the model, O(T K²) per head and sequence, and O(K³) per head.
+
+    Args:
+        model: model with softmax attention.
+        batches: dicts or tensors that the model takes.
+        tolerance: allowed KL divergence of attention rows, in nats, to second order.
+
+    Returns:
+        One record per head of each attention of a sequence with itself; empty if the model has none.
+
+    Examples:
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> [head.width for head in trained_widths(model, [torch.randn(3, 10, 8)])]
+        [4, 4]
+    """
+    moments: dict[HeadId, LogitMoments] = {}
+    widths: dict[HeadId, int] = {}
+    for batch in batches:
+        with torch.no_grad(), capture(model) as trace:
+            run_model(model, batch)
+        for site in trace.mixers:
+            op = site.operator
+            if isinstance(op, SoftmaxMixing) and not site.cross:
+                call = site.head_id()
+                found = logit_moments(op, site.valid_tokens, site.valid_sources).sum_sequences()
+                moments[call] = moments[call] + found if call in moments else found
+                widths[call] = op.query.shape[-1]
+    return [
+        TrainedWidth(head=call.at(head), width=widths[call], required=required)
+        for call, sums in moments.items()
+        for head, required in enumerate(required_head_dim(sums, tolerance).tolist())
+    ]
