@@ -19,7 +19,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -32,12 +32,19 @@ import transformers
 from torch import Tensor
 
 import rankwise as rw
+from experiments.rank.random_layers import (
+    Setting,
+    embed_randomly,
+    fit_log_law,
+    gaussian,
+    layer_ranks,
+    token_states,
+)
 from experiments.rank_saturation_page import REBUTTAL, write_page
 from rankwise._internals.files import write_file
 from rankwise.data import load_text
-from rankwise.plan import embedded, fit_log_law, plan_head_dim
-from rankwise.plan.ranks import head_rank
-from rankwise.plan.states import RandomBlock, Setting, token_states
+from rankwise.plan.planner import DENSE_WIDTHS, saturation
+from rankwise.plan.ranks import RandomHead, hardmax_ranks
 
 RESULTS = Path(__file__).with_name("results") / "rank_saturation.json"
 PAGE = Path(__file__).parents[1] / "docs" / "rank-saturation.md"
@@ -83,18 +90,35 @@ def synthetic(recipe: Recipe) -> list[dict[str, Any]]:
     kinds = [("full", "orthonormal"), ("causal", "orthonormal"), ("full", "gaussian")]
     found = []
     for (mask, inputs), tokens in product(kinds, recipe.lengths):
-        plan = plan_head_dim(
-            tokens, mask, inputs=inputs, width=64 if inputs == "gaussian" else None, trials=recipe.trials,
-            seed=recipe.seed,
-        )  # fmt: skip
-        points = [point for point in plan.curve if point[0] & (point[0] - 1) == 0]
+        barrier = rw.theory.rank_barrier(tokens, mask) / tokens
+        shares = np.stack(
+            [synthetic_shares(mask, inputs, tokens, trial, recipe) for trial in range(recipe.trials)]
+        )
+        at, interval = saturation(DENSE_WIDTHS, shares, 0.01, recipe.seed)
+        points = [
+            (k, float(mean), float(std))
+            for k, mean, std in zip(DENSE_WIDTHS, shares.mean(0), shares.std(0, ddof=1), strict=True)
+            if k & (k - 1) == 0
+        ]
         found.append(
             {
-                "mask": mask, "inputs": inputs, "tokens": tokens, "barrier": plan.barrier / tokens,
-                "head_dim": plan.head_dim, "interval": plan.interval, "points": points,
+                "mask": mask, "inputs": inputs, "tokens": tokens, "barrier": barrier,
+                "head_dim": DENSE_WIDTHS[at], "interval": interval, "points": points,
             }
         )  # fmt: skip
     return found
+
+
+def synthetic_shares(mask: str, inputs: str, tokens: int, trial: int, recipe: Recipe) -> np.ndarray:
+    """Return rank/T at each width; Gaussian tokens have width 64 and are not normalized."""
+    if inputs == "orthonormal":
+        return RandomHead(tokens, mask=mask, seed=recipe.seed).trial(DENSE_WIDTHS, trial)
+    setting = Setting(tokens, mask, inputs="gaussian", width=64, seed=recipe.seed)
+    generator, widest = setting.generator(trial, 2), DENSE_WIDTHS[-1]
+    states = token_states(setting, trial)
+    weights = (gaussian(generator, widest, 64) * math.sqrt(widest / 64) for _ in range(2))
+    query, key = (states @ weight.mT for weight in weights)
+    return np.array(hardmax_ranks(query, key, DENSE_WIDTHS, mask)) / tokens
 
 
 def word_ids(path: Path, tokens: int, padded: bool, sequences: int) -> Tensor:
@@ -114,32 +138,23 @@ def word_ids(path: Path, tokens: int, padded: bool, sequences: int) -> Tensor:
 
 def text_ranks(variant: Variant, width: int, recipe: Recipe, ids: Tensor) -> dict[str, dict[str, Any]]:
     """Mean and spread of rank/T in layers 2 and 4 of random blocks, by measure, layer and K."""
-    states = embedded(ids, width, recipe.seed)
+    states = embed_randomly(ids, width, recipe.seed)
     setting = Setting(
         variant.tokens, given=states, heads=HEADS, positions=variant.positions, block=variant.block, layers=4,
         seed=recipe.seed,
     )  # fmt: skip
     found: dict[str, dict[str, Any]] = {name: {"2": {}, "4": {}} for name in MEASURES}
     for head_dim in recipe.text_head_dims:
-        ranks = np.array([list(layer_ranks(setting, head_dim, trial)) for trial in range(recipe.trials)])
+        ranks = np.stack(
+            [
+                layer_ranks(setting, head_dim, trial, tuple(MEASURES.values()), heads=2)
+                for trial in range(recipe.trials)
+            ]
+        )
         for (at, name), layer in product(enumerate(MEASURES), (2, 4)):
             share = ranks[:, layer - 1, at] / variant.tokens
             found[name][f"{layer}"][f"{head_dim}"] = [float(share.mean()), float(share.std(ddof=1))]
     return found
-
-
-def layer_ranks(setting: Setting, head_dim: int, trial: int) -> Iterator[list[float]]:
-    """Rank of each layer by each measure, the mean over two of its heads."""
-    states = token_states(setting, trial)
-    block = RandomBlock(setting, head_dim, setting.generator(trial, 3, head_dim))
-    for _ in range(setting.layers):
-        query, key = block.query_key(states)
-        pairs = list(zip(query[:2], key[:2], strict=True))
-        yield [
-            sum(head_rank(replace(setting, temperature=tau), *pair) for pair in pairs) / len(pairs)
-            for tau in MEASURES.values()
-        ]
-        states = block.passed(states, block.mixed(states, query, key))
 
 
 def rebuttal(recipe: Recipe, text: Path) -> dict[str, Any]:
@@ -210,13 +225,13 @@ def layer_means(name: str, head_dim: int, recipe: Recipe, batch: dict[str, Tenso
         layers = []
         for site in trace.mixers:
             query, key = site.operator.query.flatten(0, 1), site.operator.key.flatten(0, 1)
-            setting = Setting(query.shape[1])
-            ranks = [head_rank(setting, *pair) for pair in zip(query, key, strict=True)]
-            layers.append(sum(ranks) / len(ranks) / setting.tokens)
+            head = RandomHead(query.shape[1])
+            ranks = [head.rank(*pair) for pair in zip(query, key, strict=True)]
+            layers.append(sum(ranks) / len(ranks) / head.tokens)
         runs.append(layers)
     found = np.array(runs)
     return {
-        "tokens": setting.tokens, "mean": found.mean(0).tolist(), "std": found.std(0, ddof=1).tolist()
+        "tokens": head.tokens, "mean": found.mean(0).tolist(), "std": found.std(0, ddof=1).tolist()
     }  # fmt: skip
 
 
@@ -226,7 +241,7 @@ def results(recipe: Recipe, images: Path | None, text: Path | None) -> dict[str,
     laws = {mask: fit_log_law(mask, lengths=recipe.law, seed=recipe.seed) for mask in ("full", "causal")}
     found = {
         "synthetic": synthetic(recipe),
-        "law": {mask: law.model_dump() for mask, law in laws.items()},
+        "law": {mask: asdict(law) for mask, law in laws.items()},
         "rebuttal": rebuttal(recipe, text) if text is not None else None,
         "models": models(recipe, images, text),
     }

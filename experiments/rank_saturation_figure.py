@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
-from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw
+import numpy as np
+
+from experiments.rank.random_layers import LogLaw
+from rankwise.plan import HeadDimPlan
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520.0, 300.0, 48.0, 22.0, 14.0, 40.0
 COLOURS = ("#1d5ba6", "#c2500f", "#0b7a5c", "#9a3b8c", "#7a6200", "#4a5563")
@@ -12,9 +15,9 @@ Scale = Callable[[float], float]
 
 
 def curve_figure(plan: HeadDimPlan) -> str:
-    """Rank/T against K, one line a layer with a standard deviation around it, the barrier and K*."""
-    widths = [point[0] for point in plan.curve]
-    highest = max(mean + std for layer in plan.layers for _, mean, std in layer.points)
+    """Draw rank/T against K with one standard deviation, the barrier and K*."""
+    widths, means = [point[0] for point in plan.curve], [point[1] for point in plan.curve]
+    highest = max(mean + std for _, mean, std in plan.curve)
     top = max(plan.barrier / plan.tokens, highest) * 1.08
     x = _scale(math.log2(widths[0]), math.log2(widths[-1]), LEFT, WIDTH - RIGHT)
     y = _scale(0.0, top, HEIGHT - BOTTOM, TOP)
@@ -28,23 +31,28 @@ def curve_figure(plan: HeadDimPlan) -> str:
     barrier = y(plan.barrier / plan.tokens)
     parts.append(_line([(LEFT, barrier), (WIDTH - RIGHT, barrier)], "currentColor", dash="5 4"))
     parts.append(_text(LEFT + 4, barrier - 5, "barrier: hardmax, winners at random", "start"))
-    for layer in plan.layers:
-        parts += _layer(layer, COLOURS[(layer.layer - 1) % len(COLOURS)], x, y)
+    parts += _line_with_spread(plan, COLOURS[0], x, y)
     at = x(math.log2(plan.head_dim))
-    parts.append(_line([(at, y(0)), (at, y(plan.deciding.share_at(plan.head_dim)))], COLOURS[0], dash="2 3"))
+    parts.append(
+        _line(
+            [(at, y(0)), (at, y(float(np.interp(plan.head_dim, widths, means))))],
+            COLOURS[0],
+            dash="2 3",
+        )
+    )
     parts.append(_text(at + 5, y(0) - 6, f"K* = {plan.head_dim}", "start"))
     return _svg(parts, "rank/T against head width")
 
 
-def _layer(layer: LayerCurve, colour: str, x: Scale, y: Scale) -> list[str]:
-    places = [(x(math.log2(width)), mean, std) for width, mean, std in layer.points]
+def _line_with_spread(plan: HeadDimPlan, colour: str, x: Scale, y: Scale) -> list[str]:
+    places = [(x(math.log2(width)), mean, std) for width, mean, std in plan.curve]
     upper = [(at, y(mean + std)) for at, mean, std in places]
     lower = [(at, y(max(0.0, mean - std))) for at, mean, std in reversed(places)]
     area = " ".join(f"{a:.1f},{b:.1f}" for a, b in upper + lower)
     return [
         f'<polygon points="{area}" fill="{colour}" opacity="0.18"/>',
         _line([(at, y(mean)) for at, mean, _ in places], colour),
-        _text(places[-1][0], y(places[-1][1]) + 20, f"layer {layer.layer}", "end", colour),
+        _text(places[-1][0], y(places[-1][1]) + 20, "layer 1", "end", colour),
     ]
 
 

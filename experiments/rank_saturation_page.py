@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.rank.random_layers import LogLaw
 from experiments.rank_saturation_figure import curve_figure, law_figure
 from rankwise._internals.files import write_file
-from rankwise.plan.records import HeadDimPlan, LayerCurve, LogLaw
+from rankwise.plan import HeadDimPlan
 
 TEXT = Path(__file__).with_name("rank_saturation_page.md")
 LAW, BARRIER = "rank-saturation.svg", "rank-barrier.svg"
@@ -93,13 +94,6 @@ def barrier_figure(report: Report) -> str:
     """Rank/T against K at the longest length, full mask and orthonormal tokens, as a plan draws it."""
     kept = [one for one in report["synthetic"] if (one["mask"], one["inputs"]) == ("full", "orthonormal")]
     one = max(kept, key=lambda one: one["tokens"])
-    curve = LayerCurve(
-        layer=1,
-        points=one["points"],
-        head_dim=one["head_dim"],
-        interval=one["interval"],
-        saturated=one["head_dim"] < one["points"][-1][0],
-    )
     plan = HeadDimPlan(
         tokens=one["tokens"],
         mask=one["mask"],
@@ -107,7 +101,10 @@ def barrier_figure(report: Report) -> str:
         barrier=one["barrier"] * one["tokens"],
         inputs=one["inputs"],
         trials=report["settings"]["trials"],
-        layers=[curve],
+        curve=one["points"],
+        head_dim=one["head_dim"],
+        interval=one["interval"],
+        saturated=one["head_dim"] < one["points"][-1][0],
     )
     return curve_figure(plan)
 

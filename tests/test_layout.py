@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "auditing": {"tracing", "measures", "theory", "importance"},
     "report": {"auditing", "compression", "importance", "plan", "skips"},
     "monitor": {"auditing"},
-    "plan": {"tracing", "measures", "theory", "auditing", "data", "cli"},
+    "plan": {"tracing", "measures", "theory"},
     "models": {"ops", "skips"},
     "skips": {"auditing", "tracing", "measures", "theory"},
     "compression": {"importance", "tracing", "measures", "auditing"},
@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "plan",
         "report",
         "skips",
+        "tracing",
         "train",
     },
 }

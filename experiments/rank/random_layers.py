@@ -1,8 +1,9 @@
-"""Token states that random heads read: drawn or given, with positions, through random blocks."""
+"""Ranks of heads in deeper layers of random transformers, and the law of K* in ln T."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
+from rankwise.plan.planner import saturation
+from rankwise.plan.ranks import RandomHead
+from rankwise.theory import rank_barrier
 
-INPUTS = ("orthonormal", "gaussian")
-POSITIONS = ("none", "rope", "learned")
 BLOCKS = ("pre", "post", "attention")
 """Pre-norm as in GPT-2, Llama and ViT; post-norm as in BERT; attention alone, without skip, norm and MLP."""
 
@@ -39,16 +41,6 @@ class Setting:
     temperature: float = 0.0
     delta: float = 1e-2
     seed: int = 0
-
-    @property
-    def knows_no_width(self) -> bool:
-        """Whether queries and keys are Gaussian whatever D is: orthonormal rows times Gaussian weights."""
-        return (
-            self.given is None
-            and self.inputs == "orthonormal"
-            and self.layers == 1
-            and self.positions != "learned"
-        )
 
     @property
     def dim(self) -> int:
@@ -157,3 +149,128 @@ class RandomBlock:
     def _split(self, states: Tensor, heads: int, width: int) -> Float[Tensor, "H T K"]:
         weight = gaussian(self.generator, self.setting.dim, heads * width)
         return (states @ weight).unflatten(-1, (heads, width)).transpose(0, 1)
+
+
+def layer_ranks(
+    setting: Setting, head_dim: int, trial: int, temperatures: tuple[float, ...], heads: int = 1
+) -> Float[np.ndarray, "L M"]:
+    """Return the mean rank over the first heads in each layer, by temperature in units of √K."""
+    states = token_states(setting, trial)
+    block = RandomBlock(setting, head_dim, setting.generator(trial, 3, head_dim))
+    measures = [
+        RandomHead(setting.tokens, mask=setting.mask, temperature=tau, delta=setting.delta)
+        for tau in temperatures
+    ]
+    ranks = []
+    for _ in range(setting.layers):
+        query, key = block.query_key(states)
+        pairs = list(zip(query[:heads], key[:heads], strict=True))
+        ranks.append([sum(measure.rank(*pair) for pair in pairs) / heads for measure in measures])
+        states = block.passed(states, block.mixed(states, query, key))
+    return np.array(ranks)
+
+
+def embed_randomly(ids: Tensor, width: int, seed: int = 0) -> Float[Tensor, "*batch T D"]:
+    """Return an independent N(0, 1) row for each different id."""
+    known, places = ids.unique(return_inverse=True)
+    return torch.randn(len(known), width, generator=torch.Generator().manual_seed(seed))[places]
+
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class LogLaw:
+    """K* = intercept + slope·ln T, fitted to simulated lengths."""
+
+    points: list[tuple[int, int, int, int]]
+    """(T, K*, lower and upper end of its 95 % bootstrap interval)."""
+    intercept: float
+    slope: float
+    residuals: list[float]
+    """K* minus the line, for each length."""
+    explained: float
+    """R², the share of the variance of K* that the line explains."""
+    half: list[float] = field(default_factory=list)
+    """Width at which rank/T reaches half of the barrier, for each length: another reading of saturation."""
+    unsaturated: list[int] = field(default_factory=list)
+    """Lengths left out: their gain stayed above the tolerance at every width tried."""
+    notes: list[str] = field(default_factory=list)
+    """Lengths at which K* falls, and whether the intervals allow that it does not."""
+
+
+def fit_log_law(
+    mask: str = "full",
+    tolerance: float = 0.01,
+    lengths: tuple[int, ...] = LENGTHS,
+    trials: int = 10,
+    seed: int = 0,
+) -> LogLaw:
+    """Fit K* = a + b·ln T over lengths, for hardmax heads on orthonormal tokens.
+
+    At long T curves flatten below the tolerance, so by this rule K* grows ever more slowly. The width that
+    reaches half of the barrier grows faster than ln T.
+    Cost: O(trials·T² K) for each length; short lengths have up to ten times the trials, lengths from
+    T = 2,048 on have fewer, at least 3. About 15 s on one core.
+    Source: "On the Limitation and Redundancy of Transformers: A Rank Perspective" states K* = Ω(log T).
+
+    Args:
+        mask: "full" or "causal".
+        tolerance: minimum gain in rank/T per unit of width.
+        lengths: numbers of tokens T.
+        trials: draws of the weights at each length.
+        seed: random seed for the weights.
+    """
+    points: list[tuple[int, int, int, int]] = []
+    missing, half = [], []
+    for tokens in lengths:
+        head = RandomHead(tokens, mask=mask, seed=seed)
+        count = max(3, min(10 * trials, trials * 1024 // tokens))
+        for widest in (64, 128, 256):
+            widths = tuple(range(1, widest + 1))
+            shares = np.stack([head.trial(widths, trial) for trial in range(count)])
+            found, interval = saturation(widths, shares, tolerance, seed)
+            if found >= 0:
+                break
+        if found < 0:
+            missing.append(tokens)
+            continue
+        points.append((tokens, widths[found], *interval))
+        means = shares.mean(0)
+        middle = rank_barrier(tokens, mask) / tokens / 2
+        half.append(float(np.interp(middle, means, widths)) if means[-1] > middle else math.nan)
+    if len(points) < 3:
+        raise ValueError(f"a line requires three lengths that saturate, got {len(points)}")
+    log, width = np.log([point[0] for point in points]), np.array([point[1] for point in points], float)
+    slope, intercept = np.polyfit(log, width, 1)
+    residuals = width - (intercept + slope * log)
+    total = float(((width - width.mean()) ** 2).sum())
+    return LogLaw(
+        points=points,
+        intercept=float(intercept),
+        slope=float(slope),
+        residuals=[float(residual) for residual in residuals],
+        explained=1 - float((residuals**2).sum()) / total if total > 0 else math.nan,
+        half=half,
+        unsaturated=missing,
+        notes=describe_falls(points),
+    )
+
+
+def describe_falls(points: list[tuple[int, int, int, int]]) -> list[str]:
+    """Describe where K* falls from one length to the next, and if its intervals overlap there.
+
+    Args:
+        points: (T, K*, lower and upper end of its interval), T ascending.
+    """
+    return [
+        f"K* is not monotone: {before} ({low} to {high}) at T = {short:,}, {after} ({down} to {up}) at "
+        f"{long:,}. "
+        + (
+            "The 95 % bootstrap intervals overlap: the few trials do not show that K* itself falls."
+            if up >= low
+            else "The 95 % bootstrap intervals do not overlap: their spread does not explain the fall."
+        )
+        for (short, before, low, high), (long, after, down, up) in pairwise(points)
+        if after < before
+    ]

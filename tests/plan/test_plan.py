@@ -1,4 +1,4 @@
-"""Saturation, prices, records and errors of plans."""
+"""The rule for K*, its interval, costs, trained heads, records and refusals of plans."""
 
 import json
 import math
@@ -8,99 +8,116 @@ import numpy as np
 import pytest
 import torch
 from tests.unchecked import unchecked
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
-from rankwise.plan import HeadDimPlan, fit_log_law, plan_head_dim, trained_widths, with_prices
-from rankwise.plan import planner as planner_module
-from rankwise.plan.prices import Shape, _Layer
-from rankwise.plan.saturation import gains, layer_curve, saturation
+from rankwise.plan import HeadDimPlan, plan_head_dim, trained_widths
+from rankwise.plan.planner import gains, largest_fall, saturation, saturation_index
+from rankwise.plan.ranks import RandomHead
+from rankwise.report.plan_report import plan_document
 
 WIDTHS = tuple(range(1, 33))
 
 
 def test_the_rule_on_a_curve_with_a_known_gain() -> None:
-    """r = 1 − 1/K gains 1/(2K²) a unit from K to 2K: below 0.01 from K = 8 on (1/128; at 7: 1/98)."""
+    """r = 1 − 1/K gains 1/(2K²) per unit from K to 2K: below 0.01 from K = 8 on (1/128; at 7: 1/98)."""
     curve = 1 - 1 / np.array(WIDTHS)
     assert gains(WIDTHS, curve) == pytest.approx([1 / (2 * k**2) for k in range(1, 17)])
-    assert WIDTHS[saturation(WIDTHS, curve, 0.01)] == 8
-    assert WIDTHS[saturation(WIDTHS[::2], curve[::2], 0.5)] == 1
+    assert WIDTHS[saturation_index(WIDTHS, curve, 0.01)] == 8
+    assert WIDTHS[saturation_index(WIDTHS[::2], curve[::2], 0.5)] == 1
 
 
-def test_a_flat_start_is_no_saturation_and_a_steep_end_is_none() -> None:
+def test_a_flat_start_does_not_saturate_and_neither_does_a_steep_end() -> None:
     late = np.clip((np.array(WIDTHS) - 10) * 0.05, 0, 0.2)
-    assert saturation(WIDTHS, late, 0.01) > 8
-    assert saturation(WIDTHS, np.array(WIDTHS) * 0.02, 0.01) == -1
+    assert saturation_index(WIDTHS, late, 0.01) > 8
+    assert saturation_index(WIDTHS, np.array(WIDTHS) * 0.02, 0.01) == -1
 
 
 def test_interval_and_fall() -> None:
     noise = np.random.default_rng(0).normal(0, 0.002, (10, 32))
-    rising = layer_curve(1, WIDTHS, 1 - 1 / np.array(WIDTHS) + noise, 0.01)
-    assert rising.interval[0] <= rising.head_dim <= rising.interval[1]
-    assert rising.fall is None
-    dip = np.abs(np.array(WIDTHS) - 6) / 30
-    falling = layer_curve(1, WIDTHS, dip + noise, 0.01).fall
+    rising = 1 - 1 / np.array(WIDTHS) + noise
+    found, (low, high) = saturation(WIDTHS, rising, 0.01, seed=0)
+    assert low <= WIDTHS[found] <= high
+    assert largest_fall(WIDTHS, rising, 0.01) is None
+    falling = largest_fall(WIDTHS, np.abs(np.array(WIDTHS) - 6) / 30 + noise, 0.01)
     assert falling is not None
     assert falling[0] == 1
     assert abs(falling[1] - 6) <= 1
 
 
-def test_a_curve_that_falls_is_said_to() -> None:
+def test_resamples_that_do_not_saturate_count_as_the_widest_width() -> None:
+    """One trial saturates at 1, the other never: resamples of the other reach the widest width."""
+    trials = np.stack([np.full(32, 0.5), np.array(WIDTHS) * 0.02])
+    assert saturation(WIDTHS, trials, 0.015, seed=0) == (0, (1, 32))
+
+
+def test_a_plan_says_that_its_curve_falls() -> None:
     """Causal softmax is triangular: at δ = 1e-9 width 1 is nearly full, and wider heads have less."""
     plan = plan_head_dim(64, "causal", temperature=0.3, delta=1e-9, head_dims=[1, 2, 4, 8, 16, 32])
-    assert plan.deciding.fall is not None
-    assert plan.deciding.fall[0] == 1
+    assert plan.fall is not None
+    assert plan.fall[0] == 1
     assert plan.curve[0][1] > 0.95
     assert plan.curve[0][1] - plan.curve[-1][1] > 0.02
     assert any("not monotone" in note for note in plan.notes)
 
 
-def test_the_barrier_holds_and_the_width_grows_like_a_logarithm() -> None:
+def test_the_barrier_holds() -> None:
     plan = rw.plan_head_dim(256, trials=10)
     assert plan.barrier == rw.theory.rank_barrier(256)
     # 5 standard errors of the mean, for the expectation is what the barrier bounds
     assert all(m <= plan.barrier / 256 + 5 * s / 10**0.5 for _, m, s in plan.curve)
     assert abs({k: m for k, m, _ in plan.curve}[16] - 0.43) < 0.04  # .45 at T = 200, .33 at 800
-    law = fit_log_law(lengths=(64, 256, 1024), trials=4)
-    assert law.slope > 0.5
-    assert max(map(abs, law.residuals)) < 2
-    assert [point[0] for point in law.points] == [64, 256, 1024]
 
 
 def test_equal_tokens_are_one_column() -> None:
-    ids = torch.arange(100) % 10
-    plan = plan_head_dim(rw.plan.embedded(ids, 32), trials=2, head_dims=[1, 2, 4, 8])
+    states = torch.randn(10, 32)[torch.arange(100) % 10]
+    plan = plan_head_dim(states, trials=2, head_dims=[1, 2, 4, 8])
     assert max(m for _, m, _ in plan.curve) <= 0.1
     assert plan.inputs == "given"
 
 
-def test_prices_count_what_torch_counts() -> None:
-    plan = with_prices(plan_head_dim(128, trials=2), 96, heads=4, kv_heads=2, head_dim=24)
-    now = plan.options[0]
-    layer = _Layer(Shape("now", 4, 2, 24, 24), 96, 8, False, False, "cpu")
-    assert now.parameters == sum(weight.numel() for weight in layer.weights) + layer.out.numel()
-    assert now.cache_bytes == 2 * sum(part[0, :, 0].numel() for part in layer.cache)
-    assert all(one.prefill_ms > 0 and one.decode_ms > 0 for one in plan.options)
-    long = _Layer(Shape("now", 4, 2, 24, 24), 96, plan.tokens, False, False, "cpu")
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-        long.prefill()
-    assert now.flops == counted.get_total_flops()
-    shape = Shape("narrow", 4, 2, 8, 24)
-    ways = [_Layer(shape, 96, 16, True, padded, "cpu").prefill() for padded in (False, True)]
-    torch.testing.assert_close(*ways)  # zeros that fill up change nothing
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_costs_are_what_torch_counts(mask: str) -> None:
+    plan = plan_head_dim(64, mask, heads=4, kv_heads=2, head_dim=24, width=96, trials=2)
+    present = plan.costs[0]
+    weights = torch.randn(96, 4 * 24), torch.randn(96, 2 * 24)
+    states = torch.randn(64, 96)
+    with FlopCounterMode(display=False) as counted:
+        query, key = (states @ weight for weight in weights)
+        if mask == "full":
+            query.view(64, 4, 24).transpose(0, 1) @ key.view(64, 2, 24).permute(1, 2, 0).repeat(2, 1, 1)
+        else:  # row by row: token t scores t + 1 keys
+            for row in range(64):
+                query[row].view(4, 1, 24) @ key[: row + 1].view(-1, 2, 24).permute(1, 2, 0).repeat(2, 1, 1)
+    assert present.head_dim == 24
+    assert present.flops == counted.get_total_flops()
+    assert present.parameters == sum(weight.numel() for weight in weights)
+    assert present.cache_bytes == key[0].half().nbytes
+    assert [cost.head_dim for cost in plan.costs[1:]] == list(
+        dict.fromkeys([plan.head_dim, plan.interval[1]])
+    )
 
 
-def test_the_recommended_values_make_a_model() -> None:
-    plan = with_prices(plan_head_dim(128, trials=3), 128, heads=2, measure=False)
-    assert plan.recommended["num_attention_heads"] * plan.recommended["head_dim"] == 128
-    config = LlamaConfig(**plan.recommended, intermediate_size=32, num_hidden_layers=1, vocab_size=50)
-    model = LlamaForCausalLM(config).eval()
-    with rw.capture(model) as trace:
-        model(torch.arange(12)[None])
-    assert trace.mixers[0].operator.shape[1] == plan.recommended["num_attention_heads"]
-    assert str(plan.head_dim) in plan.reason
+def test_no_rank_is_stated_outside_the_widths_tried() -> None:
+    plan = plan_head_dim(64, head_dims=[2, 4, 8, 16], heads=1, head_dim=3, width=3, trials=2)
+    shares = {k: m for k, m, _ in plan.curve}
+    assert plan.costs[0].rank_share == pytest.approx((shares[2] + shares[4]) / 2)
+    wide = plan_head_dim(64, head_dims=[2, 4, 8, 16], heads=1, width=17, trials=2)
+    assert math.isnan(wide.costs[0].rank_share)
+
+
+def test_rotary_heads_have_even_widths() -> None:
+    plan = plan_head_dim(32, positions="rope", heads=3, width=64, trials=2)
+    assert plan.costs[0].head_dim == 20  # 64 // 3 = 21
+    assert any("present K is taken as 20" in note for note in plan.notes)
+    assert all(width % 2 == 0 for width, _, _ in plan.curve)
+
+
+def test_a_plan_that_does_not_saturate_says_so() -> None:
+    plan = plan_head_dim(256, trials=2, head_dims=[1, 2, 4], heads=2, width=64)
+    assert (plan.saturated, plan.head_dim, plan.interval) == (False, 4, (4, 4))
+    assert [cost.head_dim for cost in plan.costs] == [32]
+    assert plan_document(plan).verdict.sentence.startswith("Not saturated: at K = 4")
 
 
 class Head(torch.nn.Module):
@@ -115,91 +132,111 @@ class Head(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, states[:, None])
 
 
-def test_a_trained_head_needs_as_much_width_as_its_logits_have() -> None:
+def test_a_trained_head_requires_as_much_width_as_its_logits_have() -> None:
     torch.manual_seed(0)
     down = torch.randn(16, 3)
     model = Head(down @ torch.randn(3, 8), torch.randn(16, 8) * 2)
     [head] = trained_widths(model, [torch.randn(2, 30, 16)], tolerance=1e-6)
-    assert (head.needed, head.width) == (3, 8)
-    [loose] = trained_widths(model, [torch.randn(2, 30, 16)], tolerance=10.0)
-    assert loose.needed == 1
+    assert (head.required, head.width) == (3, 8)
+    [loose] = trained_widths(model, [torch.randn(2, 30, 16)], tolerance=1e6)
+    assert loose.required == 0
+
+
+def test_trained_heads_require_what_an_audit_reports() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        model.layers[0].self_attn.in_proj_weight *= 0.5
+        model.layers[1].self_attn.in_proj_weight *= 2
+    batches = [torch.randn(2, 40, 16), torch.randn(3, 24, 16)]
+    audit = rw.audit(model, batches)
+    found = trained_widths(model, batches)
+    assert {one.head: one.required for one in found} == {
+        head.id: head.required_head_dim for head in audit.heads
+    }
+    assert len({one.required for one in found}) > 1
 
 
 def test_save_load_and_page(tmp_path: Path) -> None:
-    plan = plan_head_dim(64, trials=2)
-    plan = plan.model_copy(
-        update={"notes": ["<script>"], "law": fit_log_law(lengths=(64, 128, 256), trials=2)}
-    )
+    plan = plan_head_dim(64, heads=2, width=64, trials=2).model_copy(update={"notes": ["<script>"]})
     assert HeadDimPlan.load(plan.save(tmp_path)) == plan
     page = plan.to_html(tmp_path).read_text()
-    assert f"K* = {plan.head_dim}" in page
+    assert f"Saturates at K* = {plan.head_dim}" in page
     assert "random weights" in page
+    assert "Recommended" not in page
+    assert "&lt;script&gt;" in page
     (tmp_path / "plan.json").write_text('{"format": "other"}')
-    with pytest.raises(rw.RankwiseError, match="rankwise plan"):
-        HeadDimPlan.load(tmp_path)
-
-
-@pytest.mark.parametrize("damage", [{"layers": []}, {"schema_version": 2}, {"tokens": "many"}])
-def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) -> None:
-    saved = json.loads(plan_head_dim(8, trials=2, head_dims=[1, 2]).save(tmp_path).read_text())
-    (tmp_path / "plan.json").write_text(json.dumps(saved | damage))
-    with pytest.raises(rw.RankwiseError, match="schema version 1"):
+    with pytest.raises(rw.RankwiseError, match="saved plan"):
         HeadDimPlan.load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "damage",
     [
-        ({"tokens": 1}, "two tokens"),
+        {"curve": []},
+        {"schema_version": 3},
+        {"schema_version": 1},
+        {"schema_version": 1, "layers": "many"},
+        {"schema_version": 1, "layers": [{"head_dim": 3}]},
+        {"tokens": "many"},
+    ],
+)
+def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) -> None:
+    saved = json.loads(plan_head_dim(8, trials=2, head_dims=[1, 2]).save(tmp_path).read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(saved | damage))
+    with pytest.raises(rw.RankwiseError, match="schema version"):
+        HeadDimPlan.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": 1}, "from 2 to"),
+        ({"tokens": 10**8}, "131072"),
         ({"tolerance": 0.0}, "tolerance"),
         ({"tolerance": 1.0}, "tolerance"),
         ({"tolerance": math.nan}, "tolerance"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"delta": 0.0}, "delta"),
         ({"width": 0}, "width"),
+        ({"width": 64}, "Add `heads`"),
+        ({"heads": 4}, "Add `width`"),
         ({"mask": "casual"}, "Did you mean causal"),
-        ({"positions": "rotary"}, "'rope'"),
+        ({"positions": "learned"}, "rope"),
         ({"trials": 1}, "trials"),
         ({"seed": -1}, "seed"),
         ({"tokens": 5000, "temperature": 1.0}, "temperature 0"),
         ({"kv_heads": 2}, "kv_heads"),
-        ({"heads": 3, "kv_heads": 2}, "kv_heads"),
-        ({"layers": 0}, "layers"),
+        ({"heads": 3, "kv_heads": 2, "width": 12}, "divisor of 3 heads"),
+        ({"heads": 128, "width": 64}, "128 heads at D = 64"),
+        ({"heads": 2, "width": 64, "head_dim": 7, "positions": "rope"}, "even width"),
+        ({"tokens": torch.randn(8, 4), "heads": 2, "width": 8}, "4, as the token states"),
         ({"head_dims": [8, 12]}, "double"),
         ({"head_dims": [3, 6], "positions": "rope"}, "even"),
-        ({"inputs": "orthonormal", "layers": 2, "width": 16}, "orthonormal"),
         ({"tokens": torch.full((4, 4), math.nan)}, "NaN"),
-        ({"tokens": torch.zeros(4, 4)}, "zeros"),
+        ({"tokens": torch.stack([torch.ones(4, 4), torch.zeros(4, 4)])}, "zeros"),
         ({"tokens": torch.arange(4)}, "token ids"),
     ],
 )
-def test_bad_input_is_named(given: dict[str, object], said: str) -> None:
-    with unchecked(), pytest.raises(rw.RankwiseError, match=said):
-        plan_head_dim(**{"tokens": 32, **given})
+def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
+    with unchecked(), pytest.raises(rw.RankwiseError, match=message):
+        plan_head_dim(**{"tokens": 32, **arguments})
 
 
-def test_interrupted_it_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planner_module.trial_ranks
+@pytest.mark.parametrize("done", [1, 3])
+def test_ctrl_c_keeps_two_trials_or_more(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RandomHead.trial
 
-    def stopping(setting: object, widths: object, trial: int) -> np.ndarray:
-        if trial == 3:
+    def stopping(self: RandomHead, widths: object, trial: int) -> np.ndarray:
+        if trial == done:
             raise KeyboardInterrupt
-        return whole(setting, widths, trial)
+        return whole(self, widths, trial)
 
-    monkeypatch.setattr(planner_module, "trial_ranks", stopping)
-    plan = plan_head_dim(32, trials=10)
-    assert (plan.complete, plan.trials) == (False, 3)
-
-
-def test_what_does_not_saturate_is_not_advised() -> None:
-    plan = with_prices(plan_head_dim(256, trials=2, head_dims=[1, 2, 4]), 64, heads=2, measure=False)
-    assert not plan.saturated
-    assert plan.head_dim == 4
-    assert [one.name for one in plan.options] == ["now"]
-    assert "no narrower width" in plan.reason
-
-
-def test_equal_parameters_where_channels_are_no_model_width() -> None:
-    plan = with_prices(plan_head_dim(64, trials=2), 96, heads=8, kv_heads=2, head_dim=32, measure=False)
-    now, more = plan.options[:2]
-    assert more.parameters == now.parameters
-    assert more.heads // more.kv_heads == 4
-    assert more.head_dim < now.head_dim
+    monkeypatch.setattr(RandomHead, "trial", stopping)
+    if done < 2:
+        with pytest.raises(KeyboardInterrupt):
+            plan_head_dim(32, trials=10)
+    else:
+        plan = plan_head_dim(32, trials=10)
+        assert (plan.complete, plan.trials) == (False, done)

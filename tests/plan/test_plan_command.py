@@ -1,6 +1,5 @@
 """`rankwise plan` as its user meets it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,13 +36,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_it_says_what_it_found_and_wrote(run: Run) -> None:
-    few = ("--tokens", 64, "--width", 64, "--trials", 2, "--no-law", "--no-time", "--out", "here")
-    done = run(*few, "--value-dim", 24)
+    few = ("--tokens", 64, "--trials", 2, "--out", "here")
+    done = run(*few, "--width", 64, "--heads", 2, "--kv-heads", 1)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("here")
-    assert f"K* = {plan.head_dim}" in done.output
-    assert plan.options[0].value_dim == 24
-    assert json.dumps(plan.recommended) in " ".join(done.output.split())
+    assert f"Saturates at K* = {plan.head_dim}" in done.output
+    assert (plan.heads, plan.kv_heads, plan.costs[0].head_dim) == (2, 1, 32)
+    assert f"{plan.costs[0].parameters:,}" in done.output
     assert "plan: here/plan.json" in done.output.replace(str(Path.cwd()) + "/", "")
     assert Path("here/index.html").read_text().startswith("<!doctype html>")
     again = run("--tokens", 64, "--out", "here")
@@ -51,25 +50,37 @@ def test_it_says_what_it_found_and_wrote(run: Run) -> None:
 
 
 def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
-    done = run(
-        "--model", demo_model(), "--text", demo_text(), "--tokens", 48, "--sequences", 2, "--trials", 2,
-        "--no-law", "--no-time",
-    )  # fmt: skip
+    few = ("--text", demo_text(), "--tokens", 48, "--sequences", 2, "--trials", 2)
+    done = run("--model", demo_model(), *few)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("rankwise-plan")
-    assert (plan.positions, plan.mask, plan.width, plan.options[0].head_dim) == ("rope", "causal", 128, 32)
+    assert (plan.positions, plan.mask, plan.width, plan.heads) == ("rope", "causal", 128, 4)
+    assert plan.costs[0].head_dim == 32
     assert len(plan.trained) == 16
-    assert all(1 <= head.needed <= 32 for head in plan.trained)
-    assert "What the trained heads use" in done.output
-    assert "trained heads need more than" in " ".join(plan.notes)
-    less = sum(head.needed < head.width for head in plan.trained)
-    assert f"{less} of 16 trained heads need less width than they have" in plan.notes[-1]
-    first = min(plan.trained, key=lambda head: head.needed / head.width)
-    assert f"layer {first.layer} head {first.head} ({first.needed} of 32)" in plan.notes[-1]
+    assert all(0 <= head.required <= head.width == 32 for head in plan.trained)
+    assert "Widths that trained heads require" in done.output
+    wider = sum(head.required > plan.head_dim for head in plan.trained)
+    assert f"{wider} of 16 trained heads require more than K* = {plan.head_dim}" in plan.notes[-1]
+    done = run("--model", demo_model(), *few, "--heads", 8, "--out", "other")
+    assert done.exit_code == 0, done.output
+    other = HeadDimPlan.load("other")
+    assert (other.heads, other.kv_heads, other.costs[0].head_dim) == (8, 8, 16)
+
+
+@pytest.mark.parametrize("wrong", [("--mask", "causall"), ("--trials", 1), ("--kv-heads", 0)])
+def test_wrong_arguments_are_refused_before_the_model_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch, wrong: tuple[object, ...]
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr("rankwise.cli.load_model.load_subject", load)
+    done = run("--model", demo_model(), "--text", "text.txt", *wrong)
+    assert str(wrong[0]).removeprefix("--") in str(done.exception)
 
 
 def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> None:
-    done = run("--text", "text.txt", "--tokens", 32, "--width", 16, "--trials", 2, "--no-law", "--no-time")
+    done = run("--text", "text.txt", "--tokens", 32, "--width", 16, "--trials", 2)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("rankwise-plan")
     assert max(mean for _, mean, _ in plan.curve) <= 11 / 32  # 9 words, a comma and a full stop
@@ -81,13 +92,13 @@ def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) 
     tiles = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 4, 3), dtype=np.uint8)
     rows = np.concatenate([tiles] * 8, 1).reshape(3, 8, 8, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5)
     np.savez("tiles.npz", rows.reshape(3, 32, 32, 3))
-    few = ("--trials", 3, "--width", 24, "--no-law", "--no-time")
+    few = ("--trials", 3, "--width", 24)
     done = run("--images", "tiles.npz", "--tokens", 100, *few)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("rankwise-plan")
-    assert (plan.tokens, plan.width) == (64, 24)
+    assert plan.tokens == 64
     assert 4 / 64 <= max(mean for _, mean, _ in plan.curve) <= 8 / 64
-    assert plan.inputs == "patches of tiles.npz through a random embedding (3 pictures)"
+    assert plan.inputs == "patches of tiles.npz through a random embedding (3 images)"
     assert any("64 patches of 4 × 4 of 32 × 32 pixels" in note for note in plan.notes)
 
 
@@ -97,12 +108,12 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
     for side in (20, 30):
         pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(f"{side}.png")
-    few = ("--trials", 2, "--width", 24, "--no-law", "--no-time")
+    few = ("--trials", 2, "--width", 24)
     done = run("--images", ".", "--tokens", 49, *few)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("rankwise-plan")
     assert plan.tokens == 49
-    assert any("brought to 224 × 224" in note for note in plan.notes)
+    assert any("resized to 224 × 224" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +133,10 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
         (("--model", demo_model(), "--text", "text.txt", "--images", "odd.npz"), "one of them"),
         (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
         (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
-        (("--images", "odd.npz", "--inputs", "gaussian"), "--inputs"),
-        (("--tokens", 10**8), "131,072"),
-        (("--width", 64, "--device", "cuda:99"), "--device cuda:99"),
-        (("--text", "text.txt", "--inputs", "orthonormal"), "--inputs"),
+        (("--tokens", 10**8), "131072"),
+        (("--device", "cuda:99"), "--device cuda:99"),
         (("--width", 64, "--heads", 128), "128 heads at D = 64"),
-        (("--width", 64, "--value-dim", 0), "value_dim"),
+        (("--width", 64), "Add `heads`"),
         (("--out", "text.txt"), "a file"),
         (("--model", "linear.py:build", "--text", "text.txt"), "attention heads"),
         (("--model", demo_model(), "--text", "short.txt", "--tokens", 64), "longer text"),
@@ -147,13 +156,17 @@ def test_ctrl_c_keeps_the_curve(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankwise.plan.fit_log_law", stop)
-    done = run("--tokens", 32, "--trials", 2, "--out", "here")
+    monkeypatch.setattr("rankwise.plan.trained_widths", stop)
+    done = run(
+        "--model", demo_model(), "--text", demo_text(), "--tokens", 32, "--trials", 2, "--sequences", 1,
+        "--out", "here",
+    )  # fmt: skip
     assert done.exit_code == 130
     plan = HeadDimPlan.load("here")
     assert not plan.complete
     assert plan.curve
+    assert Path("here/index.html").exists()
 
 
 def test_help_shows_examples(run: Run) -> None:
-    assert "rankwise plan --tokens 2048 --width 768" in run("--help").output
+    assert "rankwise plan --tokens 2048 --mask causal" in run("--help").output

@@ -12,7 +12,7 @@ from rankwise.auditing.history import History
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance, Unseen
 from rankwise.auditing.result import Audit
 from rankwise.compression.records import Compression, HeadWidth, LayerPrice
-from rankwise.plan.records import HeadDimPlan, LayerCurve
+from rankwise.plan.record import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
 from rankwise.report.compression_report import compression_document
@@ -409,11 +409,11 @@ def data(audit: Audit) -> Mapping[str, Any]:
 
 
 def nasty_plan() -> Document:
-    points = [(2, 0.2, math.nan), (4, 0.4, 0.1)]
-    curve = LayerCurve(layer=1, points=points, head_dim=4, interval=(2, 4), saturated=True)
+    trained = [TrainedWidth(head=HeadId(stack=NASTY, layer=0, head=0), width=4, required=math.nan)]
     plan = HeadDimPlan(
-        tokens=64, mask=NASTY, tolerance=0.01, barrier=40.0, inputs=NASTY, trials=2, layers=[curve],
-        recommended={NASTY: 4}, reason=NASTY, notes=[NASTY], about={NASTY: NASTY}, complete=False,
+        tokens=64, mask=NASTY, tolerance=0.01, barrier=40.0, inputs=NASTY, trials=2, head_dim=4,
+        curve=[(2, 0.2, math.nan), (4, 0.4, 0.1)], interval=(2, 4), saturated=True, trained=trained,
+        notes=[NASTY], about={NASTY: NASTY}, complete=False,
     )  # fmt: skip
     return plan_document(plan)
 

@@ -1,63 +1,69 @@
-"""`rankwise plan`."""
+"""`rankwise plan`, and token states from a model, a text or images."""
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rankwise.errors import InputError, whole_number
+
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rankwise.cli.load_model import Subject
     from rankwise.plan import HeadDimPlan
 
-HELP = """Plan the width of attention heads before training: where the rank of random heads saturates.
+HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
 
-A statement about random weights. With a model, its own token states are used, and what its trained heads use
-is measured beside it. Writes plan.json and index.html; Ctrl-C keeps what is done.
+This is a statement about random weights. With a model, its token states are used, and the width that its
+trained heads require is measured too. Writes plan.json and index.html. Ctrl-C keeps the trials done.
 
 [bold]Examples[/bold]
 
-  rankwise plan --tokens 2048 --width 768 --mask causal
+  rankwise plan --tokens 2048 --mask causal --width 768 --heads 12
 
-  rankwise plan --tokens 1024 --width 512 --positions rope --heads 8 --kv-heads 2
+  rankwise plan --tokens 1024 --positions rope --width 512 --heads 8 --kv-heads 2
 
-  rankwise plan --tokens 256 --text book.txt --width 256 --layers 4
+  rankwise plan --tokens 256 --text book.txt --width 256
 
   rankwise plan --tokens 256 --images photos/ --width 384
 
   rankwise plan --tokens 256 --model gpt2 --text book.txt --out gpt2-plan
 """
+SIDE = 224
+"""Pixels per side to which images of several sizes are resized, as for ViT."""
+DIM = 768
+"""Width of random embeddings of words and patches by default."""
 
 
 def command(
     tokens: Annotated[int, typer.Option(help="Length of a sequence.")] = 1024,
-    width: Annotated[int | None, typer.Option(help="Model width D; prices need it.")] = None,
-    mask: Annotated[str | None, typer.Option(help="full or causal; the model's own with --model.")] = None,
-    tolerance: Annotated[float, typer.Option(help="Least rank/T that a unit of width is to add.")] = 0.01,
+    width: Annotated[int | None, typer.Option(help="Model width D, for costs and random embeddings.")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="full or causal; by default full, or as in the model.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Minimum gain in rank/T per unit of width.")] = 0.01,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face name or folder: its token states and its heads.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text; without a model through a random embedding.")
+        Path | None, typer.Option(help="Text file; without a model, through a random embedding.")
     ] = None,
-    images: Annotated[Path | None, typer.Option(help="Pictures; without a model their patches.")] = None,
-    inputs: Annotated[str | None, typer.Option(help="orthonormal or gaussian, without data.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Images; without a model, patches through a random embedding.")
+    ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="none, rope or learned; the model's own with --model.")
+        str | None, typer.Option(help="none or rope; by default none, or as in the model.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="In units of √K; 0 counts hardmax winners.")] = 0.0,
-    heads: Annotated[int | None, typer.Option(help="Heads of now, for the comparison.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads of now.")] = None,
-    value_dim: Annotated[
-        int | None, typer.Option(help="Width of values of now where it is not that of queries and keys.")
-    ] = None,
-    layers: Annotated[int, typer.Option(help="Layers, those after the first follow random blocks.")] = 1,
-    block: Annotated[str | None, typer.Option(help="Kind of the blocks: pre, post or attention.")] = None,
-    trials: Annotated[int, typer.Option(help="Draws of the weights.")] = 10,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of data.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights.")] = 0,
-    law: Annotated[bool, typer.Option(help="Fit K* = a + b·ln T over T = 64 … 8,192.")] = True,
-    time: Annotated[bool, typer.Option(help="Time a layer at each setting.")] = True,
-    device: Annotated[str, typer.Option(help="Where layers are timed and the model runs.")] = "cpu",
+    heads: Annotated[int | None, typer.Option(help="Present number of heads, for the costs.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Present number of key heads.")] = None,
+    trials: Annotated[int, typer.Option(help="Number of draws of the weights.")] = 10,
+    sequences: Annotated[int, typer.Option(min=1, help="Number of sequences of the data.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for the weights.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder of the plan: new or empty.")] = Path("rankwise-plan"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder with files.")] = False,
     trust_remote_code: Annotated[
@@ -68,99 +74,70 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_model import checked_device, load_subject
     from rankwise.cli.output import command_line, quiet_libraries, show_trials
-    from rankwise.plan import fit_log_law, plan_head_dim, with_prices
-    from rankwise.plan.pictures import picture_states
-    from rankwise.plan.shape import present_shape
-    from rankwise.plan.sources import attention_of, model_states, text_states
-    from rankwise.plan.trained import with_trained
+    from rankwise.plan import plan_head_dim
+    from rankwise.plan.planner import check_arguments, present_head_dim
 
-    _check(out, overwrite, width, tokens, model, text, images, inputs)
+    _check_data(out, overwrite, model, text, images)
+    check_arguments(
+        tokens, mask or "full", tolerance, positions=positions or "none", temperature=temperature,
+        delta=0.01, trials=trials, seed=seed,
+    )  # fmt: skip
+    own: dict[str, Any] = {}
+    for name, size in (("--width", width), ("--heads", heads), ("--kv-heads", kv_heads)):
+        if size is not None:
+            whole_number(name, size)
+    whole_number("--tokens", tokens, 2)
+    if model is None:
+        embedded = text is not None or images is not None
+        dim = width if not embedded else (width or DIM) if heads is not None else None
+        present_head_dim(heads, kv_heads, None, dim, positions or "none")
     checked_device(device)
     writable_folder(out)
     quiet_libraries()
-    subject = None
     batches: list[Any] = []
-    own: dict[str, Any] = {}
-    states: Any
+    states: Any = tokens
+    lines: list[str] = []
     if model is not None:
         subject = load_subject(model, device=device, trust_remote_code=trust_remote_code)
         own = attention_of(subject, width)
-        batches, states, said = model_states(subject, text, images, tokens, sequences)
+        sizes = own if heads is None else {}  # another number of heads has other groups and widths
+        own = {**own, "heads": heads or own["heads"], "head_dim": sizes.get("head_dim")}
+        own["kv_heads"] = kv_heads or sizes.get("kv_heads")
+        positions = positions or own["positions"]
+        present_head_dim(own["heads"], own["kv_heads"], own["head_dim"], own["width"], positions)
+        batches, states, lines = model_states(subject, text, images, tokens, sequences)
     elif text is not None:
-        states, said = text_states(text, width or 768, tokens, sequences, seed)
+        states, lines = text_states(text, width or DIM, tokens, sequences, seed)
     elif images is not None:
-        states, said = picture_states(images, width or 768, tokens, sequences, seed)
-    else:
-        states, said = tokens, []
-    mask = mask or own.get("mask", "full")
-    positions = positions or own.get("positions", "none")
-    sizes = own if heads is None else {}  # other heads than the model's have other groups and widths
-    shape = {
-        "heads": sizes.get("heads", heads),
-        "kv_heads": sizes.get("kv_heads") if kv_heads is None else kv_heads,
-        "head_dim": sizes.get("head_dim"),
-        "value_dim": value_dim,
-    }
-    dim = width or own.get("width") or (None if isinstance(states, int) else states.shape[-1])
-    if dim is not None:
-        present_shape(dim, **shape, positions=positions)  # refuse it before the draws, not after
+        states, lines = picture_states(images, width or DIM, tokens, sequences, seed)
     with show_trials(trials) as on_trial:
         plan = plan_head_dim(
-            states,
-            mask,
-            tolerance,
-            inputs=inputs,
-            width=width if isinstance(states, int) else None,
-            heads=heads,
-            kv_heads=kv_heads if heads is not None else None,
-            value_dim=value_dim,
-            positions=positions,
-            layers=layers,
-            block=block,
-            temperature=temperature,
-            trials=trials,
-            seed=seed,
-            on_trial=on_trial,
-        )
+            states, mask or own.get("mask", "full"), tolerance, heads=own.get("heads", heads),
+            kv_heads=own.get("kv_heads", kv_heads), head_dim=own.get("head_dim"),
+            width=width if model is None and heads is not None else None, positions=positions or "none",
+            temperature=temperature, trials=trials, seed=seed, on_trial=on_trial,
+        )  # fmt: skip
     about = {
         "command": command_line(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **_versions(),
     }
-    data = {} if isinstance(states, int) else {"inputs": said[0]}
-    plan = plan.model_copy(update={"about": about, "notes": [*plan.notes, *said[1:]], **data})
-    if plan.complete:
+    data = {"inputs": lines[0]} if lines else {}
+    plan = plan.model_copy(update={"about": about, "notes": [*plan.notes, *lines[1:]], **data})
+    if plan.complete and model is not None:
         try:
-            if dim is not None:
-                plan = with_prices(plan, dim, **shape, device=device, measure=time)
-            if law:
-                plan = plan.model_copy(update={"law": fit_log_law(mask, tolerance, trials=trials, seed=seed)})
-            if subject is not None:
-                plan = with_trained(plan, subject.model, batches)
+            plan = _with_trained(plan, subject, batches)
         except KeyboardInterrupt:
-            plan = plan.model_copy(update={"complete": False, "notes": [*plan.notes, "Stopped by Ctrl-C."]})
-    written = [plan.save(out / "plan.json"), plan.to_html(out / "index.html")]
-    _show(plan, written)
+            notes = [*plan.notes, "Interrupted before the trained heads were measured."]
+            plan = plan.model_copy(update={"complete": False, "notes": notes})
+    _show(plan, [plan.save(out / "plan.json"), plan.to_html(out / "index.html")])
     if not plan.complete:
         raise typer.Exit(130)
 
 
-def _check(
-    out: Path,
-    overwrite: bool,
-    width: int | None,
-    tokens: int,
-    model: str | None,
-    text: Path | None,
-    images: Path | None,
-    inputs: str | None,
+def _check_data(
+    out: Path, overwrite: bool, model: str | None, text: Path | None, images: Path | None
 ) -> None:
-    from rankwise.errors import InputError, ShapeError
-
-    for name, size in (("--width", width), ("--tokens", tokens)):
-        least = 2 if name == "--tokens" else 1
-        if size is not None and size < least:
-            raise ShapeError(name, expected=f"{least} or more", got=str(size), fix="Mend the number.")
     if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
         raise InputError(
             f"--out {out}",
@@ -170,19 +147,28 @@ def _check(
         )
     if model is not None and text is None and images is None:
         raise InputError(
-            "--model", expected="data beside it", got="none", fix="Give --text FILE or --images DIR."
+            "--model", expected="data for the model", got="none", fix="Pass --text FILE or --images DIR."
         )
     if text is not None and images is not None:
-        raise InputError(
-            "--text and --images", expected="one of them", got="both", fix="Plan for one after the other."
+        raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
+
+
+def _with_trained(plan: "HeadDimPlan", subject: "Subject", batches: list[Any]) -> "HeadDimPlan":
+    """Add the widths that the trained heads require, and a note that compares them with K*."""
+    from rankwise.plan import trained_widths
+
+    trained = trained_widths(subject.model, batches, plan.tolerance)
+    required = [head.required for head in trained if head.required >= 0]  # not NaN
+    if required:
+        wider = sum(width > plan.head_dim for width in required)
+        note = (
+            f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of their width "
+            f"at {plan.tolerance:g} nats, {sum(required) / len(required):.1f} on average. K* is where random "
+            "heads stop gaining rank; the required width is what these heads have learned to use."
         )
-    if inputs is not None and (model, text, images) != (None, None, None):
-        raise InputError(
-            f"--inputs {inputs}",
-            expected="no data beside it: it says how token states are drawn where none are given",
-            got="--model" if model is not None else "--text" if text is not None else "--images",
-            fix="Leave --inputs out, or the data.",
-        )
+    else:
+        note = "No softmax attention was captured in the model: the width its heads require is unknown."
+    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
 
 
 def _versions() -> dict[str, str]:
@@ -213,3 +199,189 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
         for path in written:
             kind = "page" if path.suffix == ".html" else "plan"
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def attention_of(subject: "Subject", width: int | None = None) -> dict[str, Any]:
+    """Return heads, widths, positions and mask of a model from its configuration.
+
+    Raises:
+        InputError: if the configuration has no attention heads, keys and values are one latent, or the
+            model has another width than `width`.
+    """
+    config: Any = getattr(subject.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def value(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except RuntimeError:  # a configuration of Gemma 4 raises it for a missing name
+            return None
+
+    heads, dim = value("num_attention_heads") or value("n_head"), value("hidden_size")
+    kind = type(config).__name__
+    if not isinstance(heads, int) or not isinstance(dim, int):
+        raise InputError(
+            f"model {subject.name}",
+            expected="a model whose configuration has attention heads",
+            got=f"{kind} without num_attention_heads and hidden_size",
+            fix="Omit --model and pass --width and --heads.",
+        )
+    if value("kv_lora_rank"):
+        raise InputError(
+            f"model {subject.name}",
+            expected="separate projections of keys and of values: their costs are counted",
+            got=f"{kind}, whose keys and values are one latent",
+            fix="Omit --model and pass --width and --heads.",
+        )
+    if width is not None and width != dim:
+        raise InputError(
+            f"--width {width}", expected=f"{dim}, as in {subject.name}", got=str(width), fix="Omit --width."
+        )
+    rotary = value("rope_parameters") or value("rope_theta")
+    causal = type(subject.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return {
+        "heads": heads,
+        "kv_heads": value("num_key_value_heads") or heads,
+        "head_dim": value("head_dim") or dim // heads,
+        "width": dim,
+        "positions": "rope" if rotary else "none",  # learned positions are part of the token states
+        "mask": "causal" if causal else "full",
+    }
+
+
+def model_states(
+    subject: "Subject", text: Path | None, images: Path | None, tokens: int, sequences: int
+) -> tuple[list[Any], "Tensor", list[str]]:
+    """Return the batches, the states (B, T, D) that the first block reads, and a description with notes.
+
+    Only real tokens count, and only the sequences that are as long as the longest.
+
+    Raises:
+        InputError: if the text is too short, or the model does not take these data.
+    """
+    import torch
+
+    from rankwise._internals.forward import run_model
+    from rankwise.cli.load_data import inputs_for
+    from rankwise.tracing import capture
+
+    inputs = inputs_for(subject, text=text, images=images, tokens=tokens, sequences=sequences)
+    device = next(subject.model.parameters()).device
+    batches, rows = [], []
+    for given in inputs.batches:
+        batch = {name: part.to(device) for name, part in given.items()} if isinstance(given, dict) else given
+        batches.append(batch)
+        with torch.no_grad(), capture(subject.model) as trace:
+            run_model(subject.model, batch)
+        first = trace.states[0]
+        masks = first.mask if first.mask is not None else [slice(None)] * len(first.tokens)
+        rows += [row[mask].float().cpu() for row, mask in zip(first.tokens, masks, strict=True)]
+    longest = max(len(row) for row in rows)
+    if longest < 2 or (images is None and longest < tokens and not inputs.notes):
+        raise InputError(
+            f"--text {text}",
+            expected=f"a sequence of {tokens} tokens",
+            got=f"at most {longest}",
+            fix=f"Pass a longer text, or --tokens {max(longest, 2)}.",
+        )
+    states = torch.stack([row for row in rows if len(row) == longest])
+    data = f"token states of {subject.name} on {inputs.data} ({len(states)} sequences)"
+    return batches, states, [data, *inputs.notes]
+
+
+def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> tuple["Tensor", list[str]]:
+    """Return states (B, T, D) of words through a random embedding, and a description with notes.
+
+    Raises:
+        InputError: if no text is long enough.
+    """
+    import torch
+
+    from rankwise.data import load_text
+
+    text = load_text(path)
+    names: dict[str, int] = {}
+    rows: list[list[int]] = []
+    words: list[str] = []
+    for passage in [text] if isinstance(text, str) else text:
+        words = re.findall(r"\w+|[^\w\s]", passage.lower())
+        ids = [names.setdefault(word, len(names)) for word in words]
+        rows += [ids[at : at + tokens] for at in range(0, len(ids) - tokens + 1, tokens)]
+        if len(rows) >= 16 * sequences:
+            break
+    if not rows:
+        raise InputError(
+            f"--text {path}",
+            expected=f"a text of at least {tokens} words and signs",
+            got=str(len(words)) if isinstance(text, str) else "only shorter texts",
+            fix="Pass a longer text, or fewer --tokens.",
+        )
+    chosen = torch.tensor(rows[:: max(1, len(rows) // sequences)][:sequences])
+    different = sum(len(row.unique()) for row in chosen) / chosen.numel()
+    known, places = chosen.unique(return_inverse=True)
+    embedding = torch.randn(len(known), width, generator=torch.Generator().manual_seed(seed))
+    return embedding[places], [
+        f"words of {path} through a random embedding ({len(chosen)} sequences)",
+        f"{different:.0%} of the words of a sequence are different; equal words have equal states.",
+    ]
+
+
+def picture_states(
+    path: Path, width: int, tokens: int, sequences: int, seed: int
+) -> tuple["Tensor", list[str]]:
+    """Return states (B, T, D) of patches through a random linear map, and a description with notes.
+
+    Patches are the smallest squares that divide the image into 2 to ``tokens`` patches; pixels are in
+    [−1, 1].
+
+    Raises:
+        InputError: if the images cannot be read or divided.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    from rankwise.data import read_images
+
+    batches = list(read_images(path, _stack_images, sequences=sequences, batch_size=sequences))
+    pixels = batches[0]["pixel_values"]
+    height, across = pixels.shape[-2:]
+    side = patch_side(height, across, tokens)
+    if side is None:
+        raise InputError(
+            f"--images {path}",
+            expected=f"images that square patches divide into 2 to {tokens} tokens",
+            got=f"{height} × {across} pixels",
+            fix="Pass more --tokens, or images whose sides have a common divisor.",
+        )
+    patches = F.unfold(pixels, side, stride=side).mT
+    generator = torch.Generator().manual_seed(seed)
+    states = patches @ (torch.randn(patches.shape[-1], width, generator=generator) / patches.shape[-1] ** 0.5)
+    count = states.shape[1]
+    notes = [f"{count} patches of {side} × {side} of {height} × {across} pixels."]
+    if count < tokens:
+        notes[0] += f" Fewer than --tokens {tokens}: smaller patches would be more than that."
+    if batches[0]["resized"].item():
+        notes.append(f"Images of several sizes were resized to {SIDE} × {SIDE} pixels.")
+    return states, [f"patches of {path} through a random embedding ({len(states)} images)", *notes]
+
+
+def patch_side(height: int, width: int, tokens: int) -> int | None:
+    """Return the side of the smallest square patches that divide an image into 2 to `tokens` patches.
+
+    Examples:
+        >>> patch_side(32, 32, 256), patch_side(224, 224, 200), patch_side(7, 5, 10)
+        (2, 16, None)
+    """
+    sides = (k for k in range(1, min(height, width) + 1) if height % k == 0 and width % k == 0)
+    return next((side for side in sides if 2 <= (height // side) * (width // side) <= tokens), None)
+
+
+def _stack_images(images: list[Any], return_tensors: str) -> dict[str, "Tensor"]:
+    """Return the pixels of images, resized if their sizes differ."""
+    import numpy as np
+    import torch
+
+    several = len({image.size for image in images}) > 1
+    sized = [image.resize((SIDE, SIDE)) for image in images] if several else images
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in sized])).float()
+    return {"pixel_values": pixels.permute(0, 3, 1, 2) / 127.5 - 1, "resized": torch.tensor(several)}

@@ -154,8 +154,9 @@ def plan_head_dim(
         return plan
     if head_dim is None and present * (heads or 1) != width:
         notes.append(f"{heads} heads do not divide D = {width}: the present K is taken as {present}.")
-    costs = [_cost(plan, k) for k in dict.fromkeys((present, star, interval[1]))]
-    return plan.model_copy(update={"costs": costs})
+    other = (star, interval[1]) if plan.saturated else ()
+    costs = [_cost(plan, k) for k in dict.fromkeys((present, *other))]
+    return plan.model_copy(update={"costs": costs, "notes": notes})
 
 
 def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
@@ -181,8 +182,8 @@ def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
 
 
 def check_arguments(
-    tokens: int, mask: str, tolerance: float, *, positions: str, temperature: float, delta: float, trials: int,
-    seed: int,
+    tokens: int, mask: str, tolerance: float, *, positions: str, temperature: float, delta: float,
+    trials: int, seed: int,
 ) -> None:  # fmt: skip
     """Raise if a name or number is out of range; token states and a model are not needed for this."""
     whole_number("`tokens`", tokens, 2, MAX_TOKENS, fix="Time grows as T²; one token has rank 1.")
