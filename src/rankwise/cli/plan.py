@@ -78,15 +78,20 @@ def command(
     from rankwise.plan.planner import check_arguments, present_head_dim
 
     _check_data(out, overwrite, model, text, images)
+    sizes = (
+        ("--tokens", tokens, 2),
+        ("--width", width, 1),
+        ("--heads", heads, 1),
+        ("--kv-heads", kv_heads, 1),
+    )
+    for name, size, least in sizes:
+        if size is not None:
+            whole_number(name, size, least)
     check_arguments(
         tokens, mask or "full", tolerance, positions=positions or "none", temperature=temperature,
         delta=0.01, trials=trials, seed=seed,
     )  # fmt: skip
     own: dict[str, Any] = {}
-    for name, size in (("--width", width), ("--heads", heads), ("--kv-heads", kv_heads)):
-        if size is not None:
-            whole_number(name, size)
-    whole_number("--tokens", tokens, 2)
     if model is None:
         embedded = text is not None or images is not None
         dim = width if not embedded else (width or DIM) if heads is not None else None
@@ -100,9 +105,9 @@ def command(
     if model is not None:
         subject = load_subject(model, device=device, trust_remote_code=trust_remote_code)
         own = attention_of(subject, width)
-        sizes = own if heads is None else {}  # another number of heads has other groups and widths
-        own = {**own, "heads": heads or own["heads"], "head_dim": sizes.get("head_dim")}
-        own["kv_heads"] = kv_heads or sizes.get("kv_heads")
+        shape = own if heads is None else {}  # another number of heads has other groups and widths
+        own = {**own, "heads": heads or own["heads"], "head_dim": shape.get("head_dim")}
+        own["kv_heads"] = kv_heads or shape.get("kv_heads")
         positions = positions or own["positions"]
         present_head_dim(own["heads"], own["kv_heads"], own["head_dim"], own["width"], positions)
         batches, states, lines = model_states(subject, text, images, tokens, sequences)

@@ -309,7 +309,7 @@ def largest_fall(
     error = math.sqrt(2 / len(trials)) * trials.std(0, ddof=1).max()
     lost = np.triu(mean[:, None] - mean, 1)  # [a, b]: from width a to width b
     lost = np.where(lost > max(tolerance, SIGNIFICANT * error), lost, 0.0)
-    a, b = np.unravel_index(lost.argmax(), lost.shape)
+    a, b = (int(at) for at in np.unravel_index(lost.argmax(), lost.shape))
     return (head_dims[a], head_dims[b], float(lost[a, b])) if lost[a, b] > 0 else None
 
 

@@ -1,6 +1,7 @@
 """Query/key widths that the heads of a trained model require."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,7 @@ from rankwise.plan.record import TrainedWidth
 from rankwise.tracing import HeadId, capture
 
 
-def trained_widths(
-    model: nn.Module, batches: Iterable[object], tolerance: float = 0.01
-) -> list[TrainedWidth]:
+def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedWidth]:
     """Return the smallest query/key width that preserves the attention of each softmax head on these tokens.
 
     Formula: `rankwise.measures.required_head_dim` of the moments of all batches, as in an audit.
