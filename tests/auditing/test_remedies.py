@@ -167,7 +167,7 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
     "give both the query and key weights of one of them, and compare the loss": merged,
-    "raise λ in the model's own config or skip connections, where it has one": raised,
+    "raise λ in the config or the skip connections of the model, if it has λ": raised,
     "or take the block out of its list and compare the loss": without_block,
     "or set the weights of its output projection to 0 and compare the loss": without_mixer,
 }

@@ -270,7 +270,7 @@ def _infinite_mixer(model: nn.Module) -> nn.Module:
     ("breaks", "got"),
     [
         (_nan, r"states at 'layers.0.self_attn'.*NaN or infinity in the residual"),
-        (_infinite_mixer, r"states at 'layers.1.self_attn'.*NaN or infinity in what the mixer gave"),
+        (_infinite_mixer, r"states at 'layers.1.self_attn'.*NaN or infinity in the output of the mixer"),
     ],
     ids=["embeddings", "mixer"],
 )

@@ -62,7 +62,7 @@ def test_fixed_skips_do_not_learn() -> None:
 
 
 def test_no_skip_is_said_loudly() -> None:
-    with pytest.warns(UserWarning, match="λ = 0 takes the skip connections away"):
+    with pytest.warns(UserWarning, match="λ = 0 removes the skip connections"):
         skips = add_lambda_skip(bert(), init=0)
     assert next(iter(skips.values())).item() == 0
 
@@ -240,7 +240,7 @@ def test_what_hooks_cannot_follow_is_left_as_it_was() -> None:
     torch.manual_seed(0)
     model, x = Unusual(), torch.randn(2, 5, 8)
     before = model(x)
-    with pytest.raises(SkipError, match=r"expected what scaling the residual sums gives at λ ≠ 1"):
+    with pytest.raises(SkipError, match=r"expected the scaled residual sums at λ ≠ 1"):
         add_lambda_skip(model, example=x)
     assert torch.equal(model(x), before)
     assert not skips_of(model)

@@ -11,7 +11,7 @@ from tests.skips.cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.skips import SkipError
-from rankwise.skips.add import SkipSite, name_sites, put_in
+from rankwise.skips.add import SkipSite, install, name_sites
 from rankwise.skips.hooks import SkipHook
 from rankwise.skips.locate import SkipLocation, find_skip_locations
 from rankwise.skips.verify import SumCheck, verify
@@ -65,7 +65,7 @@ class OffScale(SkipHook):
 def with_hooks(model: nn.Module, batch: dict[str, Any]) -> list[SkipSite]:
     found = name_sites(find_skip_locations(model, batch)[0])
     for site in found:
-        put_in(model, site, learnable=True, per="layer")
+        install(model, site, learnable=True, per="layer")
     return found
 
 
@@ -107,7 +107,7 @@ def test_right_hooks_of_deep_models_pass(name: str, sites: slice, dtype: torch.d
     model, batch = DEEP[name]()
     found = name_sites(find_skip_locations(model.to(dtype), batch)[0])
     for site in found[sites]:
-        put_in(model, site, learnable=True, per="layer")
+        install(model, site, learnable=True, per="layer")
     verify(model, batch, found[sites], found)
 
 
@@ -222,7 +222,7 @@ def test_a_residual_sum_without_a_skip_must_stay() -> None:
     """A hook whose λ also acts in the block behind it."""
     model, batch = FOUND["GPT-2"][0]()
     found = name_sites(find_skip_locations(model, batch)[0])
-    put_in(model, found[0], learnable=True, per="layer")
+    install(model, found[0], learnable=True, per="layer")
     scale = model.get_submodule(found[0].name).get_parameter(found[0].parameter)
 
     def leak(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:

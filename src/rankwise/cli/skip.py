@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -190,8 +190,9 @@ def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[
     """λ-skips of which those chosen, all by default, can learn."""
     import torch
 
+    from rankwise.errors import InputError
     from rankwise.skips import add_lambda_skip, apply_saved_skips
-    from rankwise.skips.add import check_scale, choose
+    from rankwise.skips.add import add_missing_skips, check_lambda, match_sites
 
     saved = apply_saved_skips(subject.model, subject.source) if subject.source else None
     if saved is None:
@@ -201,29 +202,7 @@ def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[
             per="channel" if per == "channel" else "layer",
             sites=sites,
         )
-    skips = _with_new(subject, saved, per, sites)
-    chosen = {site.name for site in choose(list(skips.sites.values()), sites)}
-    if init is not None:
-        check_scale("--init", init)
-        with torch.no_grad():
-            for name in chosen:
-                skips[name].fill_(init)
-    for name, parameter in skips.items():
-        parameter.requires_grad_(name in chosen)
-    return skips
-
-
-def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[str] | None) -> "Skips":
-    """The saved λ, and λ = 1 at residual mixers that were named and have none."""
-    import torch
-
-    from rankwise.errors import InputError
-    from rankwise.skips import add_lambda_skip, remove_lambda_skip
-
-    values = {name: value.detach().clone() for name, value in saved.items()}
-    kind: Literal["layer", "channel"] = "layer"
-    if any(value.numel() > 1 for value in values.values()):
-        kind = "channel"
+    kind = "channel" if any(value.numel() > 1 for value in saved.values()) else "layer"
     if per not in (None, kind):
         raise InputError(
             f"--per {per}",
@@ -231,13 +210,15 @@ def _with_new(subject: "Subject", saved: "Skips", per: str | None, sites: list[s
             got=str(per),
             fix="Leave it out, or delete skips.json and skips.safetensors to start anew.",
         )
-    if sites is None:
-        return saved
-    remove_lambda_skip(subject.model)
-    skips = add_lambda_skip(subject.model, per=kind, sites=[*values, *sites])
-    with torch.no_grad():
-        for name, value in values.items():
-            skips[name].copy_(value)
+    skips = saved if sites is None else add_missing_skips(subject.model, sites)
+    chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
+    if init is not None:
+        check_lambda("--init", init)
+        with torch.no_grad():
+            for name in chosen:
+                skips[name].fill_(init)
+    for name, parameter in skips.items():
+        parameter.requires_grad_(name in chosen)
     return skips
 
 

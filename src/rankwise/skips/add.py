@@ -1,4 +1,4 @@
-"""λ-skips: the skip around every mixer of a model becomes λ·x."""
+"""Add λ-skips to a model and remove them: x + f(x) becomes λ·x + f(x)."""
 
 import inspect
 import math
@@ -23,7 +23,7 @@ Per = Literal["layer", "channel"]
 
 
 class Skips(Mapping[str, nn.Parameter]):
-    """The λ of a model, by site: ``skips["h.0.attn"]`` is the parameter itself.
+    """Mapping from sites to the λ of a model: ``skips["h.0.attn"]`` is the parameter.
 
     Args:
         model: the model they are in.
@@ -61,11 +61,11 @@ def add_lambda_skip(
 ) -> Skips:
     r"""Make the skip connection around every mixer of a model λ·x, in place: x + f(x) becomes λ·x + f(x).
 
-    Residual connections are found by running the model once on something small: sums x + f(x) of which f
-    moves something between tokens, told by its derivatives. λ is a parameter of a module that is there
-    already (`lambda_skip`), so optimisers, ``state_dict`` and ``.to()`` see it; classes do not change. With
-    λ = 1 outputs are bit-identical. Before it returns, the model with its skips is compared on the example
-    with the model without, at λ = 1 bit by bit, and at other λ with sums that were scaled directly.
+    The model runs once on an example. A sum x + f(x) is a residual connection around a mixer if derivatives
+    show that f moves information between tokens. λ is a parameter (``lambda_skip``) of an existing module, so
+    optimizers, ``state_dict`` and ``.to()`` include it; classes do not change. With λ = 1 outputs are
+    bit-identical. Before the function returns, it compares the model on the example with the original model
+    at λ = 1, and with directly scaled sums at other λ.
 
     Cost: a forward and a backward pass and four forward passes on the example; afterwards one multiply and
     add of the token states for each site.
@@ -73,22 +73,22 @@ def add_lambda_skip(
 
     Args:
         model: any module; PyTorch's fused encoder layers leave their fast path.
-        init: λ to start from; the paper's experiments with a learned λ start from −1.
-        learnable: whether gradients reach λ.
-        per: one λ for each layer, or one for each channel of it.
-        sites: names of the modules to change, or of modules around them, with wildcards: ``"h.1*"``. All
-            residual mixers, by default.
-        example: a batch to run on, as `audit` takes them; made by us for models of transformers.
+        init: initial λ; the paper starts a learned λ from −1.
+        learnable: True if gradients reach λ.
+        per: "layer" for one λ per site, "channel" for one per channel of each site.
+        sites: names of modules to change, or of modules around them, with wildcards: ``"h.1*"``; all residual
+            mixers by default.
+        example: batch to run, as in `audit`; created for models of transformers.
 
     Returns:
         The parameters by site.
 
     Raises:
-        SkipError: if the model has no residual mixer, a name matches none, there are skips already, λ is not
-            finite, or what was put in does not do what it should.
+        SkipError: if the model has no residual mixer or has λ-skips already, a name matches no site, λ is not
+            finite, or the changed model does not compute λ·x + f(x).
 
     Warns:
-        UserWarning: for λ = 0, which takes the skip connections away.
+        UserWarning: for λ = 0, which removes the skip connections.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -99,7 +99,7 @@ def add_lambda_skip(
         >>> rw.remove_lambda_skip(layer)
     """
     check_traceable(model)
-    check_scale("`init`", init)
+    check_lambda("`init`", init)
     if per not in ("layer", "channel"):
         raise SkipError("`per`", expected="'layer' or 'channel'", got=repr(per), fix="Use one of them.")
     if skip_sites(model):
@@ -114,10 +114,10 @@ def add_lambda_skip(
     found = name_sites(locations)
     if not found:
         raise _no_residual(model, missed)
-    chosen = choose(found, sites)
+    chosen = match_sites(found, sites)
     try:
         for site in chosen:
-            put_in(model, site, learnable=learnable, per=per)
+            install(model, site, learnable=learnable, per=per)
         verify(model, example, chosen, found)
         skips = Skips(model, chosen, _notes(chosen, missed))
         with torch.no_grad():
@@ -129,15 +129,27 @@ def add_lambda_skip(
     return skips
 
 
+def add_missing_skips(model: nn.Module, sites: str | Iterable[str]) -> Skips:
+    """Add λ = 1 at named sites of a model that has λ-skips at other sites, and return all λ-skips."""
+    values = {name: value.detach().clone() for name, value in skips_of(model).items()}
+    per: Per = "channel" if any(value.numel() > 1 for value in values.values()) else "layer"
+    remove_lambda_skip(model)
+    skips = add_lambda_skip(model, per=per, sites=[*values, *([sites] if isinstance(sites, str) else sites)])
+    with torch.no_grad():
+        for name, value in values.items():
+            skips[name].copy_(value)
+    return skips
+
+
 def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Take the λ-skips out of a model, or of a copy of it: it is as it was before they were put in.
+    """Remove the λ-skips of a model, or of a copy of it, and restore the original model.
 
     Args:
-        model: the model.
-        missing_ok: whether it may have none.
+        model: model with λ-skips.
+        missing_ok: True if the model may have no λ-skips.
 
     Raises:
-        SkipError: if it has none.
+        SkipError: if the model has no λ-skips.
     """
     sites = skip_sites(model)
     if not sites and not missing_ok:
@@ -154,17 +166,13 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
 
 
 def skips_of(model: nn.Module) -> Skips:
-    """The λ-skips a model has, which may be none; also of a copy of a model that they were put into.
-
-    Args:
-        model: the model.
-    """
+    """Return the λ-skips of a model, or of a copy of it; they may be empty."""
     sites = skip_sites(model)
     return Skips(model, sites, _notes(sites, ()))
 
 
-def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
-    """Register λ = 1 and hook the model at one site."""
+def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
+    """Register λ = 1 at one site and add its hooks."""
     module, location = model.get_submodule(site.location.module), site.location
     device = next(
         (parameter.device for parameter in (*module.parameters(), *model.parameters())), torch.device("cpu")
@@ -176,8 +184,8 @@ def put_in(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
     location.install(model, site.parameter)
 
 
-def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """The sites that names with wildcards stand for."""
+def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
+    """Return the sites that match names with wildcards, or are in modules that match; None matches all."""
     if sites is None:
         return found
     patterns = [sites] if isinstance(sites, str) else list(sites)
@@ -193,20 +201,20 @@ def choose(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[Ski
 
 
 def covers(pattern: str, site: SkipSite) -> bool:
-    """Whether a name with wildcards is that of a site, or of a module around it."""
+    """Return True if a name with wildcards matches a site, or a module around it."""
     return any(fnmatchcase(name, pattern) for name in _names_like(pattern, [site]))
 
 
 def _names_like(pattern: str, sites: Iterable[SkipSite]) -> list[str]:
-    """Names of sites, or of modules around them, with as many parts as a pattern; else of the sites."""
+    """Return the names with as many parts as a pattern, of sites or modules around them; else all sites."""
     parts = pattern.count(".") + 1
     cut = [".".join(site.name.split(".")[:parts]) for site in sites]
     names = list(dict.fromkeys(name for name in cut if name.count(".") + 1 == parts))
     return names or [site.name for site in sites]
 
 
-def check_scale(subject: str, value: object) -> None:
-    """Refuse a λ that is no finite number; say it where it is 0."""
+def check_lambda(subject: str, value: object) -> None:
+    """Raise if λ is not a finite number in float32; warn if it is 0."""
     limits = torch.finfo(torch.float32)
     number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not limits.min <= number <= limits.max:
@@ -214,7 +222,7 @@ def check_scale(subject: str, value: object) -> None:
         raise SkipError(subject, expected=wanted, got=repr(value), fix="1.0 changes nothing.")
     if torch.tensor(float(number)) == 0:
         warnings.warn(
-            "λ = 0 takes the skip connections away: tokens may become alike within a few layers, and no "
+            "λ = 0 removes the skip connections: tokens may become similar within a few layers, and no "
             "bound holds",
             UserWarning,
             stacklevel=3,
@@ -256,21 +264,21 @@ def _shown(value: Tensor) -> str:
 
 TOKENS = 8
 OTHER_TOKENS = 6
-"""Of a decoder: another number, so that the two sequences are told apart."""
+"""Tokens of a decoder: another number, so that the two sequences differ."""
 
 
 WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-"""Classes that have counted the parameters of what they wrap: one that comes later is not synchronised."""
+"""Classes that do not synchronize parameters added after wrapping."""
 
 
 def check_traceable(model: object) -> None:
-    """Refuse what cannot be changed by hooks."""
+    """Raise if hooks cannot change a model: compiled, wrapped, split, or in inference mode."""
     if not isinstance(model, nn.Module):
         raise SkipError(
             "`model`",
             expected="a torch.nn.Module",
             got=type(model).__name__,
-            fix="Pass the model itself; of a pipeline, its `.model`.",
+            fix="Pass the model itself, for example `pipeline.model`.",
         )
     scripted = isinstance(model, torch.jit.ScriptModule)
     if scripted or any(is_compiled(module) for module in model.modules()):
@@ -303,12 +311,12 @@ def check_traceable(model: object) -> None:
             f"model {type(model).__name__}",
             expected="a model outside of torch.inference_mode(), where derivatives can be taken",
             got="inference mode, or parameters made in it",
-            fix="Build the model and call this outside of it; torch.no_grad() is no hindrance.",
+            fix="Build the model and call this outside of it; torch.no_grad() is allowed.",
         )
 
 
 def example_for(model: nn.Module) -> Batch:
-    """Make a small batch for a model of transformers: a few token ids, or one picture of noise."""
+    """Return a small batch for a model of transformers: token ids, or an image of noise."""
     config = getattr(model, "config", None)
     reads = str(getattr(model, "main_input_name", ""))
     if config is not None and reads == "input_ids":

@@ -65,7 +65,7 @@ class LayerCertificate(_Numbers):
     """Proved for this batch: least |λ| from which on √a of μ is kept. With one λ per channel, the least for
     each of them; None if a norm reads the sum and they differ, because no such number exists."""
     min_lambda_proved_relative: float | None
-    """As ``min_lambda_proved``, for μ/‖Y‖_F; None behind a norm, where both are the same."""
+    """As ``min_lambda_proved``, for μ/‖Y‖_F; None behind a norm, because both are equal."""
     min_lambda_any_mixing: float | None
     """As ``min_lambda_proved``, for any attention weights over the same tokens."""
     min_lambda_paper: float | None
@@ -98,7 +98,7 @@ class SkipCertificate(_Numbers):
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
     schema_version: Literal[2] = 2
     a: float
-    """Fraction of μ² that each layer is to keep."""
+    """Fraction of μ² that each layer should keep."""
     sequences: int
     layers: list[LayerCertificate]
     stacks: list[StackCertificate]

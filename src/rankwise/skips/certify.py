@@ -1,4 +1,4 @@
-"""`certify_skip`: what each λ-skip is proved to keep on a batch, and what it keeps as measured."""
+"""Certify λ-skips: the bound proved for a batch, and the spread that was measured."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ ROUNDING = 1e-5
 
 
 def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertificate:
-    r"""State what each skip connection keeps on this batch, and the least |λ| that is proved to keep √a of μ.
+    r"""Certify each skip connection: the spread that it keeps on this batch, and the least |λ| proved for it.
 
     A model without λ-skips is certified at λ = 1. μ(Y) = ‖Y − 1ȳᵀ‖_F. Per layer: μ before and after; the
     proved lower bound of their ratio and the least |λ| for it (`rankwise.theory.skip_bound`, `min_lambda`);
@@ -47,7 +47,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     Args:
         model: any module that `add_lambda_skip` accepts, or a ToST model with λ of its own.
         batch: inputs, as in `audit`.
-        a: fraction of μ² that each layer is to keep, in (0, 1).
+        a: fraction of μ² that each layer should keep, in (0, 1).
 
     Returns:
         The certificate; without residual connections around mixers it has no layers, and a note.
@@ -112,7 +112,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
 
 def _check_finite(seen: Sequence[ObservedSkip]) -> None:
     for added in seen:
-        for what, value in (("the residual", added.x), ("what the mixer gave", added.branch)):
+        for what, value in (("the residual", added.x), ("the output of the mixer", added.branch)):
             if not bool(value[added.mask].isfinite().all()):
                 raise SkipError(
                     f"states at {added.site.name!r}",
@@ -345,7 +345,7 @@ def _notes(
 ) -> list[str]:
     notes = [
         f"sequences of equal tokens at the start of {stack.stack or 'the model'}: {stack.left_out}; there is "
-        "nothing to keep apart, and they are left out of what the stack keeps"
+        "nothing to keep, and they are left out of the shares of the stack"
         for stack in stacks
         if stack.left_out
     ]
@@ -358,7 +358,7 @@ def _notes(
         notes.append(
             "the λ for any mixing needs the weights of softmax attention, and nothing between its output "
             "projection and the sum: it is left out where the mixer is another, its weights were not found, "
-            "or a gain, a norm or a second summand stands there"
+            "or a gain, a norm or a second summand is between"
         )
     if any(layer.min_lambda_proved is None for layer in known):
         notes.append(

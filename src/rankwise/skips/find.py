@@ -11,30 +11,30 @@ from torch.autograd.graph import GradientEdge
 
 from rankwise._internals.forward import Batch, eval_mode, run_model
 from rankwise.errors import SkipError
-from rankwise.skips.sums import Change, History, Sum, SumName, SumReplacer
+from rankwise.skips.sums import Change, History, ReplaceSums, Sum, SumName
 from rankwise.tracing.module_calls import ModuleCalls
 
 
 @dataclass
 class Residual:
-    """A sum x + f(x) in which f moves something from one token to another."""
+    """Sum x + f(x) in which f moves information between tokens."""
 
     sum: Sum
     which: int
-    """Which operand is x."""
+    """Operand that is x."""
     axis: int
-    """The axis of the tokens."""
+    """Axis of the tokens."""
     cross: bool
-    """Whether f reads another sequence, and mixes only what it reads there."""
+    """True if f mixes tokens of another sequence."""
 
     @property
     def skip(self) -> GradientEdge:
-        """Where x lies in the graph."""
+        """Edge of x in the autograd graph."""
         return self.sum.edges[self.which]
 
     @property
     def branch(self) -> GradientEdge:
-        """Where f(x) lies in the graph."""
+        """Edge of f(x) in the autograd graph."""
         return self.sum.edges[1 - self.which]
 
 
@@ -86,7 +86,7 @@ def _cross_mixing(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
 
 @no_type_check  # thousands of nodes, each looked at by type checks
 def reached(start, past=None):
-    """The nodes of the graph that a tensor depends on; with ``past``, not by way of that node."""
+    """Return the nodes that a tensor depends on; with ``past``, not through that node."""
     seen = set()
     todo = [start.node]
     while todo:
@@ -99,7 +99,7 @@ def reached(start, past=None):
 
 
 def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
-    """The axis along which the last or the first token of y depends on more than one token of x."""
+    """Return the axis along which the last or first token of y depends on several tokens of x, or None."""
     for at in (-1, 0):
         gradient = _gradient(y, x, like, at)
         if gradient is None:
@@ -115,7 +115,7 @@ def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
 
 
 def not_finite(what: str) -> SkipError:
-    """Say that an example gives numbers that tell nothing."""
+    """Return the error for numbers that are not finite."""
     return SkipError(
         "the example, or the weights of the model",
         expected="finite numbers in a forward pass and its derivatives",
@@ -129,7 +129,7 @@ def _around(sum_: Sum) -> str:
 
 
 def _gradient(y: GradientEdge, x: GradientEdge, like: Sum, at: int) -> Tensor | None:
-    """Derivative of one token of y, its entries weighed unequally so that they cannot cancel."""
+    """Return the derivative of one token of y; unequal weights prevent that its entries cancel."""
     weights = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     weights[(at,) * (len(like.shape) - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(weights)
     try:
@@ -151,7 +151,7 @@ def _outermost(found: list[Residual]) -> list[Residual]:
 
 
 def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
-    """The residual connections on the way from x to f(x) of another connection."""
+    """Yield the residual connections between x and f(x) of another connection."""
     between = reached(outer.branch, past=outer.skip)
     for inner in found:
         if inner is not outer and inner.sum.out.node in between and outer.skip.node in reached(inner.sum.out):
@@ -162,22 +162,22 @@ def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
 
 
 def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, Change]) -> list[Tensor]:
-    """What a model gives on an example if some sums are something else."""
-    with probing(model), replacing_sums(model, changes):
+    """Return the floating-point outputs of a model on an example, with some sums replaced."""
+    with probe_mode(model), replacing_sums(model, changes):
         return [tensor.detach() for tensor in tensors_in(run_model(model, example))]
 
 
 @contextmanager
 def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
-    """Put something else in the place of some sums of a model, for as long as the block runs."""
+    """Context manager that replaces some sums of a model."""
     frames = ModuleCalls(model)
-    with frames.following(), SumReplacer(frames.running, changes):
+    with frames.following(), ReplaceSums(frames.running, changes):
         yield
 
 
 @contextmanager
-def probing(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, gradients and a seed of our own; afterwards all is as before."""
+def probe_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager with evaluation mode, gradients and a fixed seed; it restores all of them."""
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with (
         eval_mode(model),
@@ -206,7 +206,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """All floating tensors in what a model gave."""
+    """Return all floating-point tensors in an output."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):

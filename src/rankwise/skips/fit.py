@@ -1,4 +1,4 @@
-"""Fit the λ of a model on text, everything else frozen; see what it does to loss and collapse."""
+"""Fit the λ of a language model on text, with all other parameters frozen."""
 
 import inspect
 import math
@@ -15,21 +15,21 @@ from rankwise.errors import InputError, SkipError
 from rankwise.skips.add import Skips, skips_of
 
 TextBatch = Mapping[str, Tensor]
-"""``input_ids``, and mostly ``attention_mask``."""
+"""``input_ids`` and, optionally, ``attention_mask``."""
 MASKED = 0.15
-"""Share of tokens a masked language model is asked for."""
+"""Fraction of tokens that are masked."""
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""Label that transformers leaves out of losses."""
 
 
 @dataclass
 class Fit:
-    """How a fit of λ went."""
+    """Losses and λ of a fit."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each step, before it."""
+    """Loss before each step."""
     scales: dict[str, list[float]] = field(default_factory=dict)
-    """λ of each site before the first step and after the last; of one for each channel, the mean."""
+    """λ of each site before the first and after the last step; the mean of one λ per channel."""
 
 
 def fit_skips(
@@ -40,22 +40,22 @@ def fit_skips(
     mask_token: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Fit:
-    """Fit the λ-skips of a language model by its own loss; all other parameters stay as they are.
+    """Fit the λ-skips of a language model by its own loss; all other parameters stay frozen.
 
     Cost: a forward and a backward pass for each step, and a forward pass at the end.
 
     Args:
         model: a model of transformers with λ-skips and a language-model head.
         batches: ``input_ids`` and ``attention_mask``; taken in turn.
-        steps: how many.
+        steps: number of steps.
         lr: learning rate of Adam; there is no weight decay.
-        mask_token: the id that stands for a masked token, for masked language models.
+        mask_token: id of the mask token, for masked language models.
         on_step: called with the number of finished steps and the loss.
 
     Raises:
-        InputError: if ``lr`` is no rate.
-        SkipError: if the model has no loss to learn from or no λ that can, a batch has nothing to learn from,
-            or a loss or λ is not finite, after the last step too; then the λ are as they were.
+        InputError: if ``lr`` is not a finite number above 0.
+        SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
+            is not finite, also after the last step; then λ is restored.
     """
     check_rate("`lr`", lr)
     skips = skips_of(model)
@@ -74,7 +74,7 @@ def fit_skips(
                 _check_finite(skips, step + 1)
                 if on_step is not None:
                     on_step(step + 1, loss.item())
-            if steps:  # no other step looks at what the last step left
+            if steps:  # no later step checks the last one
                 with torch.no_grad():
                     _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
         except SkipError:
@@ -94,9 +94,9 @@ def skip_parameter_groups(
 
     Args:
         model: a model with λ-skips.
-        weight_decay: of the others.
-        lr: the learning rate of λ, if it is to have one of its own.
-        only_skips: leave the others out.
+        weight_decay: weight decay of all other parameters.
+        lr: learning rate of λ; None for the rate of the optimizer.
+        only_skips: True to leave all other parameters out.
 
     Returns:
         Groups as `torch.optim` takes them, λ first.
@@ -133,7 +133,7 @@ def skip_parameter_groups(
 
 
 def check_rate(subject: str, lr: float) -> None:
-    """Refuse a learning rate that is none."""
+    """Raise if a learning rate is not a finite number above 0."""
     if not 0 < lr < math.inf:
         raise InputError(
             subject, expected="a finite number above 0", got=f"{lr:g}", fix="0.02 is the default; try less."
@@ -164,7 +164,7 @@ def _lost(subject: str, got: float) -> SkipError:
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
-    """Mean loss of a language model over batches, in evaluation mode.
+    """Return the mean loss of a language model over batches, in evaluation mode.
 
     Args:
         model: a model of transformers with a language-model head.
@@ -180,7 +180,7 @@ def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | 
 
 
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
-    """The loss of a language model on one batch: the next token, masked ones, or the same text again."""
+    """Return the loss on a batch: of next tokens, masked tokens, or (encoder-decoders) the same text."""
     check_learnable(model, mask_token)
     inputs = dict(batch)
     labels = inputs["input_ids"].clone()
@@ -196,12 +196,12 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
         labels[~hidden] = IGNORED
     _check_labels(model, labels, real)
     loss = run_model(model, inputs | {"labels": labels}).loss
-    assert isinstance(loss, Tensor)  # a model that takes labels gives a loss
+    assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss
 
 
 def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
-    """The mean over no token is no number; a causal model predicts none for the first position."""
+    """Raise if no token is predicted; a causal model predicts none at the first position."""
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     if not bool((labels[:, int(causal) :] != IGNORED).any()):
         raise SkipError(
@@ -213,7 +213,7 @@ def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
 
 
 def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
-    """Refuse a model without a language-model loss."""
+    """Raise if a model has no language-model loss."""
     name = type(model).__name__
     heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
     if not name.endswith(heads) or "labels" not in inspect.signature(model.forward).parameters:

@@ -1,4 +1,4 @@
-"""What a λ-skip leaves in a model: hooks that travel with it when it is copied, pickled or compiled."""
+"""Hooks of a λ-skip, which stay in a model when it is copied, pickled or compiled."""
 
 import threading
 from typing import no_type_check
@@ -10,18 +10,18 @@ from rankwise._internals.torch_private import in_backward, remove_forward_hooks
 from rankwise.errors import SkipError
 
 Key = int | str | None
-"""Where a tensor lies in what a module gave: itself, or an item of a tuple or a mapping."""
+"""Item of a module's output: None for the output itself, an index or a key."""
 
 
 class Argument:
-    """One argument of a module, by name or by position."""
+    """Argument of a module, by name or position."""
 
     def __init__(self, name: str | None, position: int | None) -> None:
         self.name, self.position = name, position
 
     @no_type_check  # traced by torch.compile, as all below
     def of(self, args, kwargs):
-        """The tensor that a call was given; None if it was not."""
+        """Return this argument of a call; None if it is missing."""
         if self.name is not None and self.name in kwargs:
             return kwargs[self.name]
         if self.position is not None and self.position < len(args):
@@ -30,7 +30,7 @@ class Argument:
 
     @no_type_check
     def put(self, args, kwargs, value):
-        """The arguments with this argument replaced."""
+        """Return the arguments with this argument replaced."""
         if self.name is not None and self.name in kwargs:
             return args, {**kwargs, self.name: value}
         return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
@@ -39,46 +39,46 @@ class Argument:
         return self.name or f"argument {self.position}"
 
 
-class Slot:
-    """A residual on its way from where it is read to where it is added."""
+class HeldTensor:
+    """State x of a skip connection, held from a module that reads it to the module that adds it."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
         self.open = False
-        """Whether the module that takes the sum is running: what is read outside of it is not added."""
+        """True while the module that takes the sum runs; a state read outside of it is not added."""
 
 
-class Held(threading.local):
-    """A slot for each thread that runs the model; what it holds is never copied with the model."""
+class ThreadSlot(threading.local):
+    """A slot per thread that runs the model; copies and pickles of the model have an empty one."""
 
     def __init__(self) -> None:
-        self.slot = Slot()  # an object of its own: torch.compile follows writes to it from several hooks
+        self.slot = HeldTensor()  # an object, because torch.compile follows writes to it from several hooks
 
-    def __reduce__(self) -> tuple[type["Held"], tuple[()]]:
-        return Held, ()
+    def __reduce__(self) -> tuple[type["ThreadSlot"], tuple[()]]:
+        return ThreadSlot, ()
 
     @no_type_check
     def hold(self, residual):
-        """Hold what a hook has read."""
+        """Hold a state for the hook that adds it."""
         if self.slot.open or recomputing():
             self.slot.residual = residual
 
 
 @no_type_check
 def recomputing():
-    """Whether autograd is running a checkpointed part a second time, perhaps without what is around it."""
+    """Return True if autograd runs a checkpointed part again, possibly without the modules around it."""
     return not torch.compiler.is_compiling() and in_backward()
 
 
 class SkipHook:
-    """Base of the hooks of a λ-skip."""
+    """Base class of the hooks of a λ-skip."""
 
     def __init__(self, parameter: str = "") -> None:
         self.parameter = parameter
 
 
 class ScaleArgument(SkipHook):
-    """Before a module that adds one of its arguments as it is: λ times that argument."""
+    """Before a module: multiply the argument that it adds unchanged by λ."""
 
     def __init__(self, parameter: str, argument: Argument) -> None:
         super().__init__(parameter)
@@ -86,7 +86,7 @@ class ScaleArgument(SkipHook):
 
     @no_type_check
     def __call__(self, module, args, kwargs):
-        """Scale it."""
+        """Return the arguments with the scaled argument."""
         residual = self.argument.of(args, kwargs)
         if residual is None:
             return None
@@ -95,7 +95,7 @@ class ScaleArgument(SkipHook):
 
 
 class CorrectSum(SkipHook):
-    """After a module that gives the sum of one of its arguments and a branch: (λ − 1)·argument on top."""
+    """After a module that adds one of its arguments to a branch: add (λ − 1)·argument to its output."""
 
     def __init__(self, parameter: str, argument: Argument, key: Key) -> None:
         super().__init__(parameter)
@@ -103,7 +103,7 @@ class CorrectSum(SkipHook):
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
-        """Correct it."""
+        """Return the corrected output."""
         residual = self.argument.of(args, kwargs)
         if residual is None:
             return None
@@ -112,65 +112,65 @@ class CorrectSum(SkipHook):
 
 
 class OpenSlot(SkipHook):
-    """Before the module in which a residual is read and added: forget what is left of another call."""
+    """Before the module in which x is read and added: open the slot, without the state of another call."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: ThreadSlot) -> None:
         super().__init__()
         self.held = held
 
     @no_type_check
     def __call__(self, module, args):
-        """Open it."""
+        """Open the slot."""
         slot = self.held.slot
         slot.residual, slot.open = None, True
 
 
 class CloseSlot(OpenSlot):
-    """After the same module, however it ended."""
+    """After the same module, also if it raised: close the slot."""
 
     @no_type_check
     def __call__(self, module, args, output):
-        """Close it."""
+        """Close the slot."""
         slot = self.held.slot
         slot.residual, slot.open = None, False
 
 
 class HoldInput(SkipHook):
-    """Before a module that reads the residual: hold it."""
+    """Before a module that reads x: hold x."""
 
-    def __init__(self, argument: Argument, held: Held) -> None:
+    def __init__(self, argument: Argument, held: ThreadSlot) -> None:
         super().__init__()
         self.argument, self.held = argument, held
 
     @no_type_check
     def __call__(self, module, args, kwargs):
-        """Hold it."""
+        """Hold x."""
         self.held.hold(self.argument.of(args, kwargs))
 
 
 class HoldOutput(SkipHook):
-    """After a module that gives the residual: hold it."""
+    """After a module that returns x: hold x."""
 
-    def __init__(self, key: Key, held: Held) -> None:
+    def __init__(self, key: Key, held: ThreadSlot) -> None:
         super().__init__()
         self.key, self.held = key, held
 
     @no_type_check
     def __call__(self, module, args, output):
-        """Hold it."""
+        """Hold x."""
         self.held.hold(picked(output, self.key))
 
 
 class CorrectBranch(SkipHook):
-    """After a module that gives the branch: (λ − 1)·residual on top, so that the sum is λ·x + f(x)."""
+    """After a module that returns the branch f(x): add (λ − 1)·x, so that the sum is λ·x + f(x)."""
 
-    def __init__(self, parameter: str, key: Key, held: Held) -> None:
+    def __init__(self, parameter: str, key: Key, held: ThreadSlot) -> None:
         super().__init__(parameter)
         self.key, self.held = key, held
 
     @no_type_check
     def __call__(self, module, args, output):
-        """Correct it; a call without a residual before it is another use of the module."""
+        """Return the corrected output; without a held x the module is used for something else."""
         slot = self.held.slot
         if not slot.open and not recomputing():
             return None
@@ -203,7 +203,7 @@ def _nested_by_channel() -> SkipError:
 
 @no_type_check
 def corrected(tensor, residual, scale):
-    """Add (λ − 1)·residual: exactly nothing at λ = 1."""
+    """Return tensor + (λ − 1)·x, bit-identical to the tensor at λ = 1."""
     if tensor.is_nested:  # torch's encoder packs padded rows so in evaluation mode; they know no addcmul
         if scale.numel() > 1:
             raise _nested_by_channel()
@@ -214,7 +214,7 @@ def corrected(tensor, residual, scale):
 
 @no_type_check
 def picked(output, key):
-    """The tensor at a key of what a module gave, which may be a tuple with a cache and a tensor without."""
+    """Return one item of an output, which may be a tuple with a cache and a tensor without a cache."""
     if key is None and isinstance(output, tuple):
         return output[0]
     return output if key is None or (key == 0 and isinstance(output, Tensor)) else output[key]
@@ -222,7 +222,7 @@ def picked(output, key):
 
 @no_type_check
 def with_value(output, key, value):
-    """What a module gave, with one tensor replaced."""
+    """Return an output with one item replaced; namedtuples and ModelOutputs keep their type."""
     if isinstance(output, Tensor):
         return value
     key = 0 if key is None else key
@@ -234,5 +234,5 @@ def with_value(output, key, value):
 
 
 def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...] = SkipHook) -> int:
-    """Take the hooks of λ-skips off one module; other hooks stay."""
+    """Remove the hooks of λ-skips from one module and return their number; other hooks stay."""
     return remove_forward_hooks(module, lambda hook: isinstance(hook, kinds))

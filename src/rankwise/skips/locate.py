@@ -1,4 +1,4 @@
-"""Where in a model λ goes: which module to hook so that x + f(x) becomes λ·x + f(x)."""
+"""Locate λ-skips: the module to hook so that a residual connection becomes λ·x + f(x)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, map_tensors, run_model
-from rankwise.skips.find import Residual, differentiable, find_residuals, not_finite, probing, tensors_in
+from rankwise.skips.find import Residual, differentiable, find_residuals, not_finite, probe_mode, tensors_in
 from rankwise.skips.hooks import (
     Argument,
     CloseSlot,
     CorrectBranch,
     CorrectSum,
-    Held,
     HoldInput,
     HoldOutput,
     Key,
     OpenSlot,
     ScaleArgument,
+    ThreadSlot,
 )
 from rankwise.skips.sums import History, Sum, SumName, SumRecorder, Version, version
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
@@ -27,12 +27,12 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_nam
 PARAMETER = "lambda_skip"
 """Name of λ in the module that carries it; a second one in the same module gets a number."""
 NOTES = "_rankwise_skips"
-"""Where a module that carries λ says how it got there."""
+"""Attribute of a module with λ: its sites."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that went into a module."""
+    """Tensor that a module received."""
 
     time: int
     frame: ModuleCall
@@ -42,7 +42,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that came out of a module."""
+    """Tensor that a module returned."""
 
     time: int
     frame: ModuleCall
@@ -51,14 +51,14 @@ class Made:
 
 @dataclass
 class Traffic:
-    """The tensors that went into and came out of every module, in one forward pass."""
+    """Tensors that every module received and returned in one forward pass."""
 
     history: History
     given: dict[Version, list[Given]] = field(default_factory=dict)
     made: dict[Version, list[Made]] = field(default_factory=dict)
 
     def entered(self, frame: ModuleCall) -> None:
-        """A module was called."""
+        """Record the arguments of a call."""
         time = self.history.tick()
         names = parameter_names(frame.module)
         for at, value in enumerate(frame.args):
@@ -71,18 +71,18 @@ class Traffic:
                 self._note(self.given, value, Given(time, frame, position, name))
 
     def left(self, frame: ModuleCall) -> None:
-        """A call has ended."""
+        """Record the output of a call."""
         time = self.history.tick()
         for key, value in _items(frame.output):
             if isinstance(value, Tensor):
                 self._note(self.made, value, Made(time, frame, key))
 
     def given_as(self, origin: Version) -> list[Given]:
-        """Where a tensor, or a copy of it, went in."""
+        """Return the calls that received a tensor or a copy of it."""
         return [note for name in self.history.names(origin) for note in self.given.get(name, ())]
 
     def made_as(self, origin: Version) -> list[Made]:
-        """Where a tensor, or a copy of it, came out."""
+        """Return the calls that returned a tensor or a copy of it."""
         return [note for name in self.history.names(origin) for note in self.made.get(name, ())]
 
     def _note(self, notes: dict[Version, list[Any]], tensor: Tensor, note: Given | Made) -> None:
@@ -101,41 +101,41 @@ def _items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 @dataclass(frozen=True)
 class SkipLocation:
-    """How one λ-skip is put into a model."""
+    """Modules, arguments and outputs at which one λ-skip is added."""
 
     module: str
-    """Carries λ."""
+    """Module that has λ."""
     how: str
-    """``argument``: λ·x is what it adds; ``sum`` or ``branch``: (λ − 1)·x is added to what it gives."""
+    """"argument": the hook multiplies an argument by λ; "sum" or "branch": it adds (λ − 1)·x to an output."""
     argument: tuple[str | None, int | None] = (None, None)
     key: Key = None
     source: str = ""
-    """The module that reads, or gives, the residual, if it is another module."""
+    """Module that receives or returns x, if it is another module."""
     source_gives: bool = False
     source_key: Key = None
     scope: str = ""
-    """The module within whose calls a residual that was read is added."""
+    """Module whose call opens and closes the slot."""
     block: str = ""
-    """The module that takes the sum."""
+    """Module that takes the sum."""
     width: int = 0
     sum: SumName = field(default=("", 0, 0), compare=False)
-    """Which sum of the forward pass it scales."""
+    """Sum of the forward pass that λ scales."""
     time: int = field(default=0, compare=False)
-    """When that sum was taken."""
+    """Time of that sum."""
     which: int = 0
-    """Which operand of it."""
+    """Operand of the sum that is x."""
     drops: bool = False
-    """Whether a dropout that is no module lies between the branch and the sum."""
+    """True if functional dropout is between branch and sum."""
     dtype: Any = None
     axis: int = 1
     """The axis of the tokens."""
     norm: str = ""
-    """The module that alone reads the sum and gives states again: a norm, in a post-norm block."""
+    """Module that is the only reader of the sum and returns states: a norm, in a post-norm block."""
     read_by: str = ""
-    """The function that reads it, where that is in no module of its own: its norm cannot be told."""
+    """Function that reads the sum, if it is not in a module; its norm is unknown."""
 
     def install(self, model: nn.Module, parameter: str) -> None:
-        """Put the hooks in; λ must be there already."""
+        """Add the hooks; λ must exist."""
         module, given = model.get_submodule(self.module), Argument(*self.argument)
         if self.how == "argument":
             module.register_forward_pre_hook(ScaleArgument(parameter, given), with_kwargs=True)
@@ -143,7 +143,7 @@ class SkipLocation:
         if self.how == "sum":
             module.register_forward_hook(CorrectSum(parameter, given, self.key), with_kwargs=True)
             return
-        held, source, scope = Held(), model.get_submodule(self.source), model.get_submodule(self.scope)
+        held, source, scope = ThreadSlot(), model.get_submodule(self.source), model.get_submodule(self.scope)
         scope.register_forward_pre_hook(OpenSlot(held))  # before any hook of the same module that reads
         if self.source_gives:
             source.register_forward_hook(HoldOutput(self.source_key, held))
@@ -153,7 +153,7 @@ class SkipLocation:
         scope.register_forward_hook(CloseSlot(held), always_call=True)
 
     def renamed(self, module: str) -> "SkipLocation":
-        """The same location where its module has another name: in a part of the model, or a larger one."""
+        """Return the location for another name of its module, in a part of the model or in a larger model."""
         old, new = _parts(self.module), _parts(module)
         while old and new and old[-1] == new[-1]:
             old.pop()
@@ -188,7 +188,7 @@ class SkipSite:
 
 
 def skip_sites(model: nn.Module) -> list[SkipSite]:
-    """Where a model has λ-skips, in the order they run."""
+    """Return the sites of a model with λ-skips, in the order of the forward pass."""
     if not isinstance(model, nn.Module):
         return []
     sites = [
@@ -205,7 +205,7 @@ def _renamed(site: SkipSite, module: str) -> SkipSite:
 
 
 def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
-    """Give each location a name; a module that is called several times in a forward pass is one."""
+    """Return named sites; several calls of one module in a forward pass are one site."""
     sites: list[SkipSite] = []
     for location in dict.fromkeys(locations):
         number = sum(site.location.module == location.module for site in sites)
@@ -220,7 +220,7 @@ def _parts(name: str) -> list[str]:
 
 
 def locate(residual: Residual, traffic: Traffic) -> SkipLocation | None:
-    """Find where λ can go, the most exact way first; None if no module is near enough."""
+    """Return the most exact location for λ, or None if no module can be hooked."""
     common: dict[str, Any] = {
         "block": residual.sum.frames[-1].name if residual.sum.frames else "",
         "width": residual.sum.shape[-1],
@@ -241,24 +241,24 @@ def locate(residual: Residual, traffic: Traffic) -> SkipLocation | None:
 
 @dataclass(frozen=True)
 class Reader:
-    """What alone reads a sum, and makes states of it again."""
+    """The only reader of a sum that returns states."""
 
     module: str = ""
     function: str = ""
-    """Of one outside of any such module."""
+    """Name of the function, if no module reads the sum."""
     inside: bool = False
-    """Whether it is in the module that takes the sum: a norm outside of it may be that after a stack."""
+    """True if the reader is in the module that takes the sum; otherwise it may be the norm after a stack."""
 
     def __bool__(self) -> bool:
         return bool(self.module or self.function)
 
 
 def reader(sum_: Sum, traffic: Traffic) -> Reader:
-    """What alone reads the sum of a residual connection; none in most blocks.
+    """Return the only reader of the sum of a residual connection; an empty reader in most blocks.
 
-    None where the sum is read by something and added to what that gives, or is read only by products with a
-    matrix, by what gives fewer numbers (a mean over tokens), or by nothing: then the sum is the state. Where
-    nothing is done with it but to add to it, x + f(x) + g(x), it is part of a state: what reads the whole.
+    It is empty if the sum is read and also added to, or is read only by products with a matrix, by functions
+    with smaller outputs (a mean over tokens), or not at all: then the sum is the state. If the sum is only
+    added to, x + f(x) + g(x), it is the reader of the whole sum.
     """
     history = traffic.history
     same = history.same_numbers(sum_.result)
@@ -282,9 +282,9 @@ def reader(sum_: Sum, traffic: Traffic) -> Reader:
 
 
 def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -> list[SkipLocation]:
-    """Locations with what reads their sums.
+    """Return locations with the readers of their sums.
 
-    A reader outside of the block counts only if every sum has one: else it is the norm after a stack.
+    A reader outside of the block counts only if every sum has one; otherwise it is the norm after a stack.
     """
     every = all(readers)
     return [
@@ -294,7 +294,7 @@ def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -
 
 
 def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
-    """The module that takes the sum was given x, and does nothing else with it."""
+    """Return a location if the module that takes the sum receives x and does nothing else with it."""
     sum_, history = residual.sum, traffic.history
     if not sum_.frames:
         return None
@@ -311,7 +311,7 @@ def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
 
 
 def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
-    """A module that was given x gives the sum, and has not used it before."""
+    """Return a location if a module that receives x returns the sum and has not used the sum."""
     sum_, history = residual.sum, traffic.history
     x = history.origin(sum_.operands[residual.which])
     around = {frame.serial for frame in sum_.frames}
@@ -327,7 +327,7 @@ def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
 
 
 def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, Any] | None:
-    """A module gives f(x), or a summand of it, and another module has read or given x before."""
+    """Return a location if a module returns f(x) or a summand, and a module received or returned x before."""
     sum_, history = residual.sum, traffic.history
     x = history.origin(sum_.operands[residual.which])
     made = _maker(sum_.operands[1 - residual.which], sum_.time, traffic, drops)
@@ -339,7 +339,7 @@ def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, A
     common = {"module": made.frame.name, "key": made.key, "drops": drops}
     if isinstance(source, Given) and source.frame is made.frame:  # it can see the residual itself
         return common | {"how": "sum", "argument": (source.name, source.position)}
-    # of the calls under way at the sum, the innermost that had begun when x was read
+    # the innermost call around the sum that had begun when x was read
     scope = [frame for frame in sum_.frames if frame.serial <= source.frame.serial][-1]
     held = {"how": "branch", "source": source.frame.name, "scope": scope.name}
     if isinstance(source, Made):
@@ -348,7 +348,7 @@ def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, A
 
 
 def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | None:
-    """The outermost call that gave a tensor, through copies and sums of which it is a part."""
+    """Return the outermost call that returned a tensor, a copy of it, or a summand of it."""
     history = traffic.history
     mades = [made for made in traffic.made.get(y, ()) if made.time < before]
     if mades:
@@ -364,7 +364,7 @@ def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | Non
 
 
 def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
-    """The last call before the branch's end that was given x or gave it: the nearest to where it is added."""
+    """Return the last call before the end of the branch that received or returned x."""
     around: list[Given | Made] = [*traffic.given_as(x), *traffic.made_as(x)]
     events = [event for event in around if event.time < made.time]
     own = [event for event in events if isinstance(event, Given) and event.frame is made.frame]
@@ -372,19 +372,16 @@ def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
 
 
 def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLocation], list[str]]:
-    """Find where the λ-skips of a model go.
-
-    Runs the model once, in evaluation mode and with gradients; nothing of it changes.
-    """
+    """Run a model once; return the locations of λ, and the blocks with residuals that no module reaches."""
     history = History()
     traffic = Traffic(history)
     frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
     given = map_tensors(example, _with_gradient)
-    with probing(model), differentiable(model), frames.following(), SumRecorder(frames.running, history):
+    with probe_mode(model), differentiable(model), frames.following(), SumRecorder(frames.running, history):
         output = run_model(model, given)
     residuals = find_residuals(history)
     if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
-        raise not_finite("what the model gives")
+        raise not_finite("the output of the model")
     locations, readers, missed = [], [], []
     for residual in residuals:
         found = locate(residual, traffic)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, Change, run_model
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
-from rankwise.skips.find import probing, replacing_sums
+from rankwise.skips.find import probe_mode, replacing_sums
 from rankwise.skips.hooks import SkipHook
 from rankwise.skips.locate import SkipSite, find_skip_locations, name_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
@@ -85,7 +85,7 @@ def observe(
     with (
         with_lambdas(model, sites, lambdas, note),
         record_calls(model, norms, copy=True) as calls,
-        probing(model),
+        probe_mode(model),
         torch.no_grad(),
     ):
         run_model(model, batch)
@@ -111,7 +111,7 @@ def observe(
 def with_lambdas(
     model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> Iterator[None]:
-    """Context manager that runs a model with other λ, of hooks and `LambdaSkip` alike; it writes no weight.
+    """Context manager that runs a model with other λ, of hooks and of `LambdaSkip`; it writes no weight.
 
     λ of other sites stay. ``on_sum`` is called with name, x, f(x) and λx + f(x) of each sum.
     """
@@ -129,7 +129,7 @@ def without_skips(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_skips(model: nn.Module) -> Iterator[None]:
-    """Context manager that makes every skip connection a plain x + f(x), of hooks and `LambdaSkip` alike."""
+    """Context manager that turns hooks off and makes every `LambdaSkip` a plain x + f(x)."""
     plain = {"kind": "fixed", "init": 1.0, "weight": None}
     own = {name: plain for name, module in model.named_modules() if isinstance(module, LambdaSkip)}
     with without_skips(model), Change(model, attributes=own):

@@ -27,7 +27,7 @@ from rankwise.errors import InputError, RankwiseError, one_of
 from rankwise.skips.add import check_traceable
 from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_skip
-from rankwise.skips.find import probing
+from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.skips.observe import lambdas_of, observe, sites_in, with_lambdas
@@ -46,7 +46,7 @@ TRAINS = (
     "a λ that removes COLLAPSE on a batch was tried or proved on that batch; whether the model trains better "
     "with it is unknown before training (docs/how-to/monitor.md has an experiment)"
 )
-BY_HAND = "raise λ in the model's own config or skip connections, where it has one"
+BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
 TOLD = " Tried on this batch: "
 
 
@@ -54,7 +54,7 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return the least |λ| of 1, 2, 4, 8 and 16 with which an audit finds no COLLAPSE in a stack of blocks.
 
     In each trial every smaller |λ| of the stack is raised to the value. Signs stay; 0 counts as positive.
-    The rule is that of the finding COLLAPSE on the token states of this batch. The model is not changed.
+    The rule is the rule of COLLAPSE on the token states of this batch. The model is not changed.
 
     A choice keeps three statements apart. ``tried`` and ``removes_collapse`` are trials on this batch;
     ``proved`` is a bound for this batch and single layers; nothing states if the model trains with that λ.
@@ -116,8 +116,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
 
     `choose_lambda` chooses the λ. The remedy is a command, or Python if the batch is not a dict. A mixer is
     reported as INACTIVE_BLOCK if its ``mixer_share``, mean ‖f(x)‖/‖λx + f(x)‖ of a token, is below 0.01 and
-    no block around it is reported. Of a dict the first four sequences are examined, of any other batch all.
-    The model is not changed.
+    no block around it is reported. The first four sequences of a dict are examined, or any other batch as a
+    whole. The model is not changed.
     Cost: nothing without a COLLAPSE and λ-skips, one forward pass for λ-skips, ten per collapsed stack.
 
     Args:
@@ -183,7 +183,7 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
     def note(state: StateSite) -> None:
         statistics.add_states(measure_states(state, None, ranks=False))
 
-    with probing(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
+    with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
         for batch in batches:
             run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
@@ -249,7 +249,7 @@ def _advised(finding: Finding, model: nn.Module, batch: Batch) -> Finding:
 
 
 def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice) -> str:
-    """Return a command or Python that gives a model the chosen λ."""
+    """Return a command or Python that sets the chosen λ in a model."""
     sites, _ = sites_in(model, batch)
     current = lambdas_of(model, sites)
     below = [name for name in choice.sites if bool((current[name].abs() < choice.value).any())]
@@ -297,7 +297,7 @@ def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
 
 
 def _shares(model: nn.Module, batch: Batch) -> dict[str, float]:
-    """Return mean ‖f(x)‖/‖λx + f(x)‖ of each λ-skip; of several calls the largest."""
+    """Return mean ‖f(x)‖/‖λx + f(x)‖ of each λ-skip, the largest of its calls."""
     check_traceable(model)
     own = _own(model)
     sites = skip_sites(model) or [one for one in sites_in(model, batch)[0] if one.location.module in own]
@@ -319,8 +319,8 @@ def _suppressed(site: str, share: float) -> Finding:
         severity="warning",
         where=HeadId(site=site),
         evidence={"mixer_share": share},
-        meaning=f"The mixer at {site or 'the model itself'} adds hardly anything to its tokens: "
-        f"{share:.1g} of what its skip connection gives.",
+        meaning=f"The mixer at {site or 'the model itself'} barely changes its tokens: its output is "
+        f"{share:.1g} of the sum with its skip connection.",
         remedy=RULES["INACTIVE_BLOCK"].remedy.format(change="set the weights of its output projection to 0"),
     )
 
@@ -365,7 +365,7 @@ def _kind(value: object) -> str:
 def _check_runs(model: nn.Module, batch: Batch) -> None:
     """Raise an `InputError` if the model does not run on a batch: later errors have another cause."""
     try:
-        with probing(model), torch.no_grad():
+        with probe_mode(model), torch.no_grad():
             run_model(model, batch)
     except RankwiseError:
         raise

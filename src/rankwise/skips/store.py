@@ -1,4 +1,4 @@
-"""λ-skips in files: the numbers in safetensors, what they belong to in JSON beside them."""
+"""Save and load λ-skips: numbers in safetensors, the description of their model in JSON."""
 
 import hashlib
 import re
@@ -22,7 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SkipFacts(BaseModel, extra="forbid"):
-    """What saved λ-skips belong to."""
+    """Description of the model of saved λ-skips."""
 
     format: Literal[1] = 1
     model_class: str
@@ -33,7 +33,7 @@ class SkipFacts(BaseModel, extra="forbid"):
     parameters: str = ""
     """Digest of the names and shapes of all parameters but λ; empty in files of older versions."""
     fitted: dict[str, Any] = {}
-    """How the λ were found, for the reader."""
+    """How λ was found; not read."""
 
 
 def save_skips(
@@ -42,12 +42,12 @@ def save_skips(
     """Write the λ-skips of a model into a folder, as ``skips.safetensors`` and ``skips.json``.
 
     Args:
-        model: the model.
-        folder: where to; it is made if it is missing.
-        fitted: what to write down on how the λ were found.
+        model: model with λ-skips.
+        folder: folder to write; it is created if it is missing.
+        fitted: notes on how λ was found.
 
     Returns:
-        The two paths.
+        Paths of the numbers and of the description.
 
     Raises:
         SkipError: if the model has no λ-skips, or one that is not finite.
@@ -89,18 +89,18 @@ def save_skips(
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
-    """Put λ-skips that were saved into a model without any: of the same class, with the same parameters.
+    """Add saved λ-skips to a model of the same class and with the same parameters.
 
     Args:
-        model: the model.
-        folder: where `save_skips` wrote them.
-        example: as in `add_lambda_skip`.
+        model: model without λ-skips.
+        folder: folder that `save_skips` wrote.
+        example: batch to run, as in `add_lambda_skip`.
 
     Raises:
         SkipError: if the files are missing or broken, or belong to another model.
 
     Warns:
-        UserWarning: for files that do not say what parameters their model had.
+        UserWarning: if the files do not describe the parameters of their model.
     """
     folder = Path(folder)
     facts, numbers = _read_facts(folder / FACTS), _read_numbers(folder / NUMBERS)
@@ -115,7 +115,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         for name, parameter in skips.items():
             parameter.copy_(numbers[name])
     try:
-        _check_finite(dict(skips), str(folder))  # float64 may hold what the dtype of λ does not
+        _check_finite(dict(skips), str(folder))  # finite in float64 may be infinite in the dtype of λ
     except SkipError:
         remove_lambda_skip(model)
         raise
@@ -123,18 +123,12 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
 
 def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
-    """Put in the λ-skips that lie in a model's folder, if there are any.
+    """Add the λ-skips in a model's folder, as `load_skips`; return None if the folder has none.
 
     Args:
-        model: the model that was loaded from the folder.
-        folder: the folder, or a name on the Hub, which has none.
-        example: as in `add_lambda_skip`.
-
-    Returns:
-        The skips, or None where the folder has none.
-
-    Raises:
-        SkipError: as `load_skips`.
+        model: model that was loaded from the folder.
+        folder: folder, or a name on the Hub, which has none.
+        example: batch to run, as in `add_lambda_skip`.
     """
     if not has_skips(folder):
         return None
@@ -142,11 +136,7 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
 
 
 def has_skips(folder: str | Path) -> bool:
-    """Whether a folder holds λ-skips.
-
-    Args:
-        folder: the folder.
-    """
+    """Return True if a folder has saved λ-skips."""
     return any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
 
 
@@ -194,7 +184,7 @@ def _check_finite(numbers: dict[str, Tensor], where: str) -> None:
 
 
 def _digest(model: nn.Module, skips: Skips) -> str:
-    """What tells a model from one of another configuration, at any weights: its parameters but λ."""
+    """Return a digest of the names and shapes of all parameters except λ, tied names included."""
     scales = {id(scale) for scale in skips.values()}
     shapes = sorted(
         (name, *parameter.shape)
@@ -220,7 +210,7 @@ def _class(model: nn.Module) -> str:
 def _save(numbers: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(numbers, path)
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors raises this on a full disk
         raise OSError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Every sum of two token states that a model takes as it runs, and what came from where."""
+"""Record every sum of two token states in a forward pass, and replace sums."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +36,9 @@ COPIES = frozenset(
         torch.clone,
     }
 )
-"""What gives the same numbers in another tensor."""
+"""Functions that return the same numbers in another tensor."""
 RESHAPES = frozenset({torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as})
-"""What may copy where a view is not possible."""
+"""Functions that copy if a view is impossible."""
 PRODUCTS = frozenset(
     {
         F.linear,
@@ -58,7 +58,7 @@ PRODUCTS = frozenset(
         Tensor.bmm,
     }
 )
-"""Products with a matrix: a layer with weights, which no norm is."""
+"""Products with a matrix; a norm has none."""
 STATE_AXES = (2, 3)
 """Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
 
@@ -67,12 +67,12 @@ Version = tuple[int, int]
 SumName = tuple[str, int, int]
 """A sum in a forward pass: the innermost module running, which of its calls, which sum of that call."""
 Change = Callable[[Tensor, Tensor], Tensor]
-"""What a sum is to be, of its two operands."""
+"""Function of the two operands that replaces a sum."""
 
 
 @no_type_check
 def version(tensor):
-    """Name a tensor as it is now."""
+    """Return the identity of a tensor and how often it was changed in place."""
     return id(tensor), changes_in_place(tensor)
 
 
@@ -100,7 +100,7 @@ class Copy:
 
     source: Version
     drops: bool
-    """Whether it is another in training: dropout as a function, which no hook can see."""
+    """True if it differs in training: functional dropout, which no hook can see."""
 
 
 @dataclass
@@ -109,23 +109,23 @@ class Use:
 
     time: int
     sum: SumName | None
-    """The sum it is, if it is one."""
+    """Name of the sum, if the function is a sum."""
     running: frozenset[int]
     """Serials of the calls around it."""
     copies: bool
-    """Whether it only made a copy."""
+    """True if it only copied."""
     function: str = ""
     passes: bool = False
-    """Whether it gave the same numbers again, as a copy or in another shape."""
+    """True if it returned the same numbers, as a copy or in another shape."""
     numbers: int = 0
-    """How many the largest tensor has that it gave."""
+    """Number of entries of its largest output."""
     product: bool = False
-    """Whether it is a product with a matrix."""
+    """True if it is a product with a matrix."""
 
 
 @dataclass
 class History:
-    """What one forward pass did with token states."""
+    """Sums, copies and uses of token states in one forward pass."""
 
     sums: list[Sum] = field(default_factory=list)
     results: dict[Version, Sum] = field(default_factory=dict)
@@ -140,12 +140,12 @@ class History:
     _names: dict[Version, list[Version]] = field(default_factory=dict)
 
     def tick(self) -> int:
-        """The next moment."""
+        """Return the next time."""
         self.time += 1
         return self.time
 
     def copied(self, source: Version, made: Version, drops: bool) -> None:
-        """Note a copy."""
+        """Record a copy."""
         self.copies[made] = Copy(source, drops)
         self.passed.setdefault(source, []).append(made)
         if not drops:
@@ -154,15 +154,15 @@ class History:
             self._names.setdefault(origin, [origin]).append(made)
 
     def origin(self, tensor: Version) -> Version:
-        """The first tensor with the same numbers."""
+        """Return the first tensor with the same numbers."""
         return self._origins.get(tensor, tensor)
 
     def names(self, origin: Version) -> list[Version]:
-        """A tensor and its copies."""
+        """Return a tensor and its copies."""
         return self._names.get(origin, [origin])
 
     def same_numbers(self, tensor: Version) -> list[Version]:
-        """A tensor, its copies and views, and what dropout, which does nothing here, made of them."""
+        """Return a tensor with its copies, views and outputs of dropout, which does nothing here."""
         found = [tensor]
         for version in found:
             found.extend(made for made in self.passed.get(version, ()) if made not in found)
@@ -170,10 +170,9 @@ class History:
 
 
 class SumNames:
-    """Names sums as they are taken, alike for batches of other sizes.
+    """Names of sums in the order of a forward pass, independent of the batch size.
 
-    Sums are counted within one call of a module: a scan that takes one for each token, in a module of its
-    own, shifts no other.
+    Sums are counted per call of a module, so that a scan with a sum per token does not shift other names.
     """
 
     def __init__(self, running: Sequence[ModuleCall]) -> None:
@@ -182,7 +181,7 @@ class SumNames:
         self._taken: dict[int, int] = {}
 
     def next(self) -> SumName:
-        """The name of the sum that is taken now."""
+        """Return the name of the current sum."""
         name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
         calls = self._calls.setdefault(name, [])
         if serial not in calls:
@@ -195,8 +194,8 @@ class SumNames:
 class SumRecorder(TorchFunctionMode):
     """Records sums, copies and uses of token states, with the autograd graph that joins them.
 
-    Dropout, which does nothing in evaluation mode, gives a tensor of its own here: what lies before it and
-    what lies after it can then be told apart.
+    Functional dropout, which does nothing in evaluation mode, returns a new tensor here, to distinguish the
+    tensors before and after it.
     """
 
     def __init__(self, running: Sequence[ModuleCall], history: History) -> None:
@@ -205,7 +204,7 @@ class SumRecorder(TorchFunctionMode):
 
     @no_type_check  # called for every operation of a model, as all below
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run one function and write down what it did."""
+        """Run a function and record it."""
         kwargs = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **kwargs)
@@ -278,8 +277,8 @@ class SumRecorder(TorchFunctionMode):
         return out
 
 
-class SumReplacer(TorchFunctionMode):
-    """Puts something else in the place of chosen sums."""
+class ReplaceSums(TorchFunctionMode):
+    """Replace chosen sums."""
 
     def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, Change]) -> None:
         super().__init__()
@@ -287,7 +286,7 @@ class SumReplacer(TorchFunctionMode):
 
     @no_type_check  # called for every operation of a model, as all below
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run one function, or another sum in its place."""
+        """Run a function, or the replacement of a sum."""
         kwargs = kwargs or {}
         pair = operands(func, args, kwargs)
         change = None if pair is None else self._changes.get(self._names.next())
@@ -317,7 +316,7 @@ def operands(func, args, kwargs):
 
 @no_type_check
 def _edges(first, other):
-    """Where the operands lie in the graph, if they are two states of one shape."""
+    """Return the graph edges of the operands, if they are two states of one shape."""
     if first.shape != other.shape or 0 in first.shape or not (first.requires_grad and other.requires_grad):
         return None
     return get_gradient_edge(first), get_gradient_edge(other)
@@ -325,7 +324,7 @@ def _edges(first, other):
 
 @no_type_check
 def _reshaped(func, given, made):
-    """Whether a tensor holds all numbers of another tensor in another shape."""
+    """Return True if a tensor has all numbers of another tensor in another shape."""
     if made.numel() != given.numel():
         return False
     base = base_of(given)

@@ -1,4 +1,4 @@
-"""The value and output weights of attention, found by what they compute; and what it mixes with."""
+"""Value and output weights of attention, found by their numbers, and the norm of its matrices."""
 
 import math
 from collections import defaultdict
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, run_model
 from rankwise.errors import CaptureError
-from rankwise.skips.find import probing
+from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import Lambdas, with_lambdas
 from rankwise.skips.sums import SumName
@@ -19,33 +19,33 @@ from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 
 @dataclass
 class Mixing:
-    """What is known of the mixer of one λ-skip."""
+    """Norms of the mixer of one λ-skip."""
 
     norm: float
     """‖M‖_F of the worst sequence, all heads together."""
     worst: float | None
     """What it can be at most."""
     value_norm: float | None = None
-    """‖C‖_F, all heads together; None unless what the output projection gave is the branch that is added."""
+    """‖C‖_F of all heads together; None unless the output of the output projection is the branch."""
     max_row_norm: Tensor | None = None
-    """(B,): the most by which attention can move a token, whatever its weights."""
+    """Shape (B,): largest norm of a row that attention can write, with any weights."""
     unlike: str = "its value and output weights were not found"
-    """What tells the branch from the paper's Σ_h M_h Y C_h; empty where nothing does."""
+    """Difference between the branch and the paper's Σ_h M_h Y C_h; empty if there is none."""
 
 
 @dataclass
 class MatrixCall:
-    """One call of a module that has a matrix."""
+    """Call of a module that has a matrix."""
 
     module: nn.Module
     given: Tensor
     gave: Tensor
 
     def linear(self) -> tuple[Tensor, Tensor] | None:
-        """The matrix, outputs first, and the bias of the linear map that it computed; None if it is another.
+        """Return matrix (outputs first) and bias, or None if the call did not compute this linear map.
 
-        Each number is a sum of K products, taken in float32 or finer: it may be off by 8√K roundings of that
-        of the sum of their magnitudes, and by two of its own dtype, for itself and its bias.
+        A sum of K products in float32 or finer may be off by 8√K roundings of the sum of magnitudes, and by
+        two roundings of the output dtype.
         """
         weight, bias = (getattr(self.module, name, None) for name in ("weight", "bias"))
         given, gave = self.given.double(), self.gave.double()
@@ -80,9 +80,9 @@ def _matrix_calls(calls: Iterable[RecordedCall]) -> list[MatrixCall]:
 def mixings(
     model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
 ) -> dict[tuple[str, int], Mixing]:
-    """What is known of the mixers of λ-skips, by name of the site and number of its call.
+    """Return norms of the mixers of λ-skips, by name of the site and number of its call.
 
-    A site is missing where its branch holds no captured mixer, or several of them.
+    A site is missing if its branch has no captured mixer, or several.
     """
     mixers: list[MixerSite] = []
     sums: dict[str, list[tuple[Tensor, Tensor]]] = {site.name: [] for site in sites}
@@ -98,7 +98,7 @@ def mixings(
         try:
             with (
                 recording as calls,
-                probing(model),
+                probe_mode(model),
                 torch.no_grad(),
                 capture(model, on_mixer=mixers.append, values=True),
             ):
@@ -121,7 +121,7 @@ def mixings(
 
 
 def _common(first: str, other: str) -> int:
-    """How many parts of two names agree from the start, if any part after a number does or none has one."""
+    """Return how many leading parts of two names agree; 0 if they differ in a number."""
     count = 0
     for a, b in zip(first.split("."), other.split("."), strict=False):
         if a != b:
@@ -149,7 +149,7 @@ def _mixing(mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[Matr
     into, out = calls[read[0]], calls[gave[0]]
     values, projection = into.linear(), out.linear()
     if values is None or projection is None or not _same(out.gave, branch):
-        return found  # no linear maps, or a gain, a norm or another summand stands in between
+        return found  # not linear, or a gain, a norm or another summand is between
     value_weights = [values[0][head] for head in read[1]]
     output_weights = [projection[0][:, head] for head in gave[1]]
     groups = heads // mixer.values.shape[1]
@@ -176,7 +176,7 @@ def _same(first: Tensor, other: Tensor) -> bool:
 
 
 def _columns_of(heads: Tensor, mask: Tensor, tables: Sequence[Tensor]) -> tuple[int, list[list[int]]] | None:
-    """The table among whose columns those of (B, H, T, K) are at real tokens, and which they are by head."""
+    """Return the table that has the columns of the heads at real tokens, and their positions per head."""
     batch, count, tokens, width = heads.shape
     real = mask.to(heads.device).reshape(-1)
     wanted = heads.permute(0, 2, 1, 3).reshape(batch * tokens, count * width)[real]

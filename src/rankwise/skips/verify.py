@@ -18,11 +18,11 @@ from rankwise.skips.sums import SumName
 
 
 def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
-    """Compare a model with its λ-skips, on an example, with what it should give.
+    """Raise if a model with λ-skips does not compute λ·x + f(x) on an example.
 
-    At λ = 1 every output must be the same bit by bit; at λ between 0.6 and 0.9, a different one for each
-    site, every residual sum must be what a scaled one is (`SumCheck`), and the outputs too, up to √ε of the
-    dtype. Rounding does not add up over layers: a sum that was compared is replaced by the scaled one.
+    At λ = 1 outputs must be bit-identical. At λ from 0.6 to 0.9, different per site, every residual sum must
+    equal the scaled sum (`SumCheck`), and outputs up to √ε of the dtype. A compared sum is replaced by the
+    scaled sum, so that rounding does not add up over layers.
     """
     with without_skips(model):
         plain = run_with(model, example, {})
@@ -49,20 +49,20 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
     wrong = [check.site.name for check in checks if not check.right]
     if wrong or len(wanted) != len(got) or not all(map(_close, wanted, got)):
         where = f" at {', '.join(wrong[:3])}" if wrong else ""
-        raise _failure(model, "what scaling the residual sums gives at λ ≠ 1", f"something else{where}")
+        raise _failure(model, "the scaled residual sums at λ ≠ 1", f"something else{where}")
 
 
 class SumCheck:
-    """Compares what the hooks of one site make of x + y with λ·x + y, of the same x and y.
+    """Compare the sum of a model with hooks with λ·x + y, for the same x and y.
 
-    It looks where the work of the hooks is done: at the sum, or, where it is corrected in the output of the
-    module that takes it, at that output. The error e of a token may have the norm
+    The compared number is the sum, or the output of the module that takes it if a hook corrects that output.
+    The error e of a token may have the norm
 
         ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
 
     The first term is an error of λ. The second is rounding: λ·x and its sum with y are two roundings, the sum
     and its correction by (λ − 1)·x three, each of a number not above |x| + |y| for |λ| ≤ 1 and so of ε/2 of
-    that at most, ε that of the coarser dtype. An effect of λ below rounding cannot be told, and passes.
+    that at most, ε that of the coarser dtype. An effect of λ below rounding passes.
     """
 
     def __init__(self, site: SkipSite, scale: float) -> None:
@@ -75,16 +75,16 @@ class SumCheck:
 
     @property
     def right(self) -> bool:
-        """Whether every sum of the pass without hooks was compared in the pass with them, and agreed."""
+        """True if every sum of the pass without hooks agreed in the pass with hooks."""
         return self._agreed == self._operands.keys()
 
     def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """The scaled sum, in a pass without hooks."""
+        """Return the scaled sum, in a pass without hooks."""
         self._operands[name] = (first.detach().clone(), other.detach().clone())
         return self._scaled(first, other)
 
     def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """The sum in a pass with hooks: compared, or left to be compared when its module ends."""
+        """Return the sum in a pass with hooks: compared now, or when its module returns."""
         total = first + other
         if self._inside:
             self._due = name
@@ -93,7 +93,7 @@ class SumCheck:
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Compare the outputs of a module that λ corrects, for as long as the block runs."""
+        """Context manager that compares the corrected outputs of a module."""
         module = model.get_submodule(self.site.location.module)
         if self.site.location.how != "sum":
             yield
@@ -119,7 +119,7 @@ class SumCheck:
         return with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
-        if name not in self._operands:  # a pass that goes another way: its outputs are compared
+        if name not in self._operands:  # a pass with other sums: its outputs are compared
             return got
         wanted = self._scaled(*self._operands[name])
         if self._near(name, wanted, got.detach()):
@@ -154,7 +154,7 @@ def _close(wanted: Tensor, got: Tensor) -> bool:
 
 
 def _difference(wanted: Tensor, got: Tensor) -> Tensor:
-    return torch.where(wanted == got, 0, (wanted - got).double())  # ∞ where it should be is none
+    return torch.where(wanted == got, 0, (wanted - got).double())  # an expected ∞ is not an error
 
 
 def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
@@ -162,6 +162,6 @@ def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
         f"λ-skips of {type(model).__name__}",
         expected=wanted,
         got=got,
-        fix="This model uses its residuals in a way that hooks cannot follow; it was left as it was. Choose "
+        fix="This model uses its residuals in a way that hooks cannot follow; it is unchanged. Choose "
         "other `sites`, or write λ into its blocks.",
     )
