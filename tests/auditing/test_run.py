@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from experiments.families import BERT, LLAMA, hugging_face, nano_gpt
+from tests.auditing import made_audits
+from tests.auditing.same_audits import differences
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import AuditError
+from rankwise.auditing import AttentionMap, AuditError, Finding
+from rankwise.auditing.attention_maps import only_flagged
 from rankwise.auditing.batches import check_batches
+from rankwise.auditing.comparison import layer_means
 from rankwise.errors import CaptureError, InputError, RankwiseError
 from rankwise.measures import logit_moments, required_head_dim
 from rankwise.theory import random_head_rank
@@ -471,3 +475,56 @@ def test_heads_that_change_their_number_are_refused() -> None:
 
     with pytest.raises(RankwiseError, match="expected 2, as in the sequences before, got 3"):
         rw.audit(Changing(), [torch.randn(1, 2, 9, 4), torch.randn(1, 3, 9, 4)])
+
+
+class Encoders(nn.Module):
+    """An encoder that runs once, or a second time in the same pass on the tokens in reverse order."""
+
+    def __init__(self, encoder: nn.Module, twice: bool) -> None:
+        super().__init__()
+        self.encoder, self.twice = encoder, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x) + self.encoder(x.flip(1)) if self.twice else self.encoder(x)
+
+
+def test_a_stack_that_runs_twice_in_a_pass_restarts_as_in_another_batch() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 9, 8)
+    twice = rw.audit(Encoders(encoder, True), [x])
+    batches = rw.audit(Encoders(encoder, False), [x, x.flip(1)])
+    assert math.isnan(twice.layers[0].relative_update)
+    assert differences(twice.model_dump()["layers"], batches.model_dump()["layers"]) == []
+    assert differences(twice.model_dump()["heads"], batches.model_dump()["heads"]) == []
+
+
+class AttendsTwice(nn.Module):
+    """A block whose attention module is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0]
+        return x + self.attention(3 * x, 3 * x, x)[0]
+
+
+def test_calls_of_a_module_in_a_layer_have_records_of_their_own_and_one_mean() -> None:
+    torch.manual_seed(0)
+    audit = rw.audit(nn.Sequential(AttendsTwice(), AttendsTwice()), [torch.randn(2, 9, 8)])
+    own = [one for one in audit.heads if one.layer == 0]
+    assert [(one.call, one.head) for one in own] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert own[0].effective_rank != own[2].effective_rank
+    means = {(key.measure, key.layer): mean for key, (mean, _) in layer_means(audit).items()}
+    assert means["row_entropy", 0] == pytest.approx(sum(one.row_entropy for one in own) / 4)
+
+
+def test_an_attention_map_is_kept_if_another_call_of_its_head_has_a_finding() -> None:
+    picture = AttentionMap.of(torch.eye(2).numpy(), 2, 2)
+    heads = [made_audits.head(head=at, call=call, attention_map=picture) for call in (0, 1) for at in (0, 1)]
+    sink = {"code": "SINK", "severity": "info", "evidence": {}, "meaning": "", "remedy": ""}
+    kept = only_flagged(heads, [Finding(where=heads[3].id, **sink)])
+    assert [one.attention_map is not None for one in kept] == [False, True, False, True]

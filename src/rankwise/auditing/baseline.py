@@ -50,9 +50,7 @@ def layer_baselines(
         records = [copy.states[address].to_record() for copy in copies if address in copy.states]
         records = [record for record in records if record.sequences]
         if records:
-            baselines[address] = Baseline(
-                seeds=len(records), **_moments(records, [row.name for row in LAYER_MEASURES])
-            )
+            baselines[address] = Baseline(seeds=len(records), **_moments(records, OF_LAYERS))
     return baselines
 
 
