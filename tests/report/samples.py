@@ -1,8 +1,11 @@
 """Audits made up by a seeded generator, in the ranges real ones have."""
 
+import json
 import math
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -11,7 +14,7 @@ from rankwise.auditing.comparison import compare_two
 from rankwise.auditing.history import History
 from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance, Unseen
 from rankwise.auditing.result import Audit
-from rankwise.compression.records import Compression, HeadWidth, LayerPrice
+from rankwise.compression import Compression
 from rankwise.plan.record import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
@@ -22,6 +25,7 @@ from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 
+OLD_FILES = Path(__file__).parents[1] / "old_files"
 NASTY = "</script><img src=x onerror=alert(1)>"
 """Ends a script, loads a picture and runs a command wherever it is not escaped."""
 
@@ -418,17 +422,26 @@ def nasty_plan() -> Document:
     return plan_document(plan)
 
 
-def nasty_compression() -> Document:
-    site = {"site": NASTY, "layer": 0}
-    head = HeadWidth(
-        part="qk", stack=NASTY, head=0, before=4, width=2, kl=math.nan, kl_calibrated=math.nan, **site
-    )
-    record = Compression(
-        model=NASTY, parts=[NASTY], sequences=1, tokens=2, figures=NASTY, heads=[head],
-        layers=[LayerPrice(kl=math.nan, **site)], kl=math.nan, left_out={NASTY: NASTY}, notes=[NASTY],
-        about={"folder": NASTY},
-    )  # fmt: skip
-    return compression_document(record)
+R = TypeVar("R")
+
+
+def nasty_copy(file: str, load: Callable[[Path], R]) -> R:
+    """Load a copy of an old file whose texts would escape and whose spreads are missing."""
+
+    def nasty_value(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: nasty_value(key, item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [nasty_value(name, item) for item in value]
+        if isinstance(value, str) and name not in {"format", "phase", "part"}:
+            return NASTY
+        return None if name in {"kl", "kl_calibrated", "nats", "effective_rank"} else value
+
+    content = json.loads((OLD_FILES / file).read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copy.json"
+        path.write_text(json.dumps(nasty_value("", content)), encoding="utf-8")
+        return load(path)
 
 
 def nasty_certificate() -> Document:
@@ -450,7 +463,9 @@ DOCUMENTS: dict[str, Callable[[], Document]] = {
     "comparison": lambda: comparison_document(compare_two(nasty(), only_nan())),
     "history": lambda: history_document(History.of([nasty(), only_nan(), only_nan()], [NASTY, "b", "c"])),
     "plan": nasty_plan,
-    "compression": nasty_compression,
+    "compression": lambda: compression_document(
+        nasty_copy("compressed/together/compression.json", Compression.load)
+    ),
     "certificate": nasty_certificate,
 }
 """The six kinds, with names that would escape and numbers that are not finite."""
