@@ -84,6 +84,7 @@ def test_a_model_without_a_mask_reads_one_text_at_a_time(tokenizer: Any) -> None
         ),
         ({"texts": ["a"], "tokenizer": 3}, "`tokenizer`: expected .* got int"),
         ({"texts": [], "tokenizer": len}, "`texts`: expected at least one text"),
+        ({"texts": ["", " "], "tokenizer": len}, "at least one with a token"),
         ({"texts": ["a", 3], "tokenizer": len}, "number 2: expected a str, got int"),
         ({"texts": 3, "tokenizer": len}, "`texts`: expected a list of strings, got int"),
         ({"texts": ["a"], "tokenizer": len, "batches": []}, "expected one of them, got both"),
@@ -95,11 +96,6 @@ def test_a_model_without_a_mask_reads_one_text_at_a_time(tokenizer: Any) -> None
 def test_what_is_no_data_is_refused_with_its_cure(bert: nn.Module, given: dict[str, Any], says: str) -> None:
     with unchecked(), pytest.raises(InputError, match=says):
         rw.audit(bert, **given)
-
-
-def test_texts_without_a_token_are_refused(bert: nn.Module, tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="at least one with a token"):
-        rw.audit(bert, texts=["", " "], tokenizer=tokenizer)
 
 
 def encoded(tokenizer: Any) -> Any:
@@ -213,16 +209,9 @@ def test_next_tokens_are_lost_whatever_labels_the_sequences_have() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=1, n_head=2)).eval()
     ids = torch.randint(3, 20, (4, 9))
     loader = DataLoader(TensorDataset(ids, torch.tensor([0, 1, 0, 1])), batch_size=4)
-    labelled, plain = (
-        rw.audit(model, loader, importance=True),
-        rw.audit(model, [{"input_ids": ids}], importance=True),
-    )
-    assert labelled.importance is not None
-    assert plain.importance is not None
-    assert (labelled.importance.loss, labelled.importance.value) == (
-        plain.importance.loss,
-        plain.importance.value,
-    )
+    labelled = rw.audit(model, loader, importance=True).importance
+    plain = rw.audit(model, [{"input_ids": ids}], importance=True).importance
+    assert (labelled.loss, labelled.value) == (plain.loss, plain.value)
 
 
 def test_two_sequences_in_a_list_are_not_taken_for_labels() -> None:
@@ -263,9 +252,8 @@ def test_a_row_of_nothing_but_padding_is_refused_and_what_came_before_is_kept(be
     assert told.value.audit.provenance.sequences == 3
 
 
-def test_rows_of_several_choices_are_looked_at_one_by_one(bert: nn.Module) -> None:
-    ids = torch.randint(1, 300, (2, 3, 8))
-    mask = torch.ones_like(ids)
+def test_rows_of_several_choices_are_checked_one_by_one(bert: nn.Module) -> None:
+    ids, mask = torch.randint(1, 300, (2, 3, 8)), torch.ones(2, 3, 8)
     mask[:, :, 6:] = 0
     check_rows(bert, {"input_ids": ids, "attention_mask": mask}, 1)
     mask[1, 2] = 0
@@ -273,14 +261,17 @@ def test_rows_of_several_choices_are_looked_at_one_by_one(bert: nn.Module) -> No
         check_rows(bert, {"input_ids": ids, "attention_mask": mask}, 1)
 
 
-def test_a_mask_of_another_shape_is_the_models_own_affair(bert: nn.Module) -> None:
-    ids = torch.randint(1, 300, (2, 5))
-    check_rows(bert, {"input_ids": ids, "attention_mask": torch.zeros(2, 9)}, 1)
-    check_rows(bert, {"input_ids": ids[0], "attention_mask": torch.zeros(5)}, 1)  # without a batch axis
-
-
-def test_tokens_that_come_otherwise_are_tokens(bert: nn.Module) -> None:
-    check_rows(bert, {"input_ids": torch.zeros(2, 0), "inputs_embeds": torch.zeros(2, 5, 16)}, 1)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": torch.ones(2, 5), "attention_mask": torch.zeros(2, 9)},
+        {"input_ids": torch.ones(5), "attention_mask": torch.zeros(5)},
+        {"input_ids": torch.zeros(2, 0), "inputs_embeds": torch.zeros(2, 5, 16)},
+    ],
+    ids=["a mask of another shape", "no batch axis", "embedded tokens"],
+)
+def test_batches_whose_padding_is_unknown_are_accepted(bert: nn.Module, batch: dict[str, Any]) -> None:
+    check_rows(bert, batch, 1)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
@@ -344,11 +335,7 @@ def test_a_forward_that_is_not_there_is_told_from_what_it_says(model: nn.Module,
 
 
 def test_masks_of_other_models_may_say_what_is_hidden() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-
+    class Own(OnlyX):
         def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return self.layer(x, src_mask=attention_mask)
 
@@ -376,8 +363,6 @@ def test_weights_on_the_device_meta_are_named() -> None:
 
 
 def test_whole_batches_before_a_wrong_one_are_kept(bert: nn.Module, tokenizer: Any) -> None:
-    from rankwise.auditing import AuditError
-
     with unchecked(), pytest.raises(AuditError, match=re.escape("batch 2")) as caught:
         rw.audit(bert, [encoded(tokenizer), TEXTS])
     assert caught.value.audit is not None
