@@ -30,7 +30,8 @@ from rankwise._internals.files import write_file
 from rankwise.compression import Job
 from rankwise.compression.calibrate import calibrate
 from rankwise.compression.layers import AttentionLayer, see
-from rankwise.compression.narrow_heads import Factors, layer_divergence, narrow_layers
+from rankwise.compression.narrow_heads import layer_divergence
+from rankwise.compression.qk_modules import Factors, narrow_layers
 from rankwise.compression.rotary import pair_widths
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_nulls import pair_curves

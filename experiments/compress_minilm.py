@@ -29,8 +29,9 @@ from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.compression.layers import find_layers, see
-from rankwise.compression.narrow_heads import Factors, closed_form, narrow_layers
+from rankwise.compression.narrow_heads import closed_form
 from rankwise.compression.null_ways import weight_moments
+from rankwise.compression.qk_modules import Factors, narrow_layers
 from rankwise.data import load_text
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"

@@ -9,7 +9,7 @@ from tests.compression.compression_cases import bigcode, ids
 import rankwise as rw
 from rankwise.compression.divergence import Sample, divergence, head_divergence, width_curves
 from rankwise.compression.factors import joint_components, key_components
-from rankwise.compression.narrow import HeadFactors, narrowed
+from rankwise.compression.qk_modules import HeadFactors, narrow_linear
 from rankwise.compression.widths import hull, widths_for_tolerance, widths_under_budget
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import logit_bases
@@ -130,7 +130,7 @@ def test_a_narrow_projection_is_the_factored_one_with_zeros(bias: bool) -> None:
     layer = torch.nn.Linear(6, 12, bias=bias).double()
     channels = torch.arange(4, 12).reshape(2, 4)  # the first four channels are no head's
     factors = [torch.randn(4, 1, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
-    narrow = narrowed(layer, [HeadFactors(channels, factors)])
+    narrow = narrow_linear(layer, [HeadFactors(channels, factors)])
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     whole, got = layer(x), narrow(x)
     assert torch.allclose(got[..., :4], whole[..., :4], atol=64 * EPS * 6)

@@ -22,7 +22,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import Compression, save_compressed
-from rankwise.compression.narrow import NarrowProjection
+from rankwise.compression.qk_modules import NarrowProjection
 from rankwise.errors import CompressionError, InputError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}

@@ -13,7 +13,8 @@ from torch import nn
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
 from rankwise.compression.layers import see
-from rankwise.compression.narrow_heads import layer_divergence, narrow_layers
+from rankwise.compression.narrow_heads import layer_divergence
+from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_pairs import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError

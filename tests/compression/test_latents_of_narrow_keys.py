@@ -15,8 +15,8 @@ import rankwise as rw
 from rankwise.compression import save_compressed
 from rankwise.compression.kv_find import find_cached_layers, full_factors, layer_weight
 from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_change, latent_layers
-from rankwise.compression.narrow import NarrowProjection, narrow_projections
 from rankwise.compression.parts import Job, parts
+from rankwise.compression.qk_modules import NarrowProjection, narrow_projections
 from rankwise.errors import CompressionError
 
 CLOSE = torch.finfo(torch.float32).eps ** 0.5

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise.compression.narrow import narrow_projections
+from rankwise.compression.qk_modules import narrow_projections
 from rankwise.compression.removed_heads import RemovedHeads, renamed
 from rankwise.compression.structure import Structure, read_structure, rebuild, structure_of
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankwise.compression.divergence import Sample, divergence
 from rankwise.compression.layers import AttentionLayer
-from rankwise.compression.narrow_heads import Factors
+from rankwise.compression.qk_modules import Factors
 
 RATE = 0.02
 """Of Adam, for factors of whitened logits; it falls to zero along a cosine."""

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import run_model
-from rankwise.compression.narrow import runs_of
+from rankwise.compression.qk_modules import runs_of
 from rankwise.compression.removed_heads import CutLinear, RemovedHeads
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import MixerSite, capture, record_calls

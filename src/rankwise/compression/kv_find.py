@@ -12,11 +12,10 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
-from rankwise.compression.kv_modules import LatentLayer, LatentProjection, channels_of, latent_change
-from rankwise.compression.narrow import NarrowProjection, runs_of
-from rankwise.compression.narrow_keys import NarrowKeys
+from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import check_some, keep_sound
+from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
 from rankwise.tracing.projections import Projection, find_projection, linear_parts

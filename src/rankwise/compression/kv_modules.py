@@ -12,9 +12,17 @@ from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
-from rankwise.compression.key_cache import keep_in_cache, kept_channels, whole_keys
-from rankwise.compression.narrow import Runs, runs_of
-from rankwise.errors import CompressionError, did_you_mean
+from rankwise.compression.qk_modules import (
+    Runs,
+    channel_index,
+    channels_of,
+    fill_zeros,
+    find_module,
+    other_module,
+    replace_cache_layer,
+    runs_of,
+)
+from rankwise.errors import CompressionError
 from rankwise.tracing.projections import linear_parts
 
 RECORD = "_latent_layer"
@@ -80,11 +88,6 @@ class LatentLayer(BaseModel, extra="forbid"):
         return [(self.path(self.key), keys), (self.path(self.value), values)]
 
 
-def channels_of(runs: Runs) -> list[int]:
-    """Return the channels in runs (first, count)."""
-    return [channel for first, count in runs for channel in range(first, first + count)]
-
-
 class LatentState:
     """Latent of one attention layer: computes it once per call, and decodes keys and values from it.
 
@@ -96,14 +99,14 @@ class LatentState:
 
     def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
         self.layer, self.norm, self.rotary = layer, norm, rotary
-        self.key_places = kept_channels(layer.key_places, torch.device("cpu"))
+        self.key_places = channel_index(layer.key_places, torch.device("cpu"))
         self.end_call()
 
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook before the attention layer: read its positions and replace an empty cache layer."""
         self.in_call, self.positions = True, kwargs.get("position_ids")
         self.tokens = self.latent = None
-        keep_in_cache(module, args, kwargs, lambda: LatentCache(self))
+        replace_cache_layer(module, args, kwargs, lambda: LatentCache(self))
 
     def end_call(self, *_: Any) -> None:
         """Hook after the attention layer: drop the tensors of the call."""
@@ -132,7 +135,7 @@ class LatentState:
         else:
             values = self.value.up(latent)
         if layer.key_width:
-            flat = whole_keys(flat, self.key_places.to(flat.device), layer.heads * layer.key_width)
+            flat = fill_zeros(flat, self.key_places.to(flat.device), layer.heads * layer.key_width)
         if self.norm is not None and layer.norm_axes == "flat":
             flat = self.norm(flat)
         keys = flat.unflatten(-1, (layer.heads, -1))
@@ -250,11 +253,11 @@ class LatentCache(DynamicLayer):
 
 def build(model: nn.Module, layer: LatentLayer) -> Change:
     """Build the change that a record describes; `down` and `up` have no weights yet."""
-    norm = _module(model, layer.path(layer.norm)) if layer.norm else None
-    state = LatentState(layer, norm, _module(model, layer.rotary) if layer.rotary else None)
+    norm = find_module(model, layer.path(layer.norm)) if layer.norm else None
+    state = LatentState(layer, norm, find_module(model, layer.rotary) if layer.rotary else None)
     modules: dict[str, nn.Module] = {}
     for name, channels in layer.projections:
-        projection = _projection(_module(model, name), name, state, channels, owns=not modules)
+        projection = _projection(find_module(model, name), name, state, channels, owns=not modules)
         state.key, state.value = getattr(state, "key", projection), projection
         modules[name] = projection
     # Register this hook first: the hook for narrow keys must find the cache layer already replaced.
@@ -268,12 +271,7 @@ def _projection(
 ) -> LatentProjection:
     parts = linear_parts(module)
     if parts is None or parts[0].shape[0] <= max(channels):
-        raise CompressionError(
-            f"module {name!r}",
-            expected=f"a linear layer with at least {max(channels) + 1} channels",
-            got=f"{module!r}",
-            fix="Load it into the class it was saved from.",
-        )
+        raise other_module(name, f"a linear layer with at least {max(channels) + 1} channels", module)
     weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
     outputs, inputs = weight.shape
     options: Any = {"device": weight.device, "dtype": weight.dtype}
@@ -292,19 +290,6 @@ def _projection(
     projection = LatentProjection(state, down, up, rest, runs_of([place[at] for at in range(outputs)]))
     projection.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     return projection.train(module.training)
-
-
-def _module(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        known = [name for name, _ in model.named_modules()]
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected=f"a module {name!r}, which was compressed",
-            got="none",
-            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
-        ) from None
 
 
 def latent_change(

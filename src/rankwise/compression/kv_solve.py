@@ -25,10 +25,11 @@ from torch.nn import functional as F
 
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
-from rankwise.compression.kv_modules import LatentLayer, channels_of, latent_change
+from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.part_checks import check_moments
 from rankwise.compression.parts import Job, PartResult, Prepared
+from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls

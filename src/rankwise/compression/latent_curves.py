@@ -6,10 +6,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression.kv_modules import LatentLayer, channels_of
+from rankwise.compression.kv_modules import LatentLayer
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job
+from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.records import LatentCurve, LatentPoint
 from rankwise.errors import CompressionError
 from rankwise.tracing.projections import linear_parts

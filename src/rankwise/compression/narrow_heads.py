@@ -1,33 +1,19 @@
 """Narrower heads of one layer: factors from what it saw, and the modules that compute them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor, nn
 
 from rankwise.compression.divergence import head_divergence, width_curves
-from rankwise.compression.key_cache import add_key_cache
 from rankwise.compression.layers import AttentionLayer, Found, Step
-from rankwise.compression.narrow import HeadFactors, Runs, narrowed, put, runs_of
+from rankwise.compression.qk_modules import Factors, narrow_layers
 from rankwise.compression.widths import curve_widths, widths_for_tolerance, widths_under_budget
 from rankwise.measures.logits import LogitBases, logit_bases
 
 CURVE_SEQUENCES = 16
 """Sequences on which the curve of each head is measured, at most."""
-
-
-@dataclass
-class Factors:
-    """A and B of one layer's heads, before any rotation."""
-
-    query: Float64[Tensor, "H K K"]
-    """Columns of channels that go are zero."""
-    key: Float64[Tensor, "G K K"]
-    kept: list[list[int]]
-    """Channels that are left, of each key head, ascending."""
 
 
 def closed_form(
@@ -102,59 +88,6 @@ def layer_divergence(layer: AttentionLayer, factors: Factors) -> Tensor:
     return head_divergence(layer.samples, list(factors.query), list(factors.key))
 
 
-@dataclass
-class Swap:
-    """Modules and caches that can be put in and taken out again."""
-
-    model: nn.Module
-    modules: dict[str, nn.Module]
-    """What is to be in, by name; after `swap`, what was there before."""
-    runs: dict[str, Runs]
-    """Channels of the keys that caches keep, by attention layer."""
-    _remove: list[Callable[[], None]] = field(default_factory=list)
-
-    def apply(self) -> None:
-        """Narrow projections and caches go in."""
-        self._exchange()
-        self._remove = [
-            add_key_cache(self.model.get_submodule(name), runs) for name, runs in self.runs.items()
-        ]
-
-    def undo(self) -> None:
-        """The model is as it was."""
-        self._exchange()
-        for remove in self._remove:
-            remove()
-
-    def _exchange(self) -> None:
-        self.modules = {name: put(self.model, name, module) for name, module in self.modules.items()}
-
-
-def narrow_layers(model: nn.Module, plan: Sequence[tuple[Found, Factors]], cache: bool = True) -> Swap:
-    """Make narrower projections for a model; `Swap.apply` puts them there.
-
-    Args:
-        model: the model.
-        plan: layers and their factors.
-        cache: whether caches are to keep narrow keys.
-    """
-    changes: dict[str, list[HeadFactors]] = {}
-    for found, factors in plan:
-        for side, own, groups in ((found.query, factors.query, found.groups), (found.key, factors.key, 1)):
-            places = [kept for kept in factors.kept for _ in range(groups)]
-            columns = [factor[:, kept] for factor, kept in zip(own, places, strict=True)]
-            changes.setdefault(side.module, []).append(HeadFactors(side.channels, columns, places))
-    modules: dict[str, nn.Module] = {
-        name: narrowed(model.get_submodule(name), change) for name, change in changes.items()
-    }
-    runs = {
-        found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
-        for found, factors in plan
-        if cache
-    }
-    return Swap(model, modules, runs)
-
-
 @contextmanager
 def turned(model: nn.Module, layers: list[Found], seed: int = 0) -> Iterator[None]:
     """The model with queries and keys of every head in another orthonormal basis, at full width.
@@ -177,9 +110,5 @@ def turned(model: nn.Module, layers: list[Found], seed: int = 0) -> Iterator[Non
         bases = torch.linalg.qr(drawn).Q
         every = [list(range(found.width))] * found.key_heads
         plan.append((found, Factors(bases.repeat_interleave(found.groups, 0), bases, every)))
-    swap = narrow_layers(model, plan, cache=False)
-    swap.apply()
-    try:
+    with narrow_layers(model, plan, cache=False):
         yield
-    finally:
-        swap.undo()

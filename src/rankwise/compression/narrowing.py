@@ -5,8 +5,9 @@ from collections.abc import Callable
 from rankwise.compression.calibrate import calibrate
 from rankwise.compression.layers import AttentionLayer, see
 from rankwise.compression.memory import out_of_memory
-from rankwise.compression.narrow_heads import Factors, layer_divergence, narrow_layers
+from rankwise.compression.narrow_heads import layer_divergence
 from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.qk_modules import Factors, narrow_layers
 from rankwise.compression.records import BudgetCurve, HeadWidth
 
 Nulls = Callable[[list[AttentionLayer]], list[BudgetCurve]]

@@ -9,11 +9,9 @@ from torch import nn
 from rankwise.compression.layers import AttentionLayer, Found, find_layers, linear_names, see
 from rankwise.compression.memory import naming_layer
 from rankwise.compression.narrow_heads import (
-    Factors,
     chosen_widths,
     closed_form,
     head_curves,
-    narrow_layers,
     turned,
 )
 from rankwise.compression.narrowing import narrowed_heads
@@ -27,6 +25,7 @@ from rankwise.compression.part_checks import (
     no_finite_layer,
 )
 from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.qk_modules import Factors, narrow_layers
 
 
 def prepare_query_keys(job: Job) -> Prepared:

@@ -14,7 +14,6 @@ from jaxtyping import Float
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from rankwise.compression.narrow import put
 from rankwise.errors import CompressionError
 from rankwise.tracing.projections import linear_parts
 
@@ -147,6 +146,15 @@ class Removal:
 
     def _exchange(self) -> None:
         self._smaller = {name: put(self.model, name, module) for name, module in self._smaller.items()}
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Replace a module of a model, and return the old one."""
+    parent, _, own = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    before = holder.get_submodule(own)
+    setattr(holder, own, module)
+    return before
 
 
 def set_sizes(module: nn.Module, change: RemovedHeads) -> Callable[[], None]:

@@ -9,8 +9,6 @@ from torch import nn
 
 from rankwise.compression.layers import AttentionLayer, Found, linear_names, see
 from rankwise.compression.memory import naming_layer
-from rankwise.compression.narrow import narrow_projections
-from rankwise.compression.narrow_heads import Factors, narrow_layers
 from rankwise.compression.narrowing import narrowed_heads
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.part_checks import (
@@ -21,6 +19,7 @@ from rankwise.compression.part_checks import (
     no_finite_layer,
 )
 from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.qk_modules import Factors, narrow_layers, narrow_projections
 from rankwise.compression.records import BudgetCurve
 from rankwise.compression.rotary_layers import find_rotary_layers
 from rankwise.compression.rotary_nulls import pair_curves
@@ -116,12 +115,8 @@ def _same_when_turned(
         turns = torch.stack([_turn(layer, generator) for _ in range(layer.key_heads)])
         every = [list(range(layer.width))] * layer.key_heads
         plan.append((layer, Factors(turns.repeat_interleave(layer.groups, 0), turns, every)))
-    swap = narrow_layers(model, plan, cache=False)
-    swap.apply()
-    try:
+    with narrow_layers(model, plan, cache=False):
         return relative_error(main_output(model, batch), before) <= bound
-    finally:
-        swap.undo()
 
 
 def _turn(layer: Found, generator: torch.Generator) -> torch.Tensor:

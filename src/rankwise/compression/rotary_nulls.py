@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from rankwise.compression.layers import AttentionLayer
-from rankwise.compression.narrow_heads import Factors
 from rankwise.compression.parts import Job
+from rankwise.compression.qk_modules import Factors
 from rankwise.compression.records import BudgetCurve, BudgetPoint
 from rankwise.compression.rotary_pairs import Order, along, rows_of, units_of
 from rankwise.compression.widths import widths_under_budget

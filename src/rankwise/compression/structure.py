@@ -10,32 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from rankwise.compression import kv_modules
-from rankwise.compression.key_cache import add_key_cache, key_cache_of
+from rankwise.compression import kv_modules, qk_modules
 from rankwise.compression.kv_modules import LatentLayer, latent_layers
-from rankwise.compression.narrow import NarrowProjection, narrow_projections, put
-from rankwise.compression.removed_heads import RemovedHeads, cut_linear, removed_heads_of, renamed, set_sizes
-from rankwise.errors import CompressionError, did_you_mean
-from rankwise.tracing.projections import linear_parts
-
-
-class NarrowedLinear(BaseModel, extra="forbid"):
-    """A linear layer with fewer channels."""
-
-    kind: Literal["narrow"] = "narrow"
-    module: str
-    out_features: int
-    runs: list[tuple[int, int]]
-    """Channels that are computed, as (first, how many)."""
-
-
-class NarrowedKeys(BaseModel, extra="forbid"):
-    """An attention layer whose cache keeps fewer channels of the keys."""
-
-    kind: Literal["keys"] = "keys"
-    module: str
-    runs: list[tuple[int, int]]
-
+from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear, find_module, narrow_records
+from rankwise.compression.removed_heads import (
+    RemovedHeads,
+    cut_linear,
+    put,
+    removed_heads_of,
+    renamed,
+    set_sizes,
+)
+from rankwise.errors import CompressionError
 
 Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")]
 
@@ -56,14 +42,7 @@ def structure_of(model: nn.Module) -> Structure:
     named = [(name, removed_heads_of(module)) for name, module in model.named_modules()]
     # heads go first: what is narrowed has their number
     changes: list[Any] = [renamed(change, name) for name, change in named if change is not None]
-    changes += [
-        NarrowedLinear(module=name, out_features=projection.out_features, runs=projection.runs)
-        for name, projection in narrow_projections(model)
-    ]
-    for name, module in model.named_modules():
-        hook = key_cache_of(module)
-        if hook is not None:
-            changes.append(NarrowedKeys(module=name, runs=hook.runs))
+    changes += narrow_records(model)
     return Structure(changes=[*changes, *latent_layers(model)])
 
 
@@ -103,54 +82,15 @@ def read_structure(content: Any, where: str) -> Structure:
         ) from error
 
 
-def _narrow(model: nn.Module, change: NarrowedLinear) -> None:
-    before = _module(model, change.module)
-    parts = linear_parts(before)
-    if parts is None or parts[0].shape[0] != change.out_features:
-        raise _another(change.module, f"a linear layer with {change.out_features} channels", before)
-    weight, bias = parts
-    count = sum(count for _, count in change.runs)
-    options: Any = {"device": weight.device, "dtype": weight.dtype}
-    narrow = nn.Linear(weight.shape[1], count, bias is not None, **options)
-    put(model, change.module, NarrowProjection(narrow, change.runs, change.out_features))
-
-
-def _keys(model: nn.Module, change: NarrowedKeys) -> None:
-    add_key_cache(_module(model, change.module), change.runs)
-
-
 def _heads(model: nn.Module, change: RemovedHeads) -> None:
     for cut in change.cuts:
-        put(model, cut.module, cut_linear(_module(model, cut.module), cut))
-    set_sizes(_module(model, change.module), change)
-
-
-def _latent(model: nn.Module, change: LatentLayer) -> None:
-    kv_modules.build(model, change).apply()
+        put(model, cut.module, cut_linear(find_module(model, cut.module), cut))
+    set_sizes(find_module(model, change.module), change)
 
 
 MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {
     "heads": _heads,
-    "narrow": _narrow,
-    "keys": _keys,
-    "latent": _latent,
+    "narrow": lambda model, change: qk_modules.build(model, change).apply(),
+    "keys": lambda model, change: qk_modules.build(model, change).apply(),
+    "latent": lambda model, change: kv_modules.build(model, change).apply(),
 }
-
-
-def _module(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        known = [name for name, _ in model.named_modules()]
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected=f"a module {name!r}, which was compressed",
-            got="none",
-            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
-        ) from None
-
-
-def _another(name: str, wanted: str, got: nn.Module) -> CompressionError:
-    return CompressionError(
-        f"module {name!r}", expected=wanted, got=f"a {got!r}", fix="Load it into the class it was saved from."
-    )

@@ -1,0 +1,316 @@
+"""Linear layers that compute only some channels of queries and keys, and caches of narrow keys."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Float64, Int
+from pydantic import BaseModel
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from rankwise._internals.forward import AddedHook, Change
+from rankwise.compression.layers import Found
+from rankwise.errors import CompressionError, did_you_mean
+from rankwise.tracing.projections import linear_parts
+
+Runs = list[tuple[int, int]]
+"""Channels as (first, count)."""
+RECORD = "_narrow_keys"
+"""Attribute of an attention layer whose cache keeps narrow keys: the runs of their channels, over heads."""
+
+
+def runs_of(channels: Sequence[int]) -> Runs:
+    """Return channels as runs of consecutive numbers, in the same order.
+
+    Examples:
+        >>> runs_of([4, 5, 0, 1])
+        [(4, 2), (0, 2)]
+    """
+    runs: Runs = []
+    for channel in channels:
+        if runs and sum(runs[-1]) == channel:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((channel, 1))
+    return runs
+
+
+def channels_of(runs: Runs) -> list[int]:
+    """Return the channels in runs."""
+    return [channel for first, count in runs for channel in range(first, first + count)]
+
+
+def channel_index(runs: Runs, device: torch.device) -> Int[Tensor, "n"]:
+    """Return the channels in runs as an index on a device."""
+    return torch.tensor(channels_of(runs), dtype=torch.long, device=device)
+
+
+def fill_zeros(narrow: Float[Tensor, "*B n"], channels: Int[Tensor, "n"], size: int) -> Float[Tensor, "*B N"]:
+    """Return all N channels, with zeros for the channels that are not computed."""
+    return narrow.new_zeros(*narrow.shape[:-1], size).index_copy_(-1, channels, narrow)
+
+
+# --- modules ---------------------------------------------------------------------------------------------
+
+
+class NarrowProjection(nn.Module):
+    """Linear layer that computes only some of its channels; the other channels are zero.
+
+    Heads keep their places and widths, so the model's attention, masks and positions need no change. A zero
+    at the same place of query and key adds nothing to a logit. Without the zeros, fused attention on a CPU
+    would be slow, because queries and keys would be narrower than values.
+    """
+
+    def __init__(self, narrow: nn.Linear, runs: Sequence[tuple[int, int]], out_features: int) -> None:
+        super().__init__()
+        self.narrow = narrow  # linear, or later keys and values read out of a latent
+        self.runs: Runs = [(int(first), int(count)) for first, count in runs]
+        self.in_features, self.out_features = narrow.in_features, out_features
+        self.loading = False
+        self.register_buffer("channels", channel_index(self.runs, narrow.weight.device), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the weight and bias of `narrow` while a checkpoint is loaded, and at no other time.
+
+        Families such as T5 and SigLIP initialize ``attention.q.weight`` by name if the files lack it. Code
+        that computed with this weight would leave the zeros out.
+        """
+        if name in ("weight", "bias") and self.__dict__.get("loading"):
+            return getattr(self.narrow, name)
+        return super().__getattr__(name)
+
+    def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
+        """Return all channels."""
+        return fill_zeros(self.narrow(tokens), self.channels, self.out_features)
+
+    def place_channels(self) -> None:
+        """Set ``channels`` again on the device of the weights: a model built on "meta" has no values."""
+        self.channels = channel_index(self.runs, next(self.narrow.parameters()).device)
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"{self.narrow.out_features} of {self.out_features} channels"
+
+    def widened(self) -> nn.Linear:
+        """Return a plain linear layer of full width with the same output; raise if keys have a latent."""
+        narrow = self.narrow
+        if not isinstance(narrow, nn.Linear):
+            raise CompressionError(
+                "`widened`",
+                expected="a narrow layer that is linear",
+                got="a layer whose keys are read out of a latent",
+                fix="Load the original.",
+            )
+        options: Any = {"device": narrow.weight.device, "dtype": narrow.weight.dtype}
+        plain = nn.Linear(self.in_features, self.out_features, narrow.bias is not None, **options)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.zero_()
+            plain.weight[self.channels] = narrow.weight
+            if narrow.bias is not None:
+                plain.bias[self.channels] = narrow.bias
+        return plain
+
+
+def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection]]:
+    """Yield the names and modules of the narrow layers of a model."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, NarrowProjection))
+
+
+class NarrowKeys(DynamicLayer):
+    """Cache layer that keeps keys as (B, 1, S, ΣK_h), without zeros; `update` returns keys in full."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__()
+        self.runs = runs
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Create empty tensors with the dtype, device and batch of the first keys."""
+        super().lazy_initialization(key_states, value_states)
+        self.heads, self.width = key_states.shape[1], key_states.shape[3]
+        self.channels = channel_index(self.runs, key_states.device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append new keys and values, and return the keys and values of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        flat = key_states.transpose(1, 2).flatten(2).index_select(-1, self.channels)[:, None]
+        self.keys = torch.cat([self.keys, flat], dim=-2)
+        self.values = torch.cat([self.values, value_states], dim=-2)
+        return self.whole(), self.values
+
+    def whole(self) -> Float[Tensor, "B G S K"]:
+        """Return the keys in full."""
+        flat = fill_zeros(self.keys[:, 0], self.channels, self.heads * self.width)
+        return flat.unflatten(-1, (self.heads, self.width)).transpose(1, 2)
+
+
+def keep_narrow_keys(runs: Runs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook before an attention layer: an empty cache gets a layer that keeps narrow keys."""
+    replace_cache_layer(module, args, kwargs, lambda: NarrowKeys(runs))
+
+
+def replace_cache_layer(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[], Any]
+) -> None:
+    """Replace the cache layer of an attention layer if it is exactly `DynamicLayer` and empty, or append one.
+
+    Caches of fixed size and windows keep keys in full, and still work.
+    """
+    cache = next((value for value in (*kwargs.values(), *args) if hasattr(value, "get_seq_length")), None)
+    cache = getattr(cache, "self_attention_cache", cache)
+    at, layers = getattr(module, "layer_idx", None), getattr(cache, "layers", None)
+    if layers is None or not isinstance(at, int):
+        return
+    grows = getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
+    if len(layers) == at and grows:
+        layers.append(make())
+    elif at < len(layers) and type(layers[at]) is DynamicLayer and not layers[at].is_initialized:
+        layers[at] = make()
+
+
+# --- saved records ---------------------------------------------------------------------------------------
+
+
+class NarrowedLinear(BaseModel, extra="forbid"):
+    """Record of a linear layer with fewer channels."""
+
+    kind: Literal["narrow"] = "narrow"
+    module: str
+    out_features: int
+    runs: Runs
+    """Channels that are computed, as (first, count)."""
+
+
+class NarrowedKeys(BaseModel, extra="forbid"):
+    """Record of an attention layer whose cache keeps fewer channels of the keys."""
+
+    kind: Literal["keys"] = "keys"
+    module: str
+    runs: Runs
+
+
+def build(model: nn.Module, saved: NarrowedLinear | NarrowedKeys) -> Change:
+    """Build the change that a record describes; weights are still empty."""
+    module = find_module(model, saved.module)
+    if isinstance(saved, NarrowedKeys):
+        return _key_caches(model, {saved.module: saved.runs})
+    parts = linear_parts(module)
+    if parts is None or parts[0].shape[0] != saved.out_features:
+        raise other_module(saved.module, f"a linear layer with {saved.out_features} channels", module)
+    weight, bias = parts
+    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    narrow = nn.Linear(weight.shape[1], len(channels_of(saved.runs)), bias is not None, **options)
+    return Change(model, {saved.module: NarrowProjection(narrow, saved.runs, saved.out_features)})
+
+
+def _key_caches(model: nn.Module, runs: dict[str, Runs]) -> Change:
+    hooks = [AddedHook(name, "before", partial(keep_narrow_keys, own)) for name, own in runs.items()]
+    return Change(model, attributes={name: {RECORD: own} for name, own in runs.items()}, hooks=hooks)
+
+
+def narrow_records(model: nn.Module) -> list[NarrowedLinear | NarrowedKeys]:
+    """Return the records of the narrow layers of a model, then of its caches of narrow keys."""
+    linear = [
+        NarrowedLinear(module=name, out_features=projection.out_features, runs=projection.runs)
+        for name, projection in narrow_projections(model)
+    ]
+    named = [(name, vars(module).get(RECORD)) for name, module in model.named_modules()]
+    return [*linear, *(NarrowedKeys(module=name, runs=runs) for name, runs in named if runs is not None)]
+
+
+def find_module(model: nn.Module, name: str) -> nn.Module:
+    """Return a module of a model that a record names; raise if there is none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [name for name, _ in model.named_modules()]
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected=f"a module {name!r}, which was compressed",
+            got="none",
+            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
+        ) from None
+
+
+def other_module(name: str, expected: str, got: nn.Module) -> CompressionError:
+    """Return the error for a module that is not as its record describes."""
+    fix = "Load it into the class it was saved from."
+    return CompressionError(f"module {name!r}", expected=expected, got=f"{got!r}", fix=fix)
+
+
+# --- narrow layers from factors --------------------------------------------------------------------------
+
+
+@dataclass
+class Factors:
+    """A and B of one layer's heads, before any rotation. Columns of removed channels are zero."""
+
+    query: Float64[Tensor, "H K K"]
+    key: Float64[Tensor, "G K K"]
+    kept: list[list[int]]
+    """Remaining channels of each key head, ascending."""
+
+
+@dataclass(frozen=True)
+class HeadFactors:
+    """New channels of some heads of a linear layer: factorᵀ times the K old channels of each head."""
+
+    channels: Int[Tensor, "H K"]
+    factors: list[Float64[Tensor, "K _"]]
+    places: list[list[int]] | None = None
+    """Places of the new channels in each head; the first ones by default."""
+
+
+def narrow_linear(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowProjection:
+    """Return a narrow layer with weights and biases times the factors, rounded once at the end."""
+    parts = linear_parts(module)
+    assert parts is not None
+    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
+    removed: set[int] = set()
+    rows: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for change in changes:
+        places_of = change.places or [list(range(factor.shape[1])) for factor in change.factors]
+        for channels, factor, own in zip(change.channels.tolist(), change.factors, places_of, strict=True):
+            removed |= set(channels)
+            turn = factor.to(weight.device).mT
+            new = (turn @ weight[channels].double()).to(weight.dtype)
+            shift = None if bias is None else (turn @ bias[channels].double()).to(bias.dtype)
+            for at, place in enumerate(own):
+                rows[channels[place]] = new[at], None if shift is None else shift[at]
+    places = sorted(rows.keys() | (set(range(weight.shape[0])) - removed))
+    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    narrow = nn.Linear(weight.shape[1], len(places), bias is not None, **options)
+    with torch.no_grad():
+        narrow.weight.copy_(torch.stack([rows[at][0] if at in rows else weight[at] for at in places]))
+        if bias is not None:
+            shifts = [rows[at][1] if at in rows else bias[at] for at in places]
+            narrow.bias.copy_(torch.stack([shift for shift in shifts if shift is not None]))
+    narrow.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    return NarrowProjection(narrow, runs_of(places), weight.shape[0]).train(module.training)
+
+
+def narrow_layers(model: nn.Module, plan: Sequence[tuple[Found, Factors]], cache: bool = True) -> Change:
+    """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
+    changes: dict[str, list[HeadFactors]] = {}
+    for found, factors in plan:
+        for side, own, groups in ((found.query, factors.query, found.groups), (found.key, factors.key, 1)):
+            places = [kept for kept in factors.kept for _ in range(groups)]
+            columns = [factor[:, kept] for factor, kept in zip(own, places, strict=True)]
+            changes.setdefault(side.module, []).append(HeadFactors(side.channels, columns, places))
+    runs = {
+        found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
+        for found, factors in plan
+        if cache
+    }
+    change = _key_caches(model, runs)
+    change.modules = {name: narrow_linear(model.get_submodule(name), own) for name, own in changes.items()}
+    return change
