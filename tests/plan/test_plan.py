@@ -210,7 +210,7 @@ def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) ->
         ({"kv_heads": 2}, "kv_heads"),
         ({"heads": 3, "kv_heads": 2, "width": 12}, "divisor of 3 heads"),
         ({"heads": 128, "width": 64}, "128 heads at D = 64"),
-        ({"heads": 2, "width": 64, "head_dim": 7, "positions": "rope"}, "even width"),
+        ({"heads": 2, "width": 64, "head_dim": 7, "positions": "rope"}, "head_dim=7"),
         ({"tokens": torch.randn(8, 4), "heads": 2, "width": 8}, "4, as the token states"),
         ({"head_dims": [8, 12]}, "double"),
         ({"head_dims": [3, 6], "positions": "rope"}, "even"),

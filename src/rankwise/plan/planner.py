@@ -129,27 +129,13 @@ def plan_head_dim(
         notes.append("A causal softmax matrix is triangular: its rank is the number of singular values ≥ δ.")
     star = widths[found]
     plan = HeadDimPlan(
-        complete=len(ranks) == trials,
-        tokens=count,
-        mask=mask,
-        inputs="orthonormal" if states is None else "given",
-        positions=positions,
-        temperature=float(temperature),
-        delta=float(delta),
-        tolerance=tolerance,
-        trials=len(ranks),
-        seed=seed,
+        complete=len(ranks) == trials, tokens=count, mask=mask,
+        inputs="orthonormal" if states is None else "given", positions=positions,
+        temperature=float(temperature), delta=float(delta), tolerance=tolerance, trials=len(ranks), seed=seed,
         curve=[(k, float(m), float(s)) for k, m, s in zip(widths, mean, std, strict=True)],
-        barrier=rank_barrier(count, mask),
-        head_dim=star,
-        interval=interval,
-        saturated=found >= 0,
-        fall=fall,
-        heads=heads,
-        kv_heads=None if heads is None else kv_heads or heads,
-        width=width,
-        notes=notes,
-    )
+        barrier=rank_barrier(count, mask), head_dim=star, interval=interval, saturated=found >= 0, fall=fall,
+        heads=heads, kv_heads=None if heads is None else kv_heads or heads, width=width, notes=notes,
+    )  # fmt: skip
     if present is None:
         return plan
     if head_dim is None and present * (heads or 1) != width:
@@ -165,20 +151,15 @@ def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
         return None
     states = tokens.detach().cpu()
     states = states[None] if states.ndim == 2 else states
-    finite = states.is_floating_point() and bool(states.isfinite().all())
-    if states.ndim != 3 or not finite:
-        nan = " with NaN or infinity" if states.is_floating_point() and not finite else ""
-        raise ShapeError(
-            "`tokens`",
-            expected="a number, or finite token states of shape (T, D) or (B, T, D)",
-            got=f"{tokens.dtype} of shape {tuple(tokens.shape)}{nan}",
-            fix="Pass embeddings, not token ids.",
-        )
-    if bool((states.flatten(1).abs().amax(1) == 0).any()):
-        raise ShapeError(
-            "`tokens`", expected="no sequence of zeros only", got="zeros", fix="Remove the sequence."
-        )
-    return states
+    got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+    if states.is_floating_point() and not bool(states.isfinite().all()):
+        got += " with NaN or infinity"
+    elif states.is_floating_point() and states.ndim == 3:
+        if bool((states.flatten(1).abs().amax(1) > 0).all()):
+            return states
+        got = "a sequence of zeros"
+    expected = "a number, or finite token states of shape (T, D) or (B, T, D), no sequence all zeros"
+    raise ShapeError("`tokens`", expected=expected, got=got, fix="Pass embeddings, not token ids.")
 
 
 def check_arguments(
@@ -222,21 +203,14 @@ def present_head_dim(
             "`kv_heads`", expected=f"a divisor of {heads} heads", got=str(kv_heads), fix="Change it."
         )
     step = 2 if positions == "rope" else 1  # rotary positions rotate pairs of channels
-    if head_dim is None:
-        head_dim = width // heads // step * step
-        if head_dim < 1:
-            even = ", and an even number with rotary positions" if step == 2 else ""
-            raise ShapeError(
-                "`heads`",
-                expected=f"at most {width // step}: each head has D // heads channels{even}",
-                got=f"{heads} heads at D = {width}",
-                fix="Use fewer heads.",
-            )
-    if head_dim % step:
+    found = width // heads // step * step if head_dim is None else head_dim
+    if found < 1 or found % step:
+        even = ", an even number for rotary positions" if step == 2 else ""
+        got = f"{heads} heads at D = {width}" if head_dim is None else f"head_dim={head_dim}"
         raise ShapeError(
-            "`head_dim`", expected="an even width with rotary positions", got=str(head_dim), fix="Change it."
+            "present heads", expected=f"channels in each head{even}", got=got, fix="Change `heads`."
         )
-    return head_dim
+    return found
 
 
 def _widths(head_dims: Sequence[int] | None, positions: str, temperature: float) -> tuple[int, ...]:

@@ -98,16 +98,10 @@ def _winners(query: Tensor, key: Tensor, mask: str) -> int:
 def hardmax_ranks(
     query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], head_dims: Sequence[int], mask: str = "full"
 ) -> list[int]:
-    """Return the hardmax rank of the first K columns for many K at the cost of the widest.
+    """Return the hardmax rank of the first K columns for many K, ascending, at the cost of the widest.
 
     The scores of width K are the scores of width K − 1 plus one product.
     Cost: O(T² K_max) time, O(T) memory in addition to the inputs and the widths.
-
-    Args:
-        query: queries.
-        key: keys.
-        head_dims: widths K, ascending.
-        mask: "full" or "causal".
 
     Examples:
         >>> import torch

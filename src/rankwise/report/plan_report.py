@@ -86,7 +86,7 @@ def _figure(plan: HeadDimPlan) -> Figure:
 
 
 def _line(plan: HeadDimPlan) -> list[dict[str, Any]]:
-    x, y = ([point[at] for point in plan.curve] for at in (0, 1))
+    x, y = [width for width, _, _ in plan.curve], [mean for _, mean, _ in plan.curve]
     spreads = [std if math.isfinite(std) else 0.0 for _, _, std in plan.curve]
     upper, lower = (
         [max(0.0, mean + side * std) for mean, std in zip(y, spreads, strict=True)] for side in (1, -1)
