@@ -7,7 +7,7 @@ from typing import Literal
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
-from rankwise.auditing.records import Finding, HeadId, Severity
+from rankwise.auditing.records import Finding, Severity
 from rankwise.auditing.result import Audit
 from rankwise.report.document import Item
 from rankwise.report.format import SEVERITIES, title
@@ -55,7 +55,8 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         spoken_of = layers.at(where.at(number))
         heads += [index for index in spoken_of if index not in heads]
     if about(finding.code) == "model":
-        heads = [index for place in _removable(audit) for index in layers.at(place)]
+        found = None if audit.importance is None else audit.importance.removable
+        heads = [index for place in (found.heads if found else ()) for index in layers.at(place)]
     if where.head is None and _is_about_states(finding, audit, heads):
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
@@ -70,13 +71,6 @@ def _about(finding: Finding, heads: Sequence[int]) -> str:
     if about(finding.code) == "model":
         return f"the set of {len(heads)} heads"
     return str(finding.where.at(None))
-
-
-def _removable(audit: Audit) -> list[HeadId]:
-    """Return the heads that can be removed together."""
-    found = None if audit.importance is None else audit.importance.removable
-    heads = [] if found is None else found.heads
-    return [HeadId(stack=head.stack, layer=head.layer, site=head.site, head=head.head) for head in heads]
 
 
 def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
@@ -100,23 +94,20 @@ def finding_items(
     """Return the findings as items that link to their places on the page."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     stacks = [grid.stack for grid in grids]
-    items = []
-    for index, (finding, target) in enumerate(zip(findings, targets, strict=True)):
-        where = finding.where
-        ambiguous = stacks.count(where.stack) > 1 and where.site != str(where)
-        item = Item(
+    return [
+        Item(
             finding.severity,
             finding.code,
-            str(where),
+            str(finding.where),
             [f"{title(name)} {format_number(value)}" for name, value in finding.evidence.items()],
             finding.meaning,
             finding.remedy,
-            site=where.site if ambiguous else "",
+            site=finding.where.site if stacks.count(finding.where.stack) > 1 else "",
             link=f"grid-{homes[target.heads[0]]}" if target.section == "heads" else target.section,
             number=index,
         )
-        items.append(item)
-    return items
+        for index, (finding, target) in enumerate(zip(findings, targets, strict=True))
+    ]
 
 
 def severities_of(findings: Sequence[Finding], targets: Sequence[Target]) -> dict[int, Severity]:

@@ -216,20 +216,18 @@ def outer_fence(values: Sequence[float]) -> float:
 
 def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
     """Return the token states as columns of the page's table, each with its numbers and decimals."""
-    columns: list[dict[str, Any]] = [
-        {"name": "stack", "short_title": "Stack", "texts": [layer.stack for layer in layers]}
+    counts = {
+        "layer": "Blocks passed",
+        "tokens": "Tokens",
+        "sequences": "Sequences",
+        "nonfinite": "Not finite",
+    }
+    columns = [(name, title, 0, [getattr(y, name) for y in layers]) for name, title in counts.items()]
+    measured = [(m.name, m.head, m.digits, [m.value(y) for y in layers]) for m in LAYER_MEASURES]
+    return [
+        {"name": "stack", "short_title": "Stack", "texts": [layer.stack for layer in layers]},
+        *(
+            {"name": name, "short_title": title, "digits": digits, "values": values}
+            for name, title, digits, values in (*columns[:2], *measured, *columns[2:])
+        ),
     ]
-    numbers = [("layer", "Blocks passed"), ("tokens", "Tokens")]
-    after = [("sequences", "Sequences"), ("nonfinite", "Not finite")]
-    for name, title in numbers:
-        columns.append(_state_column(name, title, 0, [getattr(layer, name) for layer in layers]))
-    for measure in LAYER_MEASURES:
-        values = [measure.value(layer) for layer in layers]
-        columns.append(_state_column(measure.name, measure.head, measure.digits, values))
-    for name, title in after:
-        columns.append(_state_column(name, title, 0, [getattr(layer, name) for layer in layers]))
-    return columns
-
-
-def _state_column(name: str, title: str, digits: int, values: Sequence[float | int]) -> dict[str, Any]:
-    return {"name": name, "short_title": title, "digits": digits, "values": list(values)}

@@ -11,41 +11,25 @@ from rankwise.skips.certificate import SkipCertificate, StackCertificate
 def skip_document(
     scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> Document:
-    """Describe λ-skips: λ of each site, token spread and loss, before and after a fit.
-
-    Args:
-        scales: λ before and after, by site.
-        report: `data`, `collapse` (for each state of the model and each stack, μ/‖Y‖ by layer) and, if λ was
-            fitted, `loss` (before and after).
-        notes: remarks on the sites.
-    """
+    """Describe λ-skips before and after a fit: λ of each site, μ/‖Y‖ by layer (`collapse`), and `loss`."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
+    states = report["collapse"]
     spread = [
-        [
-            f"{stack or 'model'}, {when}" if len(report["collapse"]) > 1 else stack or "model",
-            _numbers(numbers),
-        ]
-        for stack in report["collapse"][0]
-        for when, numbers in zip(
-            ("before", "after"), (stacks[stack] for stacks in report["collapse"]), strict=False
-        )
+        [f"{stack or 'model'}{when if len(states) > 1 else ''}", _numbers(stacks[stack])]
+        for stack in states[0]
+        for when, stacks in zip((", before", ", after"), states, strict=False)
     ]
     loss = "loss, held out: {:.4f} → {:.4f}".format(*report["loss"]) if "loss" in report else ""
+    tables = [
+        Table("λ-skips", ["site", "λ before", "λ after"], rows),
+        Table("μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
+    ]
     return Document(
         command="Rankwise skip",
         heading="λ-skips",
         setting=report.get("data", ""),
         verdict=Verdict(sentence=loss or f"λ-skips at {len(rows)} sites."),
-        sections=[
-            Section(
-                "skips",
-                "λ-skips",
-                tables=[
-                    Table("λ-skips", ["site", "λ before", "λ after"], rows),
-                    Table("μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
-                ],
-            )
-        ],
+        sections=[Section("skips", "λ-skips", tables=tables)],
         notes=notes,
     )
 
