@@ -86,16 +86,10 @@ class InitialCopies:
 
     def __init__(self, model: nn.Module, settings: BaselineSettings) -> None:
         self.model, self.settings = original_of(model), settings
+        drawn = "by the methods of its modules that draw weights"
+        self.built = "from its configuration" if _is_transformers(self.model) else drawn
+        self.built = self.built if settings.build is None else "by the function given"
         self._first: nn.Module | None = self._copy(0)
-
-    @property
-    def built(self) -> str:
-        """Description of how copies are built, in words."""
-        if self.settings.build is not None:
-            return "by the function given"
-        if _is_transformers(self.model):
-            return "from its configuration"
-        return "by the methods of its modules that draw weights"
 
     def __len__(self) -> int:
         return self.settings.seeds

@@ -50,13 +50,7 @@ def reference_ranks(
     width, scale = (inner.query.shape[-1], inner.scale) if isinstance(inner, SoftmaxMixing) else (None, None)
     hardmax = hardmax_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
     known = {
-        mask: [
-            (
-                random_rank(tokens, sources, mask, width, scale, threshold),
-                uniform_rank_under(mask, tokens, sources, threshold),
-            )
-            for threshold in thresholds(delta)
-        ]
+        mask: [_random_and_uniform(tokens, sources, mask, width, scale, at) for at in thresholds(delta)]
         for mask in {mask for heads in masks for mask in heads}
     }
     ranks = np.array([[known[mask] for mask in heads] for heads in masks], dtype=np.float64)
@@ -69,30 +63,22 @@ def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
     return rank_barrier_of_rows(_blocks(operator)).expand(operator.shape[:-2])
 
 
-def random_rank(
+def _random_and_uniform(
     tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
-) -> float:
-    """Return the mean rank of softmax attention (T, S) with random queries and keys; NaN if unknown."""
-    name = _named(mask, tokens, sources)
-    if name is None or width is None or scale is None or scale <= 0:
-        return math.nan
-    columns = None if tokens == sources else sources
-    return random_head_rank(
-        tokens, width, name, mask.window, 1 / scale, delta, sources=columns, interpolate=True
-    ).mean
-
-
-def uniform_rank_under(mask: Mask, tokens: int, sources: int, delta: float) -> float:
-    """Return the rank of equal weights on all allowed columns; NaN if theory does not cover the mask."""
-    name = _named(mask, tokens, sources)
-    return math.nan if name is None else uniform_rank(tokens, name, mask.window, delta, sources)
-
-
-def _named(mask: Mask, tokens: int, sources: int) -> str | None:
-    """Return the name of a mask in `rankwise.theory`, without its window; None if theory has no such mask."""
+) -> tuple[float, float]:
+    """Return the ranks (T, S) of random queries and keys and of equal weights; NaN if unknown."""
     name = mask.base if mask.name == "window" else mask.name
-    covered = tokens == sources or (name == "full" and mask.window is None)
-    return name if name in ("full", "causal") and covered else None
+    square = tokens == sources
+    if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):
+        return math.nan, math.nan
+    uniform = uniform_rank(tokens, name, mask.window, delta, sources)
+    if width is None or scale is None or scale <= 0:
+        return math.nan, uniform
+    columns = None if square else sources
+    random = random_head_rank(
+        tokens, width, name, mask.window, 1 / scale, delta, sources=columns, interpolate=True
+    )
+    return random.mean, uniform
 
 
 def masks_of(operator: MixingOperator) -> list[list[Mask]]:
