@@ -28,14 +28,20 @@ from experiments.compress_cache import load, windows
 from experiments.compress_results import filled, spread, write_results
 from rankwise._internals.files import write_file
 from rankwise.compression import Job
-from rankwise.compression.calibrate import calibrate
-from rankwise.compression.layers import AttentionLayer, see
-from rankwise.compression.narrow_heads import layer_divergence
-from rankwise.compression.qk_modules import Factors, narrow_layers
-from rankwise.compression.rotary import pair_widths
-from rankwise.compression.rotary_layers import find_rotary_layers
+from rankwise.compression.layers import Factors
+from rankwise.compression.qk_modules import narrow_layers
+from rankwise.compression.qk_solve import calibrate
+from rankwise.compression.qk_statistics import QueryKeyStatistics, collect_statistics, layer_divergence
+from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_nulls import pair_curves
-from rankwise.compression.rotary_pairs import greedy, kept_factors, rows_of, units_of, whole_factors
+from rankwise.compression.rotary_solve import (
+    greedy,
+    kept_factors,
+    pair_widths,
+    rows_of,
+    units_of,
+    whole_factors,
+)
 
 RESULTS = Path(__file__).with_name("results") / "compress_demo.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress-demo.md"
@@ -74,7 +80,7 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
 def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, Any]:
     """Loss and attention KL with pairs chosen once, at every budget, before and after calibration."""
     model = load()
-    layers = see(model, find_rotary_layers(model, calibration[0])[0], calibration, _quiet)
+    layers = collect_statistics(model, find_rotations(model, calibration[0])[0], calibration, _quiet)
     wholes = [whole_factors(layer) for layer in layers]
     orders = [
         [
@@ -83,7 +89,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
         ]
         for layer, whole in zip(layers, wholes, strict=True)
     ]
-    figures = see(model, [layer.found for layer in layers], held_out, _quiet)
+    figures = collect_statistics(model, [layer.found for layer in layers], held_out, _quiet)
     found: dict[str, Any] = {"pairs": {}}
     for pairs in recipe.pairs:
         job = Job(model, calibration, held_out, keep=pairs / PAIRS, seed=seed)
@@ -107,7 +113,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
 
 
 def priced(
-    model: nn.Module, figures: list[AttentionLayer], factors: list[Factors], held_out: list[Any]
+    model: nn.Module, figures: list[QueryKeyStatistics], factors: list[Factors], held_out: list[Any]
 ) -> dict[str, float]:
     """Loss on held-out text, and mean attention KL, each layer given what the original gave it."""
     swap = narrow_layers(model, [(layer.found, one) for layer, one in zip(figures, factors, strict=True)])

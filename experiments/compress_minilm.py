@@ -28,10 +28,12 @@ from experiments.compress_results import filled, spread, write_results
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
-from rankwise.compression.layers import find_layers, see
-from rankwise.compression.narrow_heads import closed_form
+from rankwise.compression.layers import Factors
 from rankwise.compression.null_ways import weight_moments
-from rankwise.compression.qk_modules import Factors, narrow_layers
+from rankwise.compression.qk_find import find_projections
+from rankwise.compression.qk_modules import narrow_layers
+from rankwise.compression.qk_solve import closed_form
+from rankwise.compression.qk_statistics import collect_statistics
 from rankwise.data import load_text
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
@@ -114,7 +116,7 @@ def load(folder: Path) -> nn.Module:
 
 def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.Module:
     """The null: the SVD of W_qᵀ W_k, which looks at no data."""
-    layers = see(model, find_layers(model, batch)[0], [batch])
+    layers = collect_statistics(model, find_projections(model, batch)[0], [batch])
     plan: list[tuple[Any, Factors]] = []
     for layer in layers:
         moments = [weight_moments(model, layer.found, head) for head in range(layer.found.key_heads)]

@@ -164,7 +164,7 @@ def test_a_head_of_nan_is_named_and_a_layer_without_memory_keeps_what_is_done(
     done = run("broken.py:build", "--keep", 0.5, "--no-time", "--out", "new")
     assert "layer 'transformer.h.1.attn.c_attn': expected finite weights" in str(done.exception)
     assert not Path("new").exists()
-    monkeypatch.setattr("rankwise.compression.narrowing.calibrate", full)
+    monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", full)
     done = run("own.py:build", "--keep", 0.5, "--calibrate", 5, "--no-time", "--no-nulls", "--out", "new")
     assert done.exit_code == 130
     assert "INCOMPLETE" in done.output

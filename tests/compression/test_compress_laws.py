@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tests.compression.compression_cases import bigcode, ids
 
 import rankwise as rw
-from rankwise.compression.divergence import Sample, divergence, head_divergence, width_curves
 from rankwise.compression.factors import joint_components, key_components
 from rankwise.compression.qk_modules import HeadFactors, narrow_linear
-from rankwise.compression.widths import hull, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_solve import hull, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_statistics import Sample, divergence, head_divergence, width_curves
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import logit_bases
 

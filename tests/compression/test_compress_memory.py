@@ -8,8 +8,8 @@ from tests.compression.compression_cases import gpt2, ids
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.compression.calibrate import calibrate
 from rankwise.compression.memory import naming_layer, out_of_memory
+from rankwise.compression.qk_solve import calibrate
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False}
@@ -69,7 +69,7 @@ def test_layers_that_were_calibrated_stay_so(monkeypatch: pytest.MonkeyPatch) ->
             raise MemoryError
         return calibrate(layer, *args, **more)
 
-    monkeypatch.setattr("rankwise.compression.narrowing.calibrate", once)
+    monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", once)
     done = rw.compression.compress_qk(gpt2(), [ids(6, 30)], width=3, calibrate=6, **QUICK)
     assert not done.complete
     assert any(

@@ -302,7 +302,7 @@ def test_a_layer_without_memory_is_named_and_nothing_changes(monkeypatch: pytest
     def full(layer: Any, on_step: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("rankwise.compression.query_keys.head_curves", full)
+    monkeypatch.setattr("rankwise.compression.qk_solve.head_curves", full)
     model, batch = bert(), ids()
     before = output(model, batch)
     with pytest.raises(CompressionError, match=r"encoder\.layer\.0\.attention\.self.*the model is unchanged"):

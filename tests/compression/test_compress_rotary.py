@@ -12,11 +12,10 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
-from rankwise.compression.layers import see
-from rankwise.compression.narrow_heads import layer_divergence
 from rankwise.compression.qk_modules import narrow_layers
-from rankwise.compression.rotary_layers import find_rotary_layers
-from rankwise.compression.rotary_pairs import along, greedy, kept_factors, rows_of, units_of, whole_factors
+from rankwise.compression.qk_statistics import collect_statistics, layer_divergence
+from rankwise.compression.rotary_find import find_rotations
+from rankwise.compression.rotary_solve import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"time": False, "nulls": False, "parts": ("rotary",)}
@@ -50,9 +49,9 @@ def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_at_full_width_nothing_changes(family: str) -> None:
     model, batch = FAMILIES[family](), ids(2, 12)
     before = output(model, batch)
-    found, _ = find_rotary_layers(model, batch)
+    found, _ = find_rotations(model, batch)
     assert len(found) == 2
-    layers = see(model, found, [batch], lambda what: None)
+    layers = collect_statistics(model, found, [batch], lambda what: None)
     swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])
     swap.apply()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
@@ -68,7 +67,7 @@ def test_pairs_are_told_from_values() -> None:
         "neox, a quarter rotated": [[0, 1]],
         "glm, neighbours": [[0, 1], [2, 3]],
     }.items():
-        found, reasons = find_rotary_layers(FAMILIES[family](), batch)
+        found, reasons = find_rotations(FAMILIES[family](), batch)
         assert not reasons
         assert all(one.pairs.tolist() == pairs for one in found)
 
@@ -116,8 +115,8 @@ def test_it_generates_with_narrow_keys_and_is_saved_twice(family: str, tmp_path:
 
 def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     model, batch = FAMILIES["llama, grouped"](), ids(2, 12)
-    found, _ = find_rotary_layers(model, batch)
-    layer = see(model, found[:1], [batch], lambda what: None)[0]
+    found, _ = find_rotations(model, batch)
+    layer = collect_statistics(model, found[:1], [batch], lambda what: None)[0]
     whole, units = whole_factors(layer), units_of(layer)
     rows = rows_of(layer.samples, 1, whole, units, seed=0)
     order = greedy(rows, units)

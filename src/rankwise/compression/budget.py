@@ -15,8 +15,8 @@ from rankwise.compression.latency import longest_input
 from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.outputs import cache_bytes
 from rankwise.compression.parts import Job, PartResult, Prepared, parts
+from rankwise.compression.qk_solve import widths_for_tolerance, widths_under_budget
 from rankwise.compression.records import Budget, PartShare
-from rankwise.compression.widths import widths_for_tolerance, widths_under_budget
 from rankwise.errors import CompressionError
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.125, 0.06)

@@ -10,11 +10,11 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
-from rankwise.compression.outputs import main_output, relative_error
-from rankwise.compression.part_checks import check_some, keep_sound
+from rankwise.compression.layers import check_some, keep_passing
+from rankwise.compression.outputs import main_output
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
@@ -27,7 +27,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
     """Return the layers that a latent of full rank leaves unchanged, and the reason for each other layer."""
     layers, skipped = find_cached_layers(model, batch)
-    failed = keep_sound(model, batch, layers, partial(_same_at_full_rank, model))
+    trial = partial(_at_full_rank, model)
+    layers, failed = keep_passing(model, batch, layers, trial, _at_once_and_in_halves)
     skipped |= {
         layer.module: "its outputs change when keys and values are read out of a full latent"
         for layer in failed
@@ -45,15 +46,14 @@ def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
 # --- trial -----------------------------------------------------------------------------------------------
 
 
-def _same_at_full_rank(
-    model: nn.Module, layers: list[LatentLayer], batch: Any, before: Tensor, bound: float
-) -> bool:
-    """Return True if outputs stay the same, for the text at once and in two halves with a cache."""
-    with latent_change(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers]):
-        outputs = [main_output(model, batch), *_in_halves(model, batch)]
-    real = batch.get("attention_mask")
-    real = real.bool() if isinstance(real, Tensor) and real.dim() == 2 else None
-    return all(relative_error(output, before, real) <= bound for output in outputs)
+def _at_full_rank(model: nn.Module, layers: list[LatentLayer]) -> Change:
+    """Return the trial change: a latent of full rank in a random basis."""
+    return latent_change(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers])
+
+
+def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the outputs of a text that is read at once, and in two halves with a cache."""
+    return [main_output(model, batch), *_in_halves(model, batch)]
 
 
 def full_factors(weight: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:

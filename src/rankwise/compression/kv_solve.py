@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
+from rankwise.compression.layers import check_moments
 from rankwise.compression.output_price import real_tokens
-from rankwise.compression.part_checks import check_moments
 from rankwise.compression.parts import Job, PartResult, Prepared
 from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.records import LatentRank
@@ -47,7 +47,9 @@ def prepare(job: Job) -> Prepared:
     stacks = [matrix for moment in moments for matrix in (moment.tokens, moment.gradients)]
     notes = check_moments(stacks, "tokens or gradients", moments[0].count, max(one.rank for one in layers))
     if job.calibrate:
-        notes.append("Keys and values are factored in closed form: `calibrate` is for qk and rotary alone.")
+        notes.append(
+            "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
+        )
     spectra = []
     for layer, moment in zip(layers, moments, strict=True):
         job.on_step(f"factoring keys and values of {layer.module}")

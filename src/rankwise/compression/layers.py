@@ -1,51 +1,39 @@
-"""The attention layers of a model, with what their heads saw on some batches."""
+"""What several parts share: projections of attention layers, their factors, trials and checks."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
-from rankwise._internals.rotary import fit_rotation
-from rankwise.compression.divergence import Sample
-from rankwise.compression.written import find_written
-from rankwise.operators import DenseMixing, SoftmaxMixing
+from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.errors import CompressionError
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
-from rankwise.tracing.projections import (
-    Projection,
-    each_once,
-    find_projection,
-    is_linear,
-    names_below,
-    side_of,
-)
+from rankwise.tracing.projections import Projection, is_linear, names_below
 
-WRITTEN = (
-    "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "
-    "what all sequences share, or the first batch has no two different sequences; attn_implementation='sdpa' "
-    "may show more"
-)
+Layer = TypeVar("Layer")
 Step = Callable[[str], None]
+LEAST_TOKENS = 0.5
+"""Calibration tokens per channel of the widest head or latent, below which they say too little."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where an attention layer gets its queries and keys from."""
+class Projections:
+    """Linear layers that compute the queries and keys of an attention layer."""
 
     name: str
-    """The module that mixes."""
     stack: str
     layer: int
     query: Projection
     key: Projection
-    written: float | None = None
-    """Scale of the logits where the softmax is written out by hand: queries and keys are then taken from the
-    projections. None where fused attention shows them."""
+    scale: float | None = None
+    """Scale of the logits of an explicit softmax; None if fused attention shows queries and keys."""
     pairs: Int[Tensor, "P 2"] = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.long))
-    """Channels of a head that positions turn into each other; none where they are not rotated in."""
+    """Channels of a head that positions rotate into each other; empty without rotation."""
 
     @property
     def heads(self) -> int:
@@ -54,194 +42,185 @@ class Found:
 
     @property
     def key_heads(self) -> int:
-        """Key heads: fewer where they are grouped."""
+        """Key heads."""
         return len(self.key.channels)
 
     @property
     def groups(self) -> int:
-        """Query heads that share one key head."""
+        """Query heads per key head."""
         return self.heads // self.key_heads
 
     @property
     def width(self) -> int:
-        """K, of queries and keys."""
+        """K, the width of queries and keys."""
         return self.query.channels.shape[1]
 
-
-def linear_names(layers: list[Found]) -> set[str]:
-    """The linear layers behind queries and keys.
-
-    Args:
-        layers: of attention.
-    """
-    return {side.module for layer in layers for side in (layer.query, layer.key)}
+    @property
+    def unrotated(self) -> list[int]:
+        """Channels of a head that no rotation changes."""
+        rotated = set(self.pairs.flatten().tolist())
+        return [channel for channel in range(self.width) if channel not in rotated]
 
 
 @dataclass
-class AttentionLayer:
-    """One attention layer and what it saw."""
+class Factors:
+    """A and B of one layer's heads, before any rotation. Columns of removed channels are zero."""
 
-    found: Found
-    query_moments: Float64[Tensor, "G K K"]
-    """Σ qqᵀ over real tokens, of all query heads that read one key head; before any rotation."""
-    key_moments: Float64[Tensor, "G K K"]
-    tokens: int = 0
-    """Real tokens behind the moments."""
-    samples: list[Sample] = field(default_factory=list)
-    broken: set[int] = field(default_factory=set)
-    """Query heads that met NaN or infinity."""
+    query: Float64[Tensor, "H K K"]
+    key: Float64[Tensor, "G K K"]
+    kept: list[list[int]]
+    """Remaining channels of each key head, ascending."""
 
 
-def find_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
-    """Find the linear layers behind the queries and keys of every attention layer.
-
-    Args:
-        model: the model, in evaluation mode.
-        batch: what it takes; a sequence or two of it are used.
-
-    Returns:
-        The layers, in the order they run; and the reason for each one that cannot be done.
-    """
-    sites: list[MixerSite] = []
-    short = to_device(first_sequences(batch, 2), device_of(model))
-    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
-        run_model(model, short)
-    outputs = outputs_by_name(linear)
-    found: dict[str, Found] = {}
-    reasons: dict[str, str] = {}
-    calls: dict[str, int] = {}
-    for site in sites:
-        call = calls[site.name] = calls.get(site.name, -1) + 1
-        if site.name in reasons:
-            continue
-        projections = _projections(site, outputs, call)
-        if isinstance(projections, str):
-            reasons[site.name] = projections
-            found.pop(site.name, None)
-        elif site.name not in found:
-            found[site.name] = projections
-        elif not _same(projections, found[site.name]):
-            reasons[site.name] = "its calls read different projections"
-            del found[site.name]
-    return list(found.values()), reasons
+def random_bases(layer: Projections, seed: int = 0) -> Factors:
+    """Draw orthonormal bases of full width; within a rotary pair only rotations."""
+    generator = torch.Generator().manual_seed(seed)
+    free = torch.tensor(layer.unrotated, dtype=torch.long)
+    bases = torch.eye(layer.width, dtype=torch.float64).repeat(layer.key_heads, 1, 1)
+    for basis in bases:
+        drawn = torch.randn(len(free), len(free), generator=generator, dtype=torch.float64)
+        basis[free[:, None], free] = torch.linalg.qr(drawn).Q
+        for first, second in layer.pairs.tolist():
+            angle = 6.28 * torch.rand((), generator=generator, dtype=torch.float64)
+            basis[first, first] = basis[second, second] = angle.cos()
+            basis[first, second], basis[second, first] = angle.sin(), -angle.sin()
+    kept = [list(range(layer.width))] * layer.key_heads
+    return Factors(bases.repeat_interleave(layer.groups, 0), bases, kept)
 
 
-def see(
-    model: nn.Module, layers: list[Found], batches: Iterable[Any], on_step: Step | None = None
-) -> list[AttentionLayer]:
-    """Run the model and keep what compression needs: second moments, and the sequences themselves.
-
-    Cost: a run of the model; queries and keys of all tokens stay in memory, 2·T·(H + G)·K numbers a layer.
-
-    Args:
-        model: the model, in evaluation mode.
-        layers: which layers.
-        batches: what the model takes.
-        on_step: told what is under way.
-    """
-    seen: dict[str, AttentionLayer] = {}
-    wanted = {layer.name: layer for layer in layers}
-    behind = [layer for layer in layers if layer.written or len(layer.pairs)]
-    read = linear_names(behind)
-    calls: dict[str, int] = {}
-
-    def add(site: MixerSite) -> None:
-        found = wanted.get(site.name)
-        if found is None:
-            return
-        call = calls[site.name] = calls.get(site.name, -1) + 1
-        if site.name not in seen:
-            empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
-            seen[site.name] = AttentionLayer(found, empty, empty.clone())
-        _add(seen[site.name], site, _sample(found, site, linear, call))
-
-    device = device_of(model)
-    for count, batch in enumerate(batches, start=1):
-        if on_step is not None:
-            on_step(f"running batch {count}")
-        calls.clear()
-        with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
-            run_model(model, to_device(batch, device))
-    return [seen[layer.name] for layer in layers if layer.name in seen]
-
-
-def _sample(found: Found, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
-    """Queries, keys and the scale of the logits, of one call."""
-    operator = site.operator
-    if found.written is None and not len(found.pairs):
-        assert isinstance(operator, SoftmaxMixing)
-        return Sample(operator, operator.query, _keys(found, operator), site.valid_tokens, operator.scale)
-    outputs = outputs_by_name(linear)
-    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
-    if found.written is not None:
-        return Sample(operator, query, key, site.valid_tokens, found.written)
-    assert isinstance(operator, SoftmaxMixing)
-    after = [operator.query, _keys(found, operator)]
-    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
-    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
-
-
-def _keys(found: Found, operator: SoftmaxMixing) -> Tensor:
-    """Keys, each once: some code repeats them, one for each query head."""
-    return operator.key[:, :: operator.key.shape[1] // found.key_heads]
-
-
-def _add(layer: AttentionLayer, site: MixerSite, sample: Sample) -> None:
-    query, key, groups = sample.query, sample.key, sample.groups
-    fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
-    layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
-    rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
-    columns = key.transpose(1, 2)[site.valid_sources].double()
-    by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
-    layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
-    layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
-    layer.tokens += int(site.valid_tokens.sum())
-    layer.samples.append(sample)
-
-
-def _projections(site: MixerSite, outputs: dict[str, list[Tensor]], call: int) -> Found | str:
-    operator = site.operator
-    if site.cross:
-        return "its queries and keys come from different sequences"
-    near = names_below(list(outputs), site.name)
-    given = {name: outputs[name][min(call, len(outputs[name]) - 1)] for name in near}
-    if isinstance(operator, DenseMixing):
-        if not bool(operator.matrix.isfinite().all()):
-            return "its attention holds NaN or infinity"
-        written = find_written(operator.matrix, given)
-        if written is None:
-            return WRITTEN
-        return Found(site.name, site.stack, site.layer, *written)
-    if not isinstance(operator, SoftmaxMixing):
-        return f"it is no softmax attention, but {operator.kind}"
-    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
-        return "its queries or keys hold NaN or infinity"
-    sides = []
-    for what, heads in (("queries", operator.query), ("keys", operator.key)):
-        side = find_projection(heads, given)
-        if side is None and what == "keys":
-            side = find_projection(each_once(heads), given)
-        if side is None:
-            return (
-                f"its {what} are the output of no linear layer: positions are rotated in, a norm follows, or "
-                "their weights lie in no nn.Linear"
-            )
-        sides.append(side)
-    return Found(site.name, site.stack, site.layer, sides[0], sides[1])
+def linear_names(layers: list[Projections]) -> set[str]:
+    """Return the names of the linear layers that compute queries and keys."""
+    return {side.module for layer in layers for side in (layer.query, layer.key)}
 
 
 def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
-    """Outputs of modules by name, in the order of their calls.
-
-    Args:
-        calls: recorded calls.
-    """
+    """Return the outputs of modules by name, in the order of their calls."""
     outputs: dict[str, list[Tensor]] = {}
     for call in calls:
         outputs.setdefault(call.name, []).append(call.output)
     return outputs
 
 
-def _same(first: Found, other: Found) -> bool:
+def find_layers(
+    model: nn.Module, batch: Any, read: Callable[[MixerSite, dict[str, Tensor]], Projections | str]
+) -> tuple[list[Projections], dict[str, str]]:
+    """Run two sequences; return the layers that `read` recognizes, and the reason for each other layer.
+
+    `read` receives a mixer and the outputs of the linear layers near it in the same call.
+    """
+    sites: list[MixerSite] = []
+    short = to_device(first_sequences(batch, 2), device_of(model))
+    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
+        run_model(model, short)
+    outputs = outputs_by_name(linear)
+    found: dict[str, Projections] = {}
+    skipped: dict[str, str] = {}
+    calls: dict[str, int] = {}
+    for site in sites:
+        call = calls[site.name] = calls.get(site.name, -1) + 1
+        if site.name in skipped:
+            continue
+        near = names_below(list(outputs), site.name)
+        layer = read(site, {name: outputs[name][min(call, len(outputs[name]) - 1)] for name in near})
+        if isinstance(layer, str):
+            skipped[site.name] = layer
+            found.pop(site.name, None)
+        elif site.name not in found:
+            found[site.name] = layer
+        elif len(layer.pairs):
+            skipped[site.name] = "it runs more than once"
+            del found[site.name]
+        elif not _same(layer, found[site.name]):
+            skipped[site.name] = "its calls read different projections"
+            del found[site.name]
+    return list(found.values()), skipped
+
+
+def _same(first: Projections, other: Projections) -> bool:
     pairs = ((first.query, other.query), (first.key, other.key))
     return all(a.module == b.module and bool((a.channels == b.channels).all()) for a, b in pairs)
+
+
+def keep_passing(
+    model: nn.Module,
+    batch: Any,
+    layers: list[Layer],
+    trial: Callable[[list[Layer]], AbstractContextManager[Any]],
+    outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
+) -> tuple[list[Layer], list[Layer]]:
+    """Return the layers whose trial change leaves the outputs as they are, and the others.
+
+    All layers are tried together, and one by one only if that fails. Padded tokens do not count.
+    """
+    short = to_device(first_sequences(batch, 2), device_of(model))
+    before = main_output(model, short)
+    check_finite(model, before)
+    bound = torch.finfo(before.dtype).eps ** 0.5
+
+    def same(some: list[Layer]) -> bool:
+        with trial(some):
+            after = outputs(model, short)
+        return all(relative_error(output, before, mask) <= bound for output in after)
+
+    mask = short.get("attention_mask") if isinstance(short, dict) else None
+    mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if not layers or same(layers):
+        return layers, []
+    passed = [same([layer]) for layer in layers]
+    good = [layer for layer, well in zip(layers, passed, strict=True) if well]
+    return good, [layer for layer, well in zip(layers, passed, strict=True) if not well]
+
+
+# --- checks ----------------------------------------------------------------------------------------------
+
+
+def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str, fix: str) -> None:
+    """Raise with the first two reasons if no layer is left."""
+    if not layers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:2])
+        raise CompressionError(
+            f"model {type(model).__name__}", expected=expected, got=reasons or "no such attention", fix=fix
+        )
+
+
+def no_finite_layer(broken: dict[str, str]) -> CompressionError:
+    """Return the error for a model in which no layer has finite queries and keys."""
+    name, reason = next(iter(broken.items()))
+    return CompressionError(
+        f"attention layer {name!r}",
+        expected="finite queries and keys",
+        got=reason,
+        fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
+    )
+
+
+def check_width(width: int | float | None, least: int) -> None:
+    """Raise if a mean width is not below the narrowest present width."""
+    if width is not None and width >= least:
+        raise CompressionError(
+            "`width`",
+            expected=f"a mean width below the present {least}",
+            got=f"{width:g}",
+            fix="Ask for less.",
+        )
+
+
+def check_moments(
+    moments: Iterable[Float64[Tensor, "*G K K"]], kinds: str, tokens: int, width: int
+) -> list[str]:
+    """Raise if there are too few tokens for the widest latent or head; note second moments of lower rank."""
+    if tokens < LEAST_TOKENS * width:
+        raise CompressionError(
+            "the calibration data",
+            expected=f"at least {round(LEAST_TOKENS * width)} tokens for width {width}, better {10 * width}",
+            got=f"{tokens}",
+            fix="Give more text.",
+        )
+    ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
+    singular = sum(int(below.sum()) for below in ranks)
+    if not singular:
+        return []
+    return [
+        f"{singular} second moments of {kinds} do not have full rank on {tokens} tokens: a ridge was added, "
+        "and directions without data are dropped first. Use more text."
+    ]

@@ -5,17 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression.divergence import width_curves
 from rankwise.compression.factors import (
     joint_components,
     key_components,
     random_directions,
 )
-from rankwise.compression.layers import AttentionLayer, Found
-from rankwise.compression.narrow_heads import closed_form, layer_divergence
+from rankwise.compression.layers import Projections
 from rankwise.compression.parts import Job
+from rankwise.compression.qk_solve import closed_form, widths_under_budget
+from rankwise.compression.qk_statistics import QueryKeyStatistics, layer_divergence, width_curves
 from rankwise.compression.records import BudgetCurve, BudgetPoint
-from rankwise.compression.widths import widths_under_budget
 from rankwise.measures.logits import LogitBases, logit_bases
 from rankwise.tracing.projections import linear_parts
 
@@ -24,13 +23,13 @@ SHARES = (0.125, 0.25, 0.5, 0.75)
 SEQUENCES = 32
 """On which curves are measured, at most."""
 
-Way = Callable[[AttentionLayer, int], LogitBases]
+Way = Callable[[QueryKeyStatistics, int], LogitBases]
 
 
 def null_curves(
     job: Job,
-    layers: list[AttentionLayer],
-    figures: list[AttentionLayer],
+    layers: list[QueryKeyStatistics],
+    figures: list[QueryKeyStatistics],
     head_curves: list[tuple[list[int], list[float]]],
 ) -> list[BudgetCurve]:
     """Attention KL against mean width: our closed form with and without widths per head, and four nulls.
@@ -70,7 +69,7 @@ def null_curves(
     return out
 
 
-def weight_moments(model: nn.Module, found: Found, head: int) -> tuple[Tensor, Tensor]:
+def weight_moments(model: nn.Module, found: Projections, head: int) -> tuple[Tensor, Tensor]:
     """Second moments of queries and keys of a key head if tokens were white noise: W_q W_qᵀ and W_k W_kᵀ.
 
     With them, `logit_bases` is the SVD of W_qᵀ W_k, which looks at weights alone (CLOVER, arXiv 2411.17426).
@@ -94,13 +93,13 @@ def _gram(model: nn.Module, name: str, channels: Tensor) -> Tensor:
     return rows @ rows.mT
 
 
-def _moments(layer: AttentionLayer, head: int) -> tuple[Tensor, Tensor]:
+def _moments(layer: QueryKeyStatistics, head: int) -> tuple[Tensor, Tensor]:
     return layer.query_moments[head], layer.key_moments[head]
 
 
 def _per_head(
-    layers: list[AttentionLayer],
-    figures: list[AttentionLayer],
+    layers: list[QueryKeyStatistics],
+    figures: list[QueryKeyStatistics],
     curves: list[tuple[list[int], list[float]]],
     widths: list[int],
 ) -> list[BudgetPoint]:
@@ -118,10 +117,10 @@ def _widths(width: int) -> list[int]:
     return sorted({max(1, round(share * width)) for share in SHARES})
 
 
-def _first(layer: AttentionLayer) -> AttentionLayer:
+def _first(layer: QueryKeyStatistics) -> QueryKeyStatistics:
     samples, count = [], 0
     for sample in layer.samples:
         if count < SEQUENCES:
             samples.append(sample)
         count += sample.query.shape[0]
-    return AttentionLayer(layer.found, layer.query_moments, layer.key_moments, layer.tokens, samples)
+    return QueryKeyStatistics(layer.found, layer.query_moments, layer.key_moments, layer.tokens, samples)

@@ -88,8 +88,8 @@ def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
     from rankwise.compression.heads import prepare_heads
     from rankwise.compression.kv_solve import prepare as prepare_keys_values
-    from rankwise.compression.query_keys import prepare_query_keys
-    from rankwise.compression.rotary import prepare_rotary
+    from rankwise.compression.qk_solve import prepare as prepare_query_keys
+    from rankwise.compression.rotary_solve import prepare as prepare_rotary
 
     return {
         "heads": prepare_heads,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import AddedHook, Change
-from rankwise.compression.layers import Found
+from rankwise.compression.layers import Factors, Projections
 from rankwise.errors import CompressionError, did_you_mean
 from rankwise.tracing.projections import linear_parts
 
@@ -250,16 +250,6 @@ def other_module(name: str, expected: str, got: nn.Module) -> CompressionError:
 # --- narrow layers from factors --------------------------------------------------------------------------
 
 
-@dataclass
-class Factors:
-    """A and B of one layer's heads, before any rotation. Columns of removed channels are zero."""
-
-    query: Float64[Tensor, "H K K"]
-    key: Float64[Tensor, "G K K"]
-    kept: list[list[int]]
-    """Remaining channels of each key head, ascending."""
-
-
 @dataclass(frozen=True)
 class HeadFactors:
     """New channels of some heads of a linear layer: factorᵀ times the K old channels of each head."""
@@ -298,7 +288,9 @@ def narrow_linear(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowPr
     return NarrowProjection(narrow, runs_of(places), weight.shape[0]).train(module.training)
 
 
-def narrow_layers(model: nn.Module, plan: Sequence[tuple[Found, Factors]], cache: bool = True) -> Change:
+def narrow_layers(
+    model: nn.Module, plan: Sequence[tuple[Projections, Factors]], cache: bool = True
+) -> Change:
     """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
     changes: dict[str, list[HeadFactors]] = {}
     for found, factors in plan:

@@ -4,23 +4,23 @@ from collections.abc import Callable
 
 import torch
 
-from rankwise.compression.layers import AttentionLayer
+from rankwise.compression.layers import Factors
 from rankwise.compression.parts import Job
-from rankwise.compression.qk_modules import Factors
+from rankwise.compression.qk_solve import widths_under_budget
+from rankwise.compression.qk_statistics import QueryKeyStatistics
 from rankwise.compression.records import BudgetCurve, BudgetPoint
-from rankwise.compression.rotary_pairs import Order, along, rows_of, units_of
-from rankwise.compression.widths import widths_under_budget
+from rankwise.compression.rotary_solve import Order, along, rows_of, units_of
 
 SHARES = (0.125, 0.25, 0.5, 0.75)
 """Of the head's width, at which curves are measured."""
 
-Choice = Callable[[AttentionLayer, int], list[int]]
+Choice = Callable[[QueryKeyStatistics, int], list[int]]
 
 
 def pair_curves(
     job: Job,
-    layers: list[AttentionLayer],
-    figures: list[AttentionLayer],
+    layers: list[QueryKeyStatistics],
+    figures: list[QueryKeyStatistics],
     wholes: list[Factors],
     orders: list[list[Order]],
 ) -> list[BudgetCurve]:
@@ -73,20 +73,20 @@ def _point(found: list[tuple[int, float]]) -> BudgetPoint:
     return BudgetPoint(width=sum(w for w, _ in found) / count, kl=sum(kl for _, kl in found) / count)
 
 
-def _by_size(layer: AttentionLayer, head: int) -> list[int]:
+def _by_size(layer: QueryKeyStatistics, head: int) -> list[int]:
     """Smallest E‖q‖²·E‖k‖² first."""
     sizes = layer.query_moments[head].diagonal(), layer.key_moments[head].diagonal()
     products = [float(sizes[0][unit].sum() * sizes[1][unit].sum()) for unit in units_of(layer)]
     return sorted(range(len(products)), key=products.__getitem__)
 
 
-def _at_random(layer: AttentionLayer, head: int, seed: int) -> list[int]:
+def _at_random(layer: QueryKeyStatistics, head: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * layer.found.layer + head + 10**6 * seed)
     order: list[int] = torch.randperm(len(units_of(layer)), generator=generator).tolist()
     return order
 
 
-def _by_speed(layer: AttentionLayer) -> list[int]:
+def _by_speed(layer: QueryKeyStatistics) -> list[int]:
     """Fastest first, by how far a pair turns from one token to the next; unrotated channels last."""
     rotation = layer.samples[0].rotation
     assert rotation is not None

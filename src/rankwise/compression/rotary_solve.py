@@ -1,14 +1,23 @@
-"""Which rotary pairs a key head keeps: the pair that costs least attention KL goes, again and again."""
+"""The part ``rotary``: remove the rotary pair that costs least attention KL, again and again.
 
-from dataclasses import dataclass
+A removed pair is zero in queries and keys, so it adds nothing to any logit. It is not computed and not
+cached.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.divergence import Sample, divergence
-from rankwise.compression.layers import AttentionLayer
-from rankwise.compression.qk_modules import Factors
+from rankwise.compression.layers import Factors, check_moments, check_width, linear_names, no_finite_layer
+from rankwise.compression.memory import naming_layer
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.qk_modules import narrow_layers
+from rankwise.compression.qk_solve import narrowed_heads, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_statistics import QueryKeyStatistics, Sample, collect_statistics, divergence
+from rankwise.compression.records import BudgetCurve
+from rankwise.compression.rotary_find import find_rotary_layers
 from rankwise.measures.logits import logit_bases
 
 SEQUENCES, ROWS = 16, 48
@@ -35,23 +44,93 @@ class Order:
     """Attention KL at these widths."""
 
 
-def units_of(layer: AttentionLayer) -> list[list[int]]:
-    """Channels that go together: both of a pair; each one that is not rotated for itself.
+def prepare(job: Job) -> Prepared:
+    """Keep the rotary pairs that attention needs: greedy by attention KL, widths under one budget.
 
-    Args:
-        layer: a layer.
+    Pairs are chosen for each key head; the query heads that read it keep the same. A pair that goes is zero
+    in queries and keys, so that it adds nothing to any logit, and is neither computed nor cached. Channels
+    that are not rotated get the closed form of `compress_qk`. With ``calibrate``, what kept pairs carry
+    before the rotation becomes any linear map of the head's channels, by steps of Adam.
     """
+    found, left_out = find_rotary_layers(job.model, job.batches[0])
+    layers = collect_statistics(job.model, found, job.batches, job.on_step)
+    left_out |= {
+        layer.found.name: "NaN or infinity in its queries or keys" for layer in layers if layer.broken
+    }
+    layers = [layer for layer in layers if not layer.broken]
+    if not layers:
+        raise no_finite_layer(left_out)
+    check_width(job.width, min(layer.found.width for layer in layers))
+    check_moments([], "", min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
+    wholes = [whole_factors(layer) for layer in layers]
+    orders: list[list[Order]] = []
+    for layer, whole in zip(layers, wholes, strict=True):
+        with naming_layer(layer.found.name):
+            orders.append(_orders(layer, whole, job))
+
+    def starts(wanted: Job) -> list[Factors]:
+        widths = pair_widths(wanted, layers, orders)
+        return [
+            kept_factors(layer, whole, own_orders, own)
+            for layer, whole, own_orders, own in zip(layers, wholes, orders, widths, strict=True)
+        ]
+
+    def nulls(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
+        from rankwise.compression.rotary_nulls import pair_curves
+
+        job.on_step("measuring other pairs")
+        return pair_curves(job, layers, figures, wholes, orders)
+
+    def change(keep: float) -> Change:
+        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
+        return narrow_layers(
+            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
+        )
+
+    def finish(wanted: Job) -> PartResult:
+        return replace(narrowed_heads("rotary", wanted, layers, starts(wanted), nulls), left_out=left_out)
+
+    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
+
+
+def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
+    job.on_step(f"comparing pairs of {layer.found.name}")
+    units = units_of(layer)
+    return [
+        greedy(rows_of(layer.samples, head, whole, units, job.seed), units)
+        for head in range(layer.found.key_heads)
+    ]
+
+
+def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Order]]) -> list[list[int]]:
+    """Widths of each key head, out of those its units give: fewer under a budget, more for a tolerance."""
+    every = [order for own in orders for order in own]
+    curves = [(order.widths, order.losses) for order in every]
+    if job.tolerance is not None:
+        wanted = widths_for_tolerance(curves, job.tolerance)
+        chosen = [
+            min(w for w in order.widths if w >= width) for order, width in zip(every, wanted, strict=True)
+        ]
+    else:
+        whole = [layer.found.width for layer in layers for _ in range(layer.found.key_heads)]
+        budget = job.keep * sum(whole) if job.keep is not None else (job.width or 0) * len(whole)
+        wanted = widths_under_budget(curves, round(budget))
+        chosen = [
+            max(w for w in order.widths if w <= width) for order, width in zip(every, wanted, strict=True)
+        ]
+    found = iter(chosen)
+    return [[next(found) for _ in own] for own in orders]
+
+
+def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
+    """Channels that go together: both of a pair; each one that is not rotated for itself."""
     pairs = layer.found.pairs.tolist()
     rotated = {channel for pair in pairs for channel in pair}
     return [*pairs, *([channel] for channel in range(layer.found.width) if channel not in rotated)]
 
 
-def whole_factors(layer: AttentionLayer) -> Factors:
-    """Factors that change no logit: pairs stay what they are, unrotated channels get their best basis.
-
-    Args:
-        layer: a layer and what it saw.
-    """
+def whole_factors(layer: QueryKeyStatistics) -> Factors:
+    """Factors that change no logit: pairs stay what they are, unrotated channels get their best basis."""
     found = layer.found
     rotated = {channel for pair in found.pairs.tolist() for channel in pair}
     free = torch.tensor([c for c in range(found.width) if c not in rotated], dtype=torch.long)
@@ -68,15 +147,7 @@ def whole_factors(layer: AttentionLayer) -> Factors:
 def rows_of(
     samples: list[Sample], head: int, factors: Factors, units: list[list[int]], seed: int
 ) -> list[Rows]:
-    """Rows drawn from some sequences.
-
-    Args:
-        samples: of the layer.
-        head: of the keys.
-        factors: that change no logit.
-        units: channels that go together.
-        seed: of the draws.
-    """
+    """Rows drawn from some sequences."""
     out, left = [], SEQUENCES
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
@@ -121,12 +192,7 @@ def _rows(
 
 
 def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
-    """Units in the order they go: at each step the one that costs least for each channel it frees.
-
-    Args:
-        rows: of one key head.
-        units: channels that go together.
-    """
+    """Units in the order they go: at each step the one that costs least for each channel it frees."""
     gone: list[int] = []
     left = list(range(len(units)))
     sizes = torch.tensor([len(unit) for unit in units], dtype=torch.float64)
@@ -143,13 +209,7 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
 
 
 def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
-    """Attention KL along a given order.
-
-    Args:
-        rows: of one key head.
-        units: channels that go together.
-        order: the first to go first.
-    """
+    """Attention KL along a given order."""
     changes = [torch.zeros_like(row.matrix) for row in rows]
     losses = [0.0]
     for unit in order[:-1]:
@@ -177,15 +237,10 @@ def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64
     return total / max(count, 1)
 
 
-def kept_factors(layer: AttentionLayer, whole: Factors, orders: list[Order], widths: list[int]) -> Factors:
-    """The factors with the units that go at zero.
-
-    Args:
-        layer: a layer.
-        whole: factors that change no logit.
-        orders: of each key head.
-        widths: of each key head, out of its order's.
-    """
+def kept_factors(
+    layer: QueryKeyStatistics, whole: Factors, orders: list[Order], widths: list[int]
+) -> Factors:
+    """The factors with the units that go at zero."""
     units = units_of(layer)
     query, key, kept = whole.query.clone(), whole.key.clone(), []
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):

@@ -1,8 +1,8 @@
-"""Attention layers whose queries and keys are rotated by position, and the rotation, told from values.
+"""Attention layers whose queries and keys are rotated by position, and the channels that are pairs.
 
-No formula of positions is assumed. A pair of channels before the rotation, (x, y), comes out as
-(x cos − y sin, x sin + y cos) with one angle for all heads: cos and sin of each token and pair are fitted to
-what the model did, and the fit must leave nothing but rounding.
+No formula of positions is assumed. The rotation takes a pair (x, y) to (x cos − y sin, x sin + y cos), with
+one angle for all heads. The cos and sin of each token and pair are fitted to the model's own values, and
+the residual must be rounding alone.
 """
 
 from typing import Any
@@ -10,61 +10,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import fit_rotation
-from rankwise.compression.layers import Found, outputs_by_name
+from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing
+from rankwise.compression.qk_find import turned
+from rankwise.compression.qk_modules import narrow_projections
+from rankwise.errors import CompressionError
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing import MixerSite, capture, record_calls
-from rankwise.tracing.projections import (
-    Projection,
-    each_once,
-    head_layouts,
-    is_linear,
-    names_below,
-    side_of,
-)
+from rankwise.tracing import MixerSite
+from rankwise.tracing.projections import Projection, each_once, head_layouts, side_of
 
 FIT = 16
-"""Roundings of the dtype, relative in the Frobenius norm, that the fitted rotation may be off."""
+"""Residual of the fitted rotation, in roundings of the dtype, relative in the Frobenius norm."""
 NO_ROTATION = (
     "its queries and keys are no rotated output of linear layers: positions are not rotated in, or a norm "
     "comes between, which reads all pairs of a head"
 )
 
 
-def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Found], dict[str, str]]:
-    """Find the projections behind rotated queries and keys, and which channels are pairs.
-
-    Args:
-        model: the model, in evaluation mode.
-        batch: what it takes; a sequence or two are run.
-
-    Returns:
-        The layers; and the reason for each one that cannot be done.
-    """
-    sites: list[MixerSite] = []
-    short = to_device(first_sequences(batch, 2), device_of(model))
-    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
-        run_model(model, short)
-    outputs = outputs_by_name(linear)
-    found: dict[str, Found] = {}
-    reasons: dict[str, str] = {}
-    for site in sites:
-        if site.name in found or site.name in reasons:
-            found.pop(site.name, None)
-            reasons[site.name] = "it runs more than once"
-            continue
-        layer = _rotary_layer(
-            site, {name: outputs[name][0] for name in names_below(list(outputs), site.name)}
+def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
+    """Return the layers whose pairs may be turned by any angle, and the reason for each other layer."""
+    if any(True for _ in narrow_projections(model)):
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a model that is not compressed yet",
+            got="one with narrowed queries and keys",
+            fix="Load the original, and compress it once to the width you want.",
         )
-        if isinstance(layer, str):
-            reasons[site.name] = layer
-        else:
-            found[site.name] = layer
-    return list(found.values()), reasons
+    layers, skipped = find_rotations(model, batch)
+    layers, failed = keep_passing(model, batch, layers, lambda some: turned(model, some))
+    skipped |= {
+        layer.name: "its outputs change where a pair turns in queries and keys alike" for layer in failed
+    }
+    check_some(
+        model,
+        layers,
+        skipped,
+        "softmax attention whose queries and keys are rotated by position and nothing else",
+        "Without rotated positions, the part `qk` may do.",
+    )
+    return layers, skipped
 
 
-def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Found | str:
+def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
+    """Return the projections behind rotated queries and keys, and the reason for each other layer."""
+    return find_layers(model, batch, _rotary_layer)
+
+
+def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | str:
     operator = site.operator
     if not isinstance(operator, SoftmaxMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
@@ -80,12 +72,12 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Found | str:
             before = [side_of(outputs[side.module], side) for side in (q, k)]
             pairs = _pairs(before, [operator.query, keys], bound)
             if pairs is not None:
-                return Found(site.name, site.stack, site.layer, q, k, pairs=pairs)
+                return Projections(site.name, site.stack, site.layer, q, k, pairs=pairs)
     return NO_ROTATION
 
 
 def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projection]:
-    """Projections whose heads are as long as those that attention got: rotations keep lengths."""
+    """Return the projections with heads as long as the heads in attention: rotations keep lengths."""
     batch, count, tokens, width = heads.shape
     wanted = heads.transpose(1, 2).double().norm(dim=-1)
     bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
@@ -101,7 +93,7 @@ def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projectio
 
 
 def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | None:
-    """Channels that turn into each other: halves of the rotated channels, or neighbours."""
+    """Return the channels that rotate into each other: halves of the rotated channels, or neighbors."""
     width = before[0].shape[-1]
     device = before[0].device
     for rotated in range(width - width % 2, 1, -2):
@@ -113,7 +105,7 @@ def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | 
 
 
 def _moving(pairs: Tensor, before: list[Tensor], after: list[Tensor]) -> Tensor | None:
-    """The pairs that turn: channels that are passed through keep every bit."""
+    """Return the pairs that rotate: channels that keep every bit are not a pair."""
     same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
     turning = pairs[~same[pairs].all(1)]
     return turning if len(turning) else None

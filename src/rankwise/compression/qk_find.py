@@ -1,0 +1,136 @@
+"""Attention layers whose queries and keys are outputs of linear layers, in any basis."""
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing, random_bases
+from rankwise.compression.qk_modules import narrow_layers
+from rankwise.operators import DenseMixing, SoftmaxMixing
+from rankwise.tracing import MixerSite
+from rankwise.tracing.projections import Projection, each_once, find_projection, head_layouts
+
+EXPLICIT = (
+    "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "
+    "what all sequences share, or the first batch has no two different sequences; attn_implementation='sdpa' "
+    "may show more"
+)
+SMALLEST = 1e-12
+"""Smaller entries of attention are ignored: they are masked, or their logarithms have lost digits."""
+
+
+def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
+    """Return the layers whose heads may be turned into any basis, and the reason for each other layer."""
+    layers, skipped = find_projections(model, batch)
+    layers, failed = keep_passing(model, batch, layers, lambda some: turned(model, some))
+    skipped |= {
+        layer.name: "its outputs change with the basis of queries and keys: something besides "
+        "their inner products reads them"
+        for layer in failed
+    }
+    check_some(
+        model,
+        layers,
+        skipped,
+        "softmax attention whose queries and keys are outputs of linear layers, unrotated",
+        "Where positions are rotated in, use `compress` with the part `rotary`.",
+    )
+    return layers, skipped
+
+
+def turned(model: nn.Module, layers: list[Projections]) -> Any:
+    """Return the trial change: queries and keys of every head in a random basis of full width.
+
+    It changes outputs if anything but inner products of queries and keys reads them: norms, or positions.
+    """
+    return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
+
+
+def find_projections(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
+    """Return the linear layers behind queries and keys, and the reason for each other attention layer."""
+    return find_layers(model, batch, _projections)
+
+
+def _projections(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | str:
+    """Return the projections behind queries and keys, or the reason why there are none."""
+    operator = site.operator
+    if site.cross:
+        return "its queries and keys come from different sequences"
+    if isinstance(operator, DenseMixing):
+        if not bool(operator.matrix.isfinite().all()):
+            return "its attention holds NaN or infinity"
+        explicit = find_explicit_softmax(operator.matrix, outputs)
+        if explicit is None:
+            return EXPLICIT
+        return Projections(site.name, site.stack, site.layer, *explicit)
+    if not isinstance(operator, SoftmaxMixing):
+        return f"it is no softmax attention, but {operator.kind}"
+    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
+        return "its queries or keys hold NaN or infinity"
+    sides = []
+    for what, heads in (("queries", operator.query), ("keys", operator.key)):
+        side = find_projection(heads, outputs)
+        if side is None and what == "keys":
+            side = find_projection(each_once(heads), outputs)
+        if side is None:
+            return (
+                f"its {what} are the output of no linear layer: positions are rotated in, a norm follows, or "
+                "their weights lie in no nn.Linear"
+            )
+        sides.append(side)
+    return Projections(site.name, site.stack, site.layer, sides[0], sides[1])
+
+
+def find_explicit_softmax(
+    matrix: Float[Tensor, "B H T S"], outputs: Mapping[str, Float[Tensor, "B T O"]]
+) -> tuple[Projection, Projection, float] | None:
+    """Return query and key projections and the scale whose inner products are the logits of attention.
+
+    Masks and biases of positions are the same for two sequences. So the logarithms of attention of two
+    sequences differ, up to one number per row, only by their scaled inner products. None if no pair fits.
+    """
+    if matrix.shape[0] < 2 or matrix.shape[-2] != matrix.shape[-1]:
+        return None
+    pair = matrix[:2].double()
+    seen = (pair > SMALLEST).all(0)
+    target = _centred(pair.clamp(min=1e-300).log(), seen)
+    size = float(target.norm())
+    if size == 0:
+        return None
+    bound = torch.finfo(matrix.dtype).eps ** 0.5
+    heads = matrix.shape[1]
+    sides = list(_candidates(heads, matrix.shape[2], outputs))
+    for (name_q, q, at_q), (name_k, k, at_k) in permutations(sides, 2):
+        if q.shape != k.shape:
+            continue
+        found = _centred(q @ k.mT, seen)
+        scale = float((found * target).sum()) / max(float((found * found).sum()), 1e-300)
+        if scale != 0 and float((target - scale * found).norm()) <= bound * size:
+            return Projection(name_q, at_q), Projection(name_k, at_k), scale
+    return None
+
+
+def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H T S"]:
+    """Return the difference of two sequences, less its mean over what each row sees."""
+    change = torch.where(seen, logits[0] - logits[1], 0.0)
+    mean = change.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(seen, change - mean, 0.0)
+
+
+def _candidates(
+    heads: int, tokens: int, outputs: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Float[Tensor, "2 H T K"], Tensor]]:
+    """Yield each way to cut an output into heads: alone, or as one of two or three side by side."""
+    for name, output in outputs.items():
+        if output.dim() != 3 or output.shape[1] != tokens or output.shape[0] < 2:
+            continue
+        for share in (1, 2, 3):
+            width, rest = divmod(output.shape[-1], share * heads)
+            if rest or not width:
+                continue
+            for channels in head_layouts(heads, width, output.shape[-1]):
+                yield name, output[:2, :, channels].permute(0, 2, 1, 3).double(), channels

@@ -1,0 +1,414 @@
+"""The part ``qk``: closed form, widths of heads under one budget, and calibration.
+
+`rotary_solve` uses the widths and the calibration.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from rankwise.compression.layers import (
+    Factors,
+    Step,
+    check_moments,
+    check_width,
+    linear_names,
+    no_finite_layer,
+)
+from rankwise.compression.memory import naming_layer, out_of_memory
+from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.qk_find import find_query_key_layers
+from rankwise.compression.qk_modules import narrow_layers
+from rankwise.compression.qk_statistics import (
+    QueryKeyStatistics,
+    Sample,
+    collect_statistics,
+    divergence,
+    layer_divergence,
+    width_curves,
+)
+from rankwise.compression.records import BudgetCurve, HeadWidth
+from rankwise.errors import CompressionError
+from rankwise.measures.logits import LogitBases, logit_bases
+
+CURVE_SEQUENCES = 16
+"""Sequences on which the curve of each head is measured, at most."""
+CURVE_POINTS = 32
+"""Steps of a curve from 1 to K; curves of wide heads also have the narrowest widths."""
+RATE = 0.02
+"""Learning rate of Adam for factors of whitened logits; it falls to zero along a cosine."""
+ROWS = 2**20
+"""Entries of attention matrices in one step, about: 2 sequences of 192 tokens and 12 heads."""
+Nulls = Callable[[list[QueryKeyStatistics]], list[BudgetCurve]]
+"""Curves of other ways, from the statistics on the evaluation data."""
+
+
+def prepare(job: Job) -> Prepared:
+    """Narrow queries and keys: closed form, widths under one budget, calibration, in that order."""
+    found, left_out = find_query_key_layers(job.model, job.batches[0])
+    check_width(job.width, min(layer.width for layer in found))
+    layers = collect_statistics(job.model, found, job.batches, job.on_step)
+    layers, left_out = _sound(layers, left_out)
+    stacks = [stack for layer in layers for stack in (layer.query_moments, layer.key_moments)]
+    width = max(layer.found.width for layer in layers)
+    notes = check_moments(stacks, "queries or keys", min(layer.tokens for layer in layers), width)
+    curves = []
+    for layer in layers:
+        with naming_layer(layer.found.name):
+            curves += head_curves(layer, job.on_step)
+
+    def starts(wanted: Job) -> list[Factors]:
+        width = wanted.width if wanted.keep is None else wanted.keep * layers[0].found.width
+        left = iter(chosen_widths(curves, wanted.tolerance, width))
+        return [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
+
+    def change(keep: float) -> Change:
+        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
+        return narrow_layers(
+            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
+        )
+
+    def rivals(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
+        from rankwise.compression.null_ways import null_curves
+
+        return null_curves(job, layers, figures, curves)
+
+    def finish(wanted: Job) -> PartResult:
+        result = narrowed_heads("qk", wanted, layers, starts(wanted), rivals)
+        return replace(result, left_out=left_out, notes=[*notes, *result.notes])
+
+    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
+
+
+def _sound(
+    layers: list[QueryKeyStatistics], left_out: dict[str, str]
+) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
+    broken = {
+        layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
+    }
+    sound = [layer for layer in layers if not layer.broken]
+    if not sound:
+        raise no_finite_layer(broken)
+    return sound, {**left_out, **broken}
+
+
+def closed_form(
+    layer: QueryKeyStatistics, widths: list[int], way: Callable[..., LogitBases] = logit_bases
+) -> Factors:
+    """The first columns of the bases of each key head.
+
+    Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.
+    """
+    groups = layer.found.groups
+    query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
+    for head, width in enumerate(widths):
+        P, S = layer.query_moments[head], layer.key_moments[head]
+        bases = way(P, S)
+        a, b = bases.query[:, :width], bases.key[:, :width]
+        size_q = (a * (P / groups @ a)).sum(0).clamp(min=1e-300)
+        size_k = (b * (S @ b)).sum(0).clamp(min=1e-300)
+        balance = (size_k / size_q) ** 0.25
+        query[head, :, :width], key[head, :, :width] = a * balance, b / balance
+    return Factors(query.repeat_interleave(groups, 0), key, [list(range(width)) for width in widths])
+
+
+def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int], list[float]]]:
+    """Attention KL against width for each key head, closed form, on the calibration data."""
+    on_step(f"measuring widths of {layer.found.name}")
+    widths, groups = curve_widths(layer.found.width), layer.found.groups
+    samples, count = [], 0
+    for sample in layer.samples:
+        if count < CURVE_SEQUENCES:
+            samples.append(sample)
+        count += sample.query.shape[0]
+    bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
+    each = [bases[head // groups] for head in range(layer.found.heads)]
+    curves = width_curves(samples, [layer.query for layer in each], [layer.key for layer in each], widths)
+    by_key = curves.unflatten(0, (-1, groups)).mean(1)
+    return [(widths, losses) for losses in by_key.tolist()]
+
+
+def chosen_widths(
+    curves: list[tuple[list[int], list[float]]], tolerance: float | int | None, width: float | int | None
+) -> list[int]:
+    """Width of every key head of the model, for a tolerance or a mean width."""
+    if width is not None:
+        return widths_under_budget(curves, round(width * len(curves)))
+    assert tolerance is not None
+    return widths_for_tolerance(curves, tolerance)
+
+
+# --- calibration -----------------------------------------------------------------------------------------
+
+
+def narrowed_heads(
+    part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors], nulls: Nulls
+) -> PartResult:
+    """Calibrate factors, put them into the model and measure what they cost."""
+    plan: list[Factors] = []
+    heads: list[HeadWidth] = []
+    stopped = ""
+    for layer, factors in zip(layers, starts, strict=True):
+        before = after = _by_key(layer, factors)
+        if job.calibrate and not stopped:
+            factors, after, stopped = _calibrated(layer, factors, before, job)
+        plan.append(factors)
+        heads += [
+            HeadWidth(
+                part=part,
+                stack=layer.found.stack,
+                site=layer.found.name,
+                layer=layer.found.layer,
+                head=head,
+                before=layer.found.width,
+                width=len(kept),
+                kl=before[head],
+                kl_calibrated=after[head],
+            )
+            for head, kept in enumerate(factors.kept)
+        ]
+    found = [layer.found for layer in layers]
+    swap = narrow_layers(job.model, list(zip(found, plan, strict=True)))
+    figures = collect_statistics(job.model, found, job.figures, job.on_step)
+    kl = {
+        layer.found.name: float(layer_divergence(layer, factors).mean())
+        for layer, factors in zip(figures, plan, strict=True)
+    }
+    curves = nulls(figures) if job.nulls else []
+    swap.apply()
+    notes = [
+        f"Calibration was stopped {stopped}: what was done is kept, later layers are as they were chosen."
+    ]
+    return PartResult(
+        heads,
+        kl,
+        curves,
+        layers[0].tokens,
+        notes=notes if stopped else [],
+        complete=not stopped,
+        undo=swap.undo,
+        redo=swap.apply,
+    )
+
+
+def _calibrated(
+    layer: QueryKeyStatistics, start: Factors, before: list[float], job: Job
+) -> tuple[Factors, list[float], str]:
+    """Factors after steps of Adam, or as they were where these are no better on the calibration data.
+
+    With them what stopped it, if something did.
+    """
+    done = 0
+
+    def count(steps: int) -> None:
+        nonlocal done
+        done = steps
+        job.on_step(f"calibrating {layer.found.name}: {steps} of {job.calibrate}")
+
+    try:
+        factors = calibrate(layer, start, job.calibrate, job.seed, count)
+        after = _by_key(layer, factors)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        return start, before, f"for want of memory at {layer.found.name}"
+    stopped = "" if done == job.calibrate else "by Ctrl-C"
+    return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
+
+
+def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
+    each = layer_divergence(layer, factors)
+    by_key: list[float] = each.unflatten(0, (-1, layer.found.groups)).mean(1).tolist()
+    return by_key
+
+
+def calibrate(
+    layer: QueryKeyStatistics,
+    start: Factors,
+    steps: int,
+    seed: int = 0,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> Factors:
+    """Lower the mean KL(M ‖ M') of a layer by gradient steps on A and B.
+
+    Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
+    reads a few sequences drawn at random. Where positions are rotated in, what a kept pair carries may become
+    any linear map of the head's channels before the rotation: content of pairs that go is taken over by pairs
+    of near frequency, of slow ones almost without loss.
+    """
+    groups, device = layer.found.groups, layer.samples[0].query.device
+    rotated = len(layer.found.pairs) > 0
+    white_q, white_k, start_q, start_k = [], [], [], []
+    for head, key in enumerate(start.key):
+        to_q, to_k = (whitening(moments[head]) for moments in (layer.query_moments, layer.key_moments))
+        members = torch.linalg.solve(to_q, start.query[head * groups : (head + 1) * groups])
+        own = torch.linalg.solve(to_k, key)
+        balance = _balance(members, own, rotated)
+        white_q += [to_q] * groups
+        white_k.append(to_k)
+        start_q += list(members * balance)
+        start_k.append(own / balance)
+    mask = torch.zeros(len(start.key), 1, layer.found.width)
+    for head, channels in enumerate(start.kept):
+        mask[head, 0, channels] = 1
+    wide = layer.found.width if rotated else max(map(len, start.kept))  # of no use to compute zeros
+    kept_k = mask[..., :wide].to(device)
+    kept_q = kept_k.repeat_interleave(groups, 0)
+    a, b = (
+        torch.stack(factors)[..., :wide].float().to(device).requires_grad_() for factors in (start_q, start_k)
+    )
+    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (white_q, white_k))
+    optimizer = torch.optim.Adam([a, b], lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with torch.enable_grad():
+            for done in range(1, steps + 1):
+                loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                on_step(done)
+    except KeyboardInterrupt:
+        pass
+    query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
+    query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
+    key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
+    return Factors(query, key, start.kept)
+
+
+def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
+    """What columns of A are multiplied with, and those of B divided by, so that both are as large.
+
+    A rotation mixes columns: there one number is for all.
+    """
+    size_q, size_k = query.square().sum(1).mean(0), key.square().sum(0)
+    if rotated:
+        size_q, size_k = size_q.sum(), size_k.sum()
+    return (size_k.clamp(min=1e-24) / size_q.clamp(min=1e-24)) ** 0.25
+
+
+def _loss(sample: Sample, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:
+    with torch.no_grad():
+        matrix = sample.operator.dense().float()
+    change = sample.logit_change(sample.query.float(), sample.key.float(), a, b)
+    real = sample.tokens[:, None].expand(change.shape[:-1])
+    return divergence(matrix, change)[real].mean()
+
+
+def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
+    sample = samples[int(torch.randint(len(samples), (), generator=generator))]
+    batch, heads, tokens, sources = sample.operator.shape
+    count = max(1, min(batch, round(ROWS / (heads * tokens * sources))))
+    return sample.of(torch.randperm(batch, generator=generator)[:count].to(sample.query.device))
+
+
+def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
+    """S^−½ of second moments scaled to a mean square of 1 in all, directions never seen at a floor."""
+    values, vectors = torch.linalg.eigh(moments)
+    values = values / values.clamp(min=0).mean().clamp(min=1e-300)
+    return (vectors / values.clamp(min=1e-4).sqrt()) @ vectors.mT
+
+
+# --- widths ----------------------------------------------------------------------------------------------
+
+
+def curve_widths(width: int) -> list[int]:
+    """Widths at which to measure, 1 to K: all of them up to 32, else the small ones and steps.
+
+    Examples:
+        >>> curve_widths(4), len(curve_widths(128)), curve_widths(128)[:6]
+        ([1, 2, 3, 4], 35, [1, 2, 3, 4, 8, 12])
+    """
+    step = -(-width // CURVE_POINTS)
+    small = range(1, step) if step > 1 else ()
+    return sorted({*small, *range(step, width + 1, step), width})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the lower hull of a curve: from one width to a wider one."""
+
+    head: int
+    narrow: int
+    wide: int
+    gain: float
+    """Nats of attention KL saved for each unit of width."""
+
+
+def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
+    """The lower convex hull of a curve: wider is better, and each stretch saves less than the one before."""
+    corners = [0]
+    at = 0
+    while at < len(widths) - 1:
+        slopes = [
+            ((losses[at] - losses[to]) / (widths[to] - widths[at]), to) for to in range(at + 1, len(widths))
+        ]
+        gain, at = max(slopes)
+        if gain <= 0:
+            break
+        corners.append(at)
+    return [
+        Segment(head, widths[a], widths[b], (losses[a] - losses[b]) / (widths[b] - widths[a]))
+        for a, b in pairwise(corners)
+    ]
+
+
+def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int) -> list[int]:
+    """Widths of all heads that add up to a budget, with the least sum of attention KL on the hulls.
+
+    A stretch of a hull is taken where it saves most for each unit; the last one in part. Greedy on hulls is
+    optimal but for that part.
+
+    Examples:
+        >>> widths_under_budget([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 4)
+        [2, 2]
+    """
+    taken = [widths[0] for widths, _ in curves]
+    room = budget - sum(taken)
+    if room < 0:
+        raise CompressionError(
+            "budget",
+            expected=f"a width of at least {math.ceil(sum(taken) / len(taken))} on average",
+            got=f"{budget / max(len(taken), 1):.2f}",
+            fix="Keep more.",
+        )
+    for segment in _ordered(curves):
+        more = min(segment.wide - segment.narrow, room)
+        taken[segment.head] += more
+        room -= more
+        if not room:
+            break
+    return taken
+
+
+def widths_for_tolerance(curves: list[tuple[list[int], list[float]]], tolerance: float) -> list[int]:
+    """Least widths, in the order of `widths_under_budget`, whose mean attention KL is within a tolerance.
+
+    Examples:
+        >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)
+        [2, 1]
+    """
+    taken = [widths[0] for widths, _ in curves]
+    loss = sum(losses[0] for _, losses in curves)
+    for segment in _ordered(curves):
+        excess = loss - tolerance * len(curves)
+        if excess <= 0:
+            break
+        steps = min(segment.wide - segment.narrow, math.ceil(excess / segment.gain - 1e-9))
+        taken[segment.head] += steps
+        loss -= steps * segment.gain
+    return taken
+
+
+def _ordered(curves: list[tuple[list[int], list[float]]]) -> list[Segment]:
+    segments = [
+        segment for head, (widths, losses) in enumerate(curves) for segment in hull(head, widths, losses)
+    ]
+    return sorted(segments, key=lambda segment: (-segment.gain, segment.head, segment.narrow))

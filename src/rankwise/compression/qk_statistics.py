@@ -1,0 +1,213 @@
+r"""Samples, second moments and attention KL of queries and keys: KL(M ‖ M') in nats, averaged over rows."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor, nn
+
+from rankwise._internals.forward import device_of, run_model, to_device
+from rankwise._internals.rotary import PairRotation, fit_rotation
+from rankwise.compression.layers import Factors, Projections, Step, linear_names, outputs_by_name
+from rankwise.operators import MixingOperator, SoftmaxMixing
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
+from rankwise.tracing.projections import side_of
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Queries and keys of some sequences, and the attention they gave."""
+
+    operator: MixingOperator
+    """Shape (B, H, T, S)."""
+    query: Float[Tensor, "B H T K"]
+    """As attention got them; before the rotation where there is one."""
+    key: Float[Tensor, "B G S K"]
+    tokens: Bool[Tensor, "B T"]
+    """Rows that count: those of real tokens."""
+    scale: float = 1.0
+    """Of the logits: scale·query·keyᵀ are the logits but for masks and biases."""
+    rotation: PairRotation | None = None
+    """What turns queries and keys by their position before they meet."""
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def of(self, rows: Int[Tensor, "b"]) -> "Sample":
+        """Some of the sequences."""
+        rotation = None if self.rotation is None else self.rotation[rows]
+        own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
+        return Sample(*own, self.scale, rotation)
+
+    def turned(self, heads: Float[Tensor, "B h T r"]) -> Float[Tensor, "B h T r"]:
+        """Queries or keys as they meet."""
+        return heads if self.rotation is None else self.rotation(heads)
+
+    def logit_change(
+        self,
+        query: Float[Tensor, "B H T K"],
+        key: Float[Tensor, "B G S K"],
+        a: Float[Tensor, "H K r"],
+        b: Float[Tensor, "G K r"],
+    ) -> Float[Tensor, "B H T S"]:
+        """What factors of some heads add to their logits."""
+        groups = query.shape[1] // key.shape[1]
+
+        def logits(q: Tensor, k: Tensor) -> Tensor:
+            return self.scale * self.turned(q) @ self.turned(k).repeat_interleave(groups, 1).mT
+
+        return logits(query @ a, key @ b) - logits(query, key)
+
+
+@dataclass
+class QueryKeyStatistics:
+    """Second moments and samples of the queries and keys of one layer."""
+
+    found: Projections
+    query_moments: Float64[Tensor, "G K K"]
+    """Σ qqᵀ over real tokens, over all query heads of one key head; before any rotation."""
+    key_moments: Float64[Tensor, "G K K"]
+    tokens: int = 0
+    """Number of real tokens."""
+    samples: list[Sample] = field(default_factory=list)
+    broken: set[int] = field(default_factory=set)
+    """Query heads with NaN or infinity."""
+
+
+def collect_statistics(
+    model: nn.Module, layers: list[Projections], batches: Iterable[Any], on_step: Step | None = None
+) -> list[QueryKeyStatistics]:
+    """Run the model and return second moments and all queries and keys of each layer."""
+    seen: dict[str, QueryKeyStatistics] = {}
+    wanted = {layer.name: layer for layer in layers}
+    behind = [layer for layer in layers if layer.scale or len(layer.pairs)]
+    read = linear_names(behind)
+    calls: dict[str, int] = {}
+
+    def add(site: MixerSite) -> None:
+        found = wanted.get(site.name)
+        if found is None:
+            return
+        call = calls[site.name] = calls.get(site.name, -1) + 1
+        if site.name not in seen:
+            empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
+            seen[site.name] = QueryKeyStatistics(found, empty, empty.clone())
+        _add(seen[site.name], site, _sample(found, site, linear, call))
+
+    device = device_of(model)
+    for count, batch in enumerate(batches, start=1):
+        if on_step is not None:
+            on_step(f"running batch {count}")
+        calls.clear()
+        with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
+            run_model(model, to_device(batch, device))
+    return [seen[layer.name] for layer in layers if layer.name in seen]
+
+
+def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
+    """Return queries, keys and the scale of the logits of one call."""
+    operator = site.operator
+    if found.scale is None and not len(found.pairs):
+        assert isinstance(operator, SoftmaxMixing)
+        return Sample(operator, operator.query, _keys(found, operator), site.valid_tokens, operator.scale)
+    outputs = outputs_by_name(linear)
+    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
+    if found.scale is not None:
+        return Sample(operator, query, key, site.valid_tokens, found.scale)
+    assert isinstance(operator, SoftmaxMixing)
+    after = [operator.query, _keys(found, operator)]
+    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
+    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
+
+
+def _keys(found: Projections, operator: SoftmaxMixing) -> Tensor:
+    """Return each key head once: some code repeats keys for each query head."""
+    return operator.key[:, :: operator.key.shape[1] // found.key_heads]
+
+
+def _add(layer: QueryKeyStatistics, site: MixerSite, sample: Sample) -> None:
+    query, key, groups = sample.query, sample.key, sample.groups
+    fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
+    layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
+    rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
+    columns = key.transpose(1, 2)[site.valid_sources].double()
+    by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
+    layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
+    layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
+    layer.tokens += int(site.valid_tokens.sum())
+    layer.samples.append(sample)
+
+
+# --- attention KL ----------------------------------------------------------------------------------------
+
+
+def divergence(
+    matrix: Float[Tensor, "*batch T S"], change: Float[Tensor, "*batch T S"]
+) -> Float[Tensor, "*batch T"]:
+    """KL(M ‖ M') of each row, where M' has the logits of M plus a change.
+
+    Formula: log Σ_j m_j·exp(c_j) − Σ_j m_j c_j. What is masked, m_j = 0, stays so and needs no logit.
+    Range: [0, ∞) nats.
+    """
+    seen = matrix > 0
+    mean = (matrix * change).sum(-1, keepdim=True)
+    away = (change - mean).masked_fill(~seen, -torch.inf)  # around the mean: no cancellation in the logarithm
+    top = away.amax(-1, keepdim=True).clamp(min=0)
+    whole = (matrix * (away - top).exp()).sum(-1)
+    return whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
+
+
+def head_divergence(
+    samples: list[Sample], query: Sequence[Float[Tensor, "K _"]], key: Sequence[Float[Tensor, "K _"]]
+) -> Float[Tensor, "H"]:
+    """Mean KL(M ‖ M') over all real rows, for each query head; M' has the logits (Q A)(K B)ᵀ."""
+    heads = len(query)
+    total, rows = torch.zeros(heads, dtype=torch.float64), 0
+    for sample in samples:
+        for head in range(heads):
+            own = head // sample.groups
+            q, k, matrix = head_parts(sample, head)
+            change = sample.logit_change(q, k, query[head].to(q)[None], key[own].to(q)[None])
+            total[head] += divergence(matrix, change[:, 0])[sample.tokens].double().sum().cpu()
+        rows += int(sample.tokens.sum())
+    return total / max(rows, 1)
+
+
+def width_curves(
+    samples: list[Sample],
+    query: list[Float[Tensor, "K K"]],
+    key: list[Float[Tensor, "K K"]],
+    widths: list[int],
+) -> Float[Tensor, "H W"]:
+    """`head_divergence` at several widths, of which each takes that many columns of the bases."""
+    heads = len(query)
+    total, rows = torch.zeros(heads, len(widths), dtype=torch.float64), 0
+    for sample in samples:
+        for head in range(heads):
+            q, k, matrix = head_parts(sample, head)
+            q, k = sample.scale * q[:, 0], k[:, 0]
+            turned_q, turned_k = q @ query[head].to(q), k @ key[head].to(k)
+            change, done = -(q @ k.mT), 0
+            for at, width in enumerate(widths):
+                change = change + turned_q[..., done:width] @ turned_k[..., done:width].mT
+                done = width
+                total[head, at] += divergence(matrix, change)[sample.tokens].double().sum().cpu()
+        rows += int(sample.tokens.sum())
+    return total / max(rows, 1)
+
+
+def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and attention of one head, (B, 1, T, K), (B, 1, S, K), (B, T, S), in float32 at least."""
+    matrix = sample.operator[:, head : head + 1].dense()[:, 0]
+    dtype = torch.promote_types(sample.query.dtype, torch.float32)
+    key = sample.key[:, head // sample.groups][:, None]
+    return sample.query[:, head : head + 1].to(dtype), key.to(dtype), matrix.to(dtype)
+
+
+def layer_divergence(layer: QueryKeyStatistics, factors: Factors) -> Tensor:
+    """Mean KL(M ‖ M') over rows, for each query head, on what the layer saw."""
+    return head_divergence(layer.samples, list(factors.query), list(factors.key))
