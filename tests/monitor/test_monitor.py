@@ -238,7 +238,7 @@ def test_ctrl_c_during_an_audit_reaches_the_training():
         ({"stop_on": ["COLAPSE"]}, "COLLAPSE"),
         ({"stop_on": 3}, "code 3"),
         ({"log": "wandb"}, "`log`"),
-        ({"texts": ["a"]}, "`texts`: expected a setting"),
+        ({"texts": ["a"]}, "option of `rankwise.audit`: .* got 'texts'"),
     ],
 )
 def test_wrong_settings_are_refused_before_training(settings, named):

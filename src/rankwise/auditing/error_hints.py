@@ -24,9 +24,11 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     if isinstance(error, NotImplementedError) and inherited:
         lists = (nn.ModuleList, nn.ModuleDict)
         inner = (name for name, module in model.named_children() if not isinstance(module, lists))
+        name = next(inner, "inner")
         return (
-            "An audit calls the model, not the `training_step` of Lightning: define `forward`, or audit the "
-            f"inner module that has it, such as `model.{next(inner, 'inner')}`."
+            "An audit calls the model, not the `training_step` of Lightning: define `forward`, such as "
+            f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
+            f"`model.{name}`."
         )
     if _fast_path_fails(model, error):
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
