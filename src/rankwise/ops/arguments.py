@@ -32,9 +32,9 @@ AXES = {
 }
 for _prefix in ("", "end_", "d_"):
     AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
-"""Axes of every argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
+"""Axes of each argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
 DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
-"""Accepted dtypes; a tensor without an entry may have any dtype that is not complex."""
+"""Accepted dtypes by name of an argument; arguments without an entry accept every dtype except complex."""
 FIXES = {
     "w": "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None].",
     "temperature": "Flatten a released (H, 1) parameter.",
@@ -46,12 +46,12 @@ FIXES = {
     f"state.{name}": "Pass the state that a call on the same sequences returned." for name in (*SUMS, "seen")
 }
 ONE_THREAD_BELOW = 1 << 15
-"""Number of tensor entries below which torch uses a single thread."""
+"""Number of tensor entries below which torch runs an elementwise operation on one thread."""
 _PROCESS = os.getpid()
 
 
 class Sums(NamedTuple):
-    """Sums over tokens, per sequence and head: energy Σ w², assigned Σ Π w² and mass Σ Π."""
+    """Sums over tokens per sequence and head: energy Σ w², assigned Σ Π w² and mass Σ Π (Π: memberships)."""
 
     energy: Float[Tensor, "N H K"]
     assigned: Float[Tensor, "N H K"]
@@ -62,9 +62,9 @@ class Call(NamedTuple):
     """Checked arguments of `tssa`; temperature, offset and start have the dtype of the sums.
 
     Attributes:
-        w: projections of tokens to the head subspaces, in the user's dtype.
+        w: projections of tokens to the heads, in the user's dtype.
         temperature: temperature per head; None for uniform memberships.
-        offset: learned bias added to each score.
+        offset: number added to each score: K times the learned bias at the token's position.
         mask: True for real tokens.
         start: sums before the first token of a causal call; None for zeros.
         rate: factor λ by which a token decays the sums; None for λ = 1.
@@ -87,7 +87,7 @@ class Call(NamedTuple):
         return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
 
     def initial_sums(self) -> Sums:
-        """Return the sums before the first token."""
+        """Return `start`, or sums of zeros if `start` is None."""
         if self.start is not None:
             return self.start
         heads, width = self.w.shape[2:]
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
 
     def sequence_of_tokens(self) -> tuple[Int64[Tensor, " N1"], Int64[Tensor, " M"]]:
-        """Return sequence boundaries in the flat list of all M tokens, and the sequence index per token."""
+        """Return sequence boundaries in the list of all M tokens, and the sequence index of each token."""
         batch, tokens = self.w.shape[:2]
         index, bounds = torch.arange(batch * tokens, device=self.w.device), self.bounds
         if bounds is None:
@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Result of an implementation: output, memberships and, if causal, the sums after the last token."""
+    """Result of a `tssa` call: output, memberships and, if causal, the sums after the last token."""
 
     output: Float[Tensor, "B T H K"]
     membership: Float[Tensor, "B T H"]
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
 
     Attributes:
         membership: memberships Π.
-        score: scores s; if no gradient is needed, memberships overwrite this memory.
+        score: scores; if no gradient is needed, the memberships, which share the memory of the scores.
         sums: sums after the last token.
     """
 
@@ -126,7 +126,7 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Gradients of the loss with respect to the outputs of a call."""
+    """Gradients of the loss with respect to the outputs of a `tssa` call, given to the backward pass."""
 
     output: Float[Tensor, "B T H K"]
     membership: Float[Tensor, "B T H"]
@@ -134,7 +134,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss with respect to inputs; offset and start are empty tensors if not causal."""
+    """Gradients of the loss with respect to inputs of `tssa`; offset and start are empty if not causal."""
 
     w: Float[Tensor, "B T H K"]
     temperature: Float[Tensor, " H"]
@@ -148,7 +148,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype; if it has the dtype, skip `Tensor.to`, which can take 40 µs."""
+    """Convert a tensor to a dtype; return it unchanged if possible, because `Tensor.to` can take 40 µs."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -166,7 +166,7 @@ def make_call(
     """Check the arguments of `tssa` and convert them.
 
     Returns:
-        The call and, if causal, the number of real tokens that each sequence has seen after it.
+        The call and, if causal, the number of real tokens per sequence, including those of earlier calls.
 
     Raises:
         ShapeError: if a shape or dtype does not fit, or the bias is shorter than the longest sequence.
@@ -203,7 +203,8 @@ def make_call(
 def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
     """Raise ShapeError if a tensor does not have the axes that `AXES` lists for the tensor's name.
 
-    Custom operators also call this check, because compiled graphs call them and kernels check no bounds.
+    The custom operators repeat this check, because compiled graphs call them directly, and kernels do not
+    check the bounds of arrays.
     """
     if w.ndim != 4:
         raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
@@ -225,7 +226,7 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
     for name, part in parts.items():
         if part is None:
             continue
-        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for a bias, whose length is free
+        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for a bias, which may have any length
         if part.shape != wanted if wanted else part.ndim != 2 or part.shape[0] != heads:
             expected = f"{tuple(wanted)}" if wanted else f"({heads}, P)"
             fix = FIXES.get(name, "Call rankwise.ops.tssa, which prepares the tensors of an operator.")
@@ -258,7 +259,7 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
 
 
 def _check_process(w: Tensor) -> None:
-    """Raise InputError if a forked process would deadlock: the threads of torch exist only in the parent."""
+    """Raise InputError if torch would wait in a forked process for threads that only the parent has."""
     if torch.compiler.is_compiling() or sys.platform != "linux" or os.getpid() == _PROCESS:
         return
     if w.device.type == "cpu" and w.numel() >= ONE_THREAD_BELOW and torch.get_num_threads() > 1:
@@ -301,7 +302,7 @@ def _check_options(
     if half_life is not None and not bool((half_life > 0).all()):
         got, fix = f"{half_life.min().item():g}", "Pass infinity for a head without decay."
         raise InputError("half_life", expected="numbers above 0", got=got, fix=fix)
-    # reading a number from a GPU would wait for the GPU
+    # on a GPU this check would wait for the GPU
     if state is not None and state[3].device.type == "cpu" and int(state[3].min()) < 0:
         fix = "It counts real tokens; TSSAState.zeros starts at 0."
         raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(state[3].min())}", fix=fix)
@@ -318,7 +319,7 @@ def _lengths(call: Call) -> Int[Tensor, " N"]:
 
 
 def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
-    """Return the position of each token among real tokens of a sequence; for padding the value is unused."""
+    """Return the index of each token among the real tokens of a sequence; at padding the value is unused."""
     mask, (bounds, sequence) = call.mask, call.sequence_of_tokens()
     real = torch.ones_like(sequence) if mask is None else mask.flatten().long()
     upto = torch.nn.functional.pad(real.cumsum(0), (1, 0))
@@ -331,7 +332,7 @@ def _offset(
 ) -> Float[Tensor, "B T H"]:
     """Return K · bias[h, position] for each token, because the formula adds the bias to each of K channels.
 
-    Compiled graphs cannot check the bias's length; there, indexing fails if the bias is too short.
+    A compiled graph cannot check the length of the bias; indexing fails if the bias is too short.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:

@@ -1,7 +1,15 @@
-"""Bidirectional TSSA on a CPU: two loops over w for sums, one loop for the output, and loops for gradients.
+"""Bidirectional token statistics self-attention (TSSA) on a CPU: forward and backward passes.
 
-The module `cpu_chunks` describes the arrays of loops. Chunk i reads arrays per sequence, such as inverse
-(N, H, K), at n = sequence[i]. Bidirectional sums do not decay. g is the gradient of the output.
+Formula for token t, per head and channel; w_t is the projection of the token, sums run over all tokens::
+
+    inverse = 1/max(Σ_t w_t², eps)
+    s_t = Σ_k w_t² inverse                         score, a sum over the K channels
+    Π_t = softmax over heads of temperature · s_t    memberships: weights of the heads, which sum to 1
+    m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)               moment: mean of w² weighted by Π
+    output_t = -Π_t w_t factor, factor = 1/(1 + m)
+
+d_x is the gradient of the loss with respect to x. Chunk i reads arrays per sequence, such as inverse
+(N, H, K), at sequence[i]. `cpu_chunks` describes chunks and arrays; the decay λ is 1 here.
 """
 
 from typing import no_type_check
@@ -25,7 +33,7 @@ from rankwise.ops.reference import MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output and the tensors for the backward pass."""
+    """Return the output, and memberships, scores and sums for the backward pass."""
     work = ChunkedCall(call)
     w, dtype, tokens, chunks = work.w, work.dtype, work.tokens, work.chunks
     membership = np.empty(w.shape[:2], w.dtype)
@@ -71,12 +79,12 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
 
 
 def _inverse(energy: np.ndarray) -> np.ndarray:
-    """Return 1/max(Σ w², eps); NaN stays NaN."""
+    """Return 1/max(energy, eps), where energy is Σ w² over the tokens; NaN stays NaN."""
     return 1 / np.maximum(energy, energy.dtype.type(NORM_EPS**2))
 
 
 def _factor(assigned: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """Return 1/(1 + m), where m = Σ Π w²/(Σ Π + eps) is the mean of w² weighted by membership."""
+    """Return 1/(1 + m), where the moment m = assigned/(mass + eps) is the mean of w² weighted by Π."""
     with np.errstate(all="ignore"):
         return 1 / (1 + assigned / (mass + mass.dtype.type(MASS_EPS)))
 
@@ -87,7 +95,7 @@ def assign(
     w, inverse, temperature, mask, power, rate, first, last, sequence, score, membership, added, masses,
     low, high,
 ):  # fmt: skip
-    """Write scores Σ_k w² inverse, memberships, and the sums Σ Π w² and Σ Π of each chunk."""
+    """Write the scores and memberships of tokens, and the sums of Π w² and of Π over each chunk."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
@@ -102,7 +110,7 @@ def assign(
 @Loop
 @no_type_check
 def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
-    """Write the output -Π w factor, factor = 1/(1 + m)."""
+    """Write the outputs of tokens, -Π w factor; 0 at padding."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
@@ -117,7 +125,7 @@ def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, factor, membership, sums):
-    """Return Σ_k g w factor; add Π g w factor² to sums."""
+    """Return Σ_k d_output w factor, the negated gradient of Π; add the gradient of the moment m to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -129,7 +137,7 @@ def output_row_back(row, d_output, factor, membership, sums):
 @Loop
 @no_type_check
 def outputs_back(w, d_output, membership, factor, mask, first, last, sequence, direct, added, low, high):
-    """Write Σ_k g w factor, and Σ_t Π g w factor² of each chunk, the gradient of m."""
+    """Write the negated gradient of Π through outputs to `direct`, and the gradient of m by each chunk."""
     for i in range(low, high):
         added[i] = 0
         for t in range(first[i], last[i]):
@@ -147,9 +155,10 @@ def scores_back(
     w, membership, score, temperature, given, d_moment, d_mass, mask, power, rate, first, last, sequence,
     d_membership, d_score, d_temperature, added, unused, low, high,
 ):  # fmt: skip
-    """Write the gradients of the scores and, per chunk, of the temperature and Σ_t d_score w².
+    """Write the gradients of scores and, per chunk, of the temperature, and Σ_t d_score w².
 
-    d_membership holds Σ_k g w factor before and Σ_k d_moment w² - Σ_k g w factor + given - d_mass after.
+    d_membership holds the negated gradient of Π through outputs; it is overwritten by the whole gradient of
+    Π. `given` is the gradient of memberships from the loss.
     """
     for i in range(low, high):
         n = sequence[i]
@@ -169,7 +178,7 @@ def scores_back(
 @inlined
 @no_type_check
 def token_row_back(row, d_output, factor, d_moment, inverse, d_energy, membership, d_score, out):
-    """Write the gradient of w of one token."""
+    """Write the gradient of w of one token and head to `out`."""
     two = row.dtype.type(2)
     for k in range(len(row)):
         g = d_moment[k] * membership + d_score * inverse[k] + d_energy[k]
@@ -182,7 +191,7 @@ def tokens_back(
     w, d_output, membership, d_score, factor, d_moment, inverse, d_energy, mask, first, last, sequence, out,
     low, high,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π g factor."""
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
     for i in range(low, high):
         n = sequence[i]
         for t in range(first[i], last[i]):

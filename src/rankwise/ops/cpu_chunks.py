@@ -1,11 +1,14 @@
-"""Chunks of a call, the unit of work on a CPU, and the compiled loops that both operations share.
+"""Chunks of a sequence, and the compiled loops that causal and bidirectional TSSA share on a CPU.
 
-Each sequence is cut into chunks of at most `CHUNK` tokens. A loop adds up each chunk, `ChunkedCall.carry`
-adds up the chunks in float64, and the next loop visits each chunk with the sums at its start. So chunks can
-be visited in any order and by any thread, and a sum over T tokens has the rounding error of 64 additions.
+TSSA (token statistics self-attention) needs only sums over tokens: energy Σ w², assigned Σ Π w² and mass Σ Π,
+where w are projections of tokens to heads and Π are memberships, the weights of the heads per token. Each
+sequence is cut into chunks of at most `CHUNK` tokens. One loop computes the sums over each chunk,
+`ChunkedCall.carry` adds these sums in float64, and the next loop starts each chunk with the sums before it.
+So threads can visit chunks in any order, and a sum over T tokens has the rounding error of 64 additions.
 
-Arrays in loops: w (M, H, K), where M counts the tokens of all sequences; mask (M,) or empty; power
-(CHUNK + 2, H) and rate (H,) of `ChunkedCall`; chunk i is the tokens first[i] ≤ t < last[i] of sequence[i].
+Arrays in loops: w (M, H, K) for M tokens of all sequences, H heads and K channels; mask (M,), True for real
+tokens, or empty; power (CHUNK + 2, H) and rate (H,), the decay λ (see `ChunkedCall`). Chunk i holds the
+tokens first[i] ≤ t < last[i] of sequence[i]. Each loop visits the chunks low ≤ i < high.
 """
 
 from functools import lru_cache
@@ -20,8 +23,9 @@ from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 
 CHUNK = 64
-"""Largest number of tokens per chunk; a chunk's sum has the dtype of the sums, sums of chunks are float64."""
+"""Largest number of tokens per chunk; only sums over several chunks are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+"""numpy's dtype of each dtype of torch that the loops read."""
 
 
 class Chunks(NamedTuple):
@@ -36,13 +40,14 @@ class ChunkedCall:
     """Arguments of a `tssa` call as numpy arrays, and the chunks of the call.
 
     Attributes:
-        call: the call.
-        dtype: dtype of the sums.
+        call: checked arguments of `tssa`.
+        dtype: dtype of the sums, float32 or float64.
         w: w in the dtype of the sums, (M, H, K).
         temperature: temperatures, (H,); empty for uniform memberships.
-        tokens: mask, (M,) or empty; λ^0 … λ^CHUNK per head in the dtype of the sums, and in a last row the
-            part of λ that this dtype loses, (CHUNK + 2, H); λ in float64, (H,).
-        chunks: the chunks.
+        tokens: the arrays mask, power and rate: mask, (M,) or empty; λ^0 … λ^CHUNK per head and, in a last
+            row, the rounding error of λ in the dtype of the sums, (CHUNK + 2, H); λ in float64, (H,).
+        chunks: tokens and sequence of each chunk.
+        threads: number of threads that run a loop.
     """
 
     def __init__(self, call: Call) -> None:
@@ -58,16 +63,16 @@ class ChunkedCall:
         self.threads = threads_for(self.w.size)
 
     def run(self, loop: Loop, *arrays: Any) -> None:
-        """Run a loop over all chunks."""
+        """Run a compiled loop over all chunks; the loop writes its results to some of the arrays."""
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate a sum per chunk, (C, H, K), and a number per chunk and head in float64, (C, H, 1)."""
+        """Allocate arrays for Σ w² per chunk, head and channel, (C, H, K), and Σ Π in float64, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return Σ weight w² and Σ weight of each chunk; without weights, weight is 1."""
+        """Return Σ weight · w² and Σ weight over the tokens of each chunk; without weights, weight is 1."""
         squares, masses = self.empty_sums()
         weight = flat(None, self.dtype) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
@@ -76,9 +81,11 @@ class ChunkedCall:
     def carry(
         self, added: np.ndarray, start: np.ndarray, backward: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sums at the start of each chunk (at the end, if backward) and after each sequence.
+        """Return the running sums at the start of each chunk and at the end of each sequence.
 
-        Sums at chunk starts overwrite ``added``, the sums over each chunk; ``start`` is (N, H, …), float64.
+        ``added`` holds the sums over each chunk and is overwritten; ``start`` holds the sums before each
+        sequence, (N, H, …), float64. If ``backward``, sums (of gradients) run from last to first token, so
+        that they are returned for the end of each chunk and the start of each sequence.
         """
         mask, _, rate = self.tokens
         end = start.copy()
@@ -87,18 +94,18 @@ class ChunkedCall:
         return added, end
 
     def total(self, added: np.ndarray) -> np.ndarray:
-        """Return the sum over the chunks of each sequence in the dtype of the sums, (N, H, …)."""
+        """Add the sums over chunks; return one sum per sequence, (N, H, …)."""
         start = np.zeros((self.call.sequences, *added.shape[1:]))
         return self.carry(added, start)[1].astype(self.w.dtype)
 
     @staticmethod
     def wide(sums: Sums) -> list[np.ndarray]:
-        """Return energy and assigned, (N, H, K), and mass, (N, H, 1), in float64."""
+        """Return energy and assigned, (N, H, K), and mass, (N, H, 1), of each sequence as float64 arrays."""
         energy, assigned, mass = (array(part, torch.float64) for part in sums)
         return [energy, assigned, mass[..., None]]
 
     def narrow(self, energy: np.ndarray, assigned: np.ndarray, mass: np.ndarray) -> Sums:
-        """Return sums per sequence as tensors in the dtype of the sums."""
+        """Return the sums of each sequence as tensors in the dtype of the sums; the inverse of `wide`."""
         return Sums(*(tensor(part, self.dtype) for part in (energy, assigned, mass[..., 0])))
 
     def per_token(self, x: np.ndarray) -> Tensor:
@@ -119,20 +126,20 @@ def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """Return a tensor (B, T, …) as an array (M, …); return an empty array with `axes` axes for None."""
+    """Return a tensor (B, T, …) as an array (M, …) with M = B·T; for None, an empty array of `axes` axes."""
     if x is None:
         return np.zeros((0,) * axes, NUMPY[dtype])
     return array(x, dtype).reshape(-1, *x.shape[2:])
 
 
 def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Return a small array as a tensor."""
+    """Return an array as a tensor of a dtype, copied if the dtype changes."""
     return torch.from_numpy(np.ascontiguousarray(x, NUMPY[dtype]))
 
 
 @lru_cache(256)
 def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of powers of λ with the parts lost in the dtype, and λ in float64."""
+    """Return the arrays `power` and `rate` of `ChunkedCall.tokens` for one decay λ per head."""
     rate = np.array(rates)
     lost = rate - rate.astype(NUMPY[dtype])
     return np.concatenate([rate ** np.arange(CHUNK + 1)[:, None], lost[None]]).astype(NUMPY[dtype]), rate
@@ -140,7 +147,7 @@ def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, n
 
 @lru_cache(256)
 def _chunks(ends: tuple[int, ...]) -> Chunks:
-    """Cut sequences with these boundaries into chunks."""
+    """Cut sequences into chunks; sequence n has the tokens ends[n] ≤ t < ends[n + 1]."""
     bounds = np.array(ends, np.int64)
     counts = -(-np.diff(bounds) // CHUNK)
     sequence = np.repeat(np.arange(len(counts)), counts)
@@ -155,30 +162,30 @@ def _chunks(ends: tuple[int, ...]) -> Chunks:
 @inlined
 @no_type_check
 def factors(power, age, h):
-    """Return the factors by which the sums of a head decay: λ, the lost part of λ, and λ^age."""
+    """Return the decay factors of head h: λ, the rounding error of λ, and λ^age."""
     return power[1, h], power[CHUNK + 1, h], power[age, h]
 
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ, with λ in two parts for accuracy."""
+    """Return x λ, where factors[0] is λ rounded and factors[1] the rounding error."""
     return x * factors[0] + x * factors[1]
 
 
-kept = inlined(_kept, {"contract"})  # reordering to x (λ + lost) would lose the second part
+kept = inlined(_kept, {"contract"})  # reordering to x (λ + error) would lose the rounding error
 
 
 @inlined
 @no_type_check
 def tokens_between(mask, first, last):
-    """Return the number of real tokens first ≤ t < last."""
+    """Return the number of tokens first ≤ t < last that are not padding."""
     return mask[first:last].sum() if mask.size > 0 else last - first
 
 
 @inlined
 @no_type_check
 def project_row(row, vector):
-    """Return Σ_k vector_k w_k²."""
+    """Return the weighted sum Σ_k vector_k w_k² over the channels k of one token."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         out += row[k] * row[k] * vector[k]
@@ -188,7 +195,7 @@ def project_row(row, vector):
 @inlined
 @no_type_check
 def add_row(row, weight, sums, factors):
-    """Add weight · w² of one token to decaying sums."""
+    """Let the sums of one head decay by one token, then add weight · w² of this token."""
     for k in range(len(row)):
         sums[k] = kept(sums[k], factors) + weight * (row[k] * row[k])
 
@@ -196,7 +203,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
-    """Set sums and mass to Σ weight w² and Σ weight of a chunk; without weights, weight is 1."""
+    """Write Σ weight · w² to `sums` and Σ weight to `mass` for one chunk; without weights, weight is 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
@@ -213,7 +220,7 @@ def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
 @Loop
 @no_type_check
 def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, high):
-    """Run `add_chunk` on chunks."""
+    """Write Σ weight · w² and Σ weight of each chunk to `squares` and `masses`."""
     for i in range(low, high):
         add_chunk(w, weight, mask, power, rate, first[i], last[i], squares[i], masses[i])
 
@@ -221,9 +228,10 @@ def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, 
 @Loop
 @no_type_check
 def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, low, high):
-    """Replace the sums over each chunk by the running sums at its start, for the heads low ≤ h < high.
+    """Replace the sums over each chunk, in `added`, by the running sums at the start of the chunk.
 
-    Backward, chunks come in reverse order, and the sums at the end of a chunk are written.
+    The sums after each sequence are written to `end`. The heads low ≤ h < high are visited. If `backward`,
+    chunks come in reverse order, and sums over a chunk are replaced by the running sums at its end.
     """
     sums = np.zeros((high - low, added.shape[2]))
     count = len(added)
@@ -248,13 +256,14 @@ def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, 
 
 @no_type_check
 def _exp32(x):
-    """Return e^x in float32 for x ≤ 0, to 2 ulp, and 0 below e^-87: 2^n e^r with |r| ≤ ln 2 / 2.
+    """Return e^x in float32 for x ≤ 0, with an error of at most 2 ulp; 0 for x < -87.
 
-    A loop with `exp`, a library call, is not vectorized; a loop with this function can be.
+    Computed as 2^n e^r with |r| ≤ ln 2 / 2, where n times the first part of ln 2 is exact. The compiler
+    can vectorize a loop that calls this function, but not a loop that calls the library function `exp`.
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
-    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # ln 2 in two parts, the first exact
+    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # ln 2 in two parts
     y = real(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2):
         y = y * r + real(factor)
@@ -263,7 +272,7 @@ def _exp32(x):
     return real(0) if x < real(-87) else y * two_to_n
 
 
-exp32 = inlined(_exp32, {"contract"})  # reordering would add the two parts of ln 2
+exp32 = inlined(_exp32, {"contract"})  # reordering would add the two parts of ln 2 first
 
 
 @inlined
@@ -281,9 +290,9 @@ def exponentials(row):
 @inlined
 @no_type_check
 def softmax_rows(score, temperature, mask, out, first, last):
-    """Write the memberships of tokens: softmax over heads of temperature · score; 0 at padding.
+    """Write the memberships of the tokens of a chunk: softmax over heads of temperature · score.
 
-    Without a temperature, memberships are 1/H. ``out`` may be the same array as ``score``.
+    Memberships are 1/H without a temperature, and 0 at padding. ``out`` may be the same array as ``score``.
     """
     heads = score.shape[1]
     zero, one = score.dtype.type(0), score.dtype.type(1)
@@ -315,9 +324,9 @@ def softmax_rows(score, temperature, mask, out, first, last):
 @inlined
 @no_type_check
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
-    """Write the gradients of scores, temperature · Π (g - Σ_h Π g); add to the gradient of the temperature.
+    """Write the gradients of scores to `d_score`; add the gradient of the temperature to `d_temperature`.
 
-    g is the gradient of Π. Without a temperature both results are 0.
+    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π); without a temperature it is 0.
     """
     heads = membership.shape[1]
     for t in range(first, last):

@@ -19,19 +19,20 @@ from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
 """Changes the compiler may make: reorder sums, fuse products into sums, multiply by 1/y, drop the sign of 0.
 
-It may not assume that NaN and infinity do not occur, because they must reach the output, and it may not
-approximate functions.
+The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may not
+approximate functions either.
 """
 TWO_THREADS_FROM = 1 << 19
-"""Number of entries of w from which a second thread saves time."""
+"""Number of entries of the input w from which a second thread saves time."""
 
 
 class Loop:
     """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
 
-    numba keeps all signatures of a function in one index file. Two processes can overwrite that file so that
-    it names the wrong machine code. Here each signature is a function of its own: its name holds a digest of
-    the signature, the sources, the versions and the processor, so a name always means the same code.
+    numba's disk cache keeps all signatures of a function in one index file. Two processes can overwrite that
+    file so that it names the wrong machine code. Here each signature is compiled as a separate function. The
+    name of that function has a digest of the signature, sources, versions and processor, so that a name
+    always means the same machine code.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -46,13 +47,13 @@ class Loop:
         return self._compiled[key]
 
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
-        """Call ``loop(*given, low, high)`` on slices of the tasks until all are done.
+        """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of the tasks.
 
-        Each task writes its own part of the results. Threads take the next slice when they are free, so a
-        waiting thread does not delay the others. The caller works too, and does not wait for
-        threads that have not begun.
+        Each task writes a separate part of the results. A thread that is free takes the next slice, so a slow
+        thread does not delay the others. The calling thread works too, and does not wait for threads that
+        have not begun.
         """
-        run = self.of(*given, 0, tasks)  # compiled before threads call it
+        run = self.of(*given, 0, tasks)  # compile before threads start, so that it happens once
         if min(threads, tasks) <= 1:
             run(*given, 0, tasks)
             return
@@ -63,7 +64,7 @@ class Loop:
             while True:
                 try:
                     low, high = todo.popleft()
-                except IndexError:  # nothing is left
+                except IndexError:  # no slice is left
                     return
                 run(*given, low, high)
 
@@ -71,30 +72,30 @@ class Loop:
         try:
             work()
         finally:
-            todo.clear()  # after Ctrl-C the helpers stop too
+            todo.clear()  # after Ctrl-C the other threads find no slice and stop
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
 
 
 def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
-    """Compile a function of a row as part of every loop that calls it; only ``allowed`` changes are made."""
+    """Let numba compile a function into each loop that calls it, with only the ``allowed`` changes."""
     return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
 
 
 def threads_for(numbers: int) -> int:
-    """Return the number of threads for a w of `numbers` entries: torch's number, at most one per core."""
+    """Return the number of threads for an input of `numbers` entries: 1 or torch's, at most one per core."""
     return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of a process; the cache key is the process, because forks lose threads."""
+    """Return the thread pool of a process; a forked process needs a new pool, because forks lose threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a unique name (see `Loop`)."""
+    """Compile a function for one signature, under a name that has a digest (see `Loop`)."""
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
@@ -104,7 +105,7 @@ def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[...
 
 @cache
 def _origin(file: Path) -> str:
-    """Return everything that the machine code of a loop in this file depends on, except its signature."""
+    """Return a text of all that compiled loops of a file depend on: sources, versions and the processor."""
     files = {file, *Path(__file__).parent.glob("cpu_*.py")}
     sources = b"".join(path.read_bytes() for path in sorted(files))
     versions = f"{numba.__version__} {llvmlite.__version__}"

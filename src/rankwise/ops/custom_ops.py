@@ -1,4 +1,4 @@
-"""TSSA kernels as custom operators of torch, with gradients; `torch.compile` sees one graph node."""
+"""TSSA kernels as custom operators of torch with gradients, which `torch.compile` treats as one node."""
 
 from functools import cache
 from importlib import import_module
@@ -17,20 +17,20 @@ class Kernels(Protocol):
     """Interface of the modules `cpu_causal`, `cpu_bidirectional`, `triton_causal`, `triton_bidirectional`."""
 
     def forward(self, call: Call, keep_scores: bool) -> tuple[Float[Tensor, "B T H K"], Saved]:
-        """Return the output and the tensors for the backward pass; memberships may overwrite the scores."""
+        """Return the output and tensors for `backward`; without `keep_scores`, memberships replace scores."""
 
     def backward(self, call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Return the gradients of the inputs."""
+        """Return the gradients of w, the temperature, the offset and the sums before the first token."""
 
 
 @cache
 def kernels(impl: str, causal: bool) -> Kernels:
-    """Return the module with the kernels of an implementation; import the module on first use."""
+    """Import and return the module of an implementation, such as `cpu_causal` for ("cpu", True)."""
     return cast(Kernels, import_module(f"rankwise.ops.{impl}_{'causal' if causal else 'bidirectional'}"))
 
 
 def flat(call: Call) -> tuple[Any, ...]:
-    """Return a call as the first arguments of the operator, because operators do not accept named tuples."""
+    """Return the fields of a call as a flat tuple, because custom operators do not accept named tuples."""
     start = call.start or (None, None, None)
     return *call[:4], *start, call.rate, call.bounds, call.causal
 
@@ -50,7 +50,7 @@ def tssa(
     impl: str,
     keep_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run a forward pass; return the output, memberships, scores (or an empty tensor) and last sums."""
+    """Run a forward pass; return output, memberships, scores (empty without `keep_scores`) and three sums."""
     parts = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
     check_shapes(w, bounds, **parts, energy=energy, assigned=assigned, mass=mass)
     start = _start(energy, assigned, mass)
@@ -83,7 +83,7 @@ def tssa_backward(
     causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of w and temperature and, if causal, of offset and first sums."""
+    """Return gradients of w, temperature, offset and three first sums; the last four empty if not causal."""
     parts = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership}
     parts |= {"score": score, "energy": energy, "assigned": assigned, "mass": mass}
     parts |= {"end_energy": end_energy, "end_assigned": end_assigned, "end_mass": end_mass}
@@ -99,13 +99,14 @@ def tssa_backward(
 
 
 def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Call, Saved]:
-    """Mask tokens after the last nonzero cotangent (gradient of an output), so that 0 · NaN does not spread.
+    """Mask tokens whose outputs the loss does not read, so that 0 · NaN does not reach other gradients.
 
-    Causal sums after these tokens must have no cotangent either. A bidirectional sequence is masked only if
-    none of its tokens has a cotangent. Without NaN this changes no number, so on a CPU it is done only if a
-    score is not finite; on a GPU always, because the test would wait for the GPU.
+    A cotangent is the gradient of the loss with respect to an output. In a causal call, the tokens after the
+    last nonzero cotangent are masked, unless the last sums have a cotangent. A bidirectional sequence is
+    masked only if all cotangents are 0. Without NaN, masking changes no gradient. So it is skipped on a CPU
+    if all scores are finite. A GPU always masks, because a check would wait for the GPU.
     """
-    # a sum is finite only if all scores are, and 20 times as fast as a test of each
+    # one NaN makes the sum NaN; testing the sum is 20 times as fast as testing each score
     if call.w.device.type == "cpu" and bool(saved.score.sum().isfinite()):
         return call, saved
     bounds, sequence = call.sequence_of_tokens()
@@ -121,7 +122,7 @@ def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Ca
 
 
 def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
-    """Return the sums before the first token; None, which is zeros, if all three are None."""
+    """Return the sums before the first token; None (zeros) if all three are None; raise if only some are."""
     if energy is None and assigned is None and mass is None:
         return None
     if energy is None or assigned is None or mass is None:
@@ -131,7 +132,7 @@ def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) 
 
 
 def _empty(w: Tensor, *shape: Any) -> Tensor:
-    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes are symbols during tracing
+    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # while tracing, sizes are symbols
 
 
 def _empty_sums(w: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +166,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, d_output: Tensor, d_membership: Tensor, _: Tensor, *d_sums: Tensor
 ) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # under checkpointing they can be read once
+    saved = ctx.saved_tensors  # under activation checkpointing, they can be read only once
     found = tssa_backward(d_output, d_membership, *d_sums, *saved, ctx.causal, ctx.impl)
     dw, d_temperature, d_offset, *d_start = found
     tempered, biased, started = ctx.given

@@ -1,4 +1,4 @@
-"""Half-lives of decaying sums."""
+"""Half-lives of the decaying sums of causal TSSA: how fast a head forgets earlier tokens."""
 
 import math
 
@@ -12,11 +12,11 @@ from rankwise.errors import InputError
 def half_lives(
     heads: int, shortest: float | int = 4, longest: float | int = 1024, infinite: int = 0
 ) -> Float64[Tensor, " H"]:
-    """Return one half-life per head, evenly spaced on a logarithmic scale.
+    """Return one half-life per head for `tssa`, evenly spaced on a logarithmic scale.
 
     ``h_i = shortest · (longest/shortest)^(i/(n-1))`` for the first n = heads - infinite heads. The last
-    ``infinite`` heads do not decay, which is literal causal TSSA. A sum with half-life h weighs a token that
-    is u tokens old by 2^(-u/h), so it covers about 1.44·h tokens.
+    ``infinite`` heads do not decay, as in the published causal TSSA. With half-life h, a token that is u
+    tokens old has the weight 2^(-u/h) in a sum, so that a sum covers about 1.44·h tokens.
 
     Args:
         heads: number of heads H.
@@ -48,10 +48,10 @@ def half_lives(
 
 
 def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64[Tensor, " H"]:
-    """Return λ = 2^(-1/h), the factor by which one token decays a sum; exactly 1 if h is infinite.
+    """Return λ = 2^(-1/h) for half-life h: the factor by which sums decay per token; exactly 1 for h = ∞.
 
-    λ is float64, because float32 changes a half-life of a million tokens by a tenth. It is on the CPU if the
-    device has no float64.
+    λ is float64, because rounding to float32 changes a half-life of a million tokens by a tenth. λ is on the
+    CPU if the device has no float64.
 
     Examples:
         >>> import torch

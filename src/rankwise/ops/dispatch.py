@@ -1,4 +1,4 @@
-"""Choose the implementation of a call and run it."""
+"""Choose the implementation (reference, CPU or Triton kernels) of a `tssa` call and run it."""
 
 import os
 from functools import cache
@@ -27,10 +27,10 @@ PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
 
 
 def choose(impl: str, device: torch.device) -> str:
-    """Return the implementation for a device; an explicit choice is returned or refused, never replaced.
+    """Return the name of the implementation for a device; raise if an explicit choice cannot run.
 
     ``"auto"`` is ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if triton
-    can be imported, and ``"reference"`` otherwise. It does not depend on the length or the dtype.
+    can be imported, and ``"reference"`` otherwise. The choice does not depend on length or dtype.
 
     Args:
         impl: "auto" or the name of an implementation.
@@ -48,7 +48,7 @@ def choose(impl: str, device: torch.device) -> str:
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
         return "reference" if fast is None or missing(fast) else fast
     one_of("impl", impl, ("auto", *IMPLEMENTATIONS))
-    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # slow, on a CPU, for tests
+    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, slowly, for tests
     if impl == "cpu" and device.type != "cpu":
         expected, got = "tensors on a CPU", f"tensors on {device}"
     elif reason := missing(impl):
@@ -71,7 +71,7 @@ def missing(impl: str) -> str:
 
 @cache
 def _failure(package: str) -> str:
-    """Import a package; an installed one may fail, such as numba without the library that llvmlite loads."""
+    """Return why a package cannot be imported, or "". Installed packages can fail if a library is missing."""
     try:
         import_module(package)
     except Exception as error:
@@ -80,15 +80,15 @@ def _failure(package: str) -> str:
 
 
 def solve(call: Call, impl: str) -> Solution:
-    """Run a call by the reference, by the registered operator, or by the kernel alone if no mode is active.
+    """Run a call by the reference, by the custom operator, or directly by a kernel if nothing watches torch.
 
     Raises:
-        InputError: if forward-mode derivatives are computed: operators of torch.library drop them.
+        InputError: if forward-mode derivatives are requested, which custom operators would drop silently.
     """
     if impl == "reference":
         return reference.solve(call)
     inputs = [x for x in (call.w, call.temperature, call.offset, *(call.start or ())) if x is not None]
-    transformed = False  # transforms of torch.func hide `requires_grad`
+    transformed = False  # inside a torch.func transform, `requires_grad` may be hidden
     if not torch.compiler.is_compiling():
         transformed = in_function_transform()
         if in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
@@ -104,10 +104,10 @@ def solve(call: Call, impl: str) -> Solution:
 
 
 def _unobserved(tensors: list[Tensor | None]) -> bool:
-    """Return True if the kernel can be called without the operator, which halves the time for one token.
+    """Return True if a kernel can be called without the custom operator, in half the time for one token.
 
-    Modes, tracers, profilers and tensor subclasses must see an operator. Lazy negations and ZeroTensors also
-    require the operator, because only torch's dispatcher resolves them.
+    Dispatch modes, tracers, profilers and tensor subclasses must see an operator. Lazy negations and
+    ZeroTensors require it too, because only torch's dispatcher computes their values.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or is_profiled():
         return False

@@ -1,4 +1,8 @@
-"""Formulas of TSSA in plain torch; tests compare every other implementation with this reference."""
+"""Token statistics self-attention (TSSA) in plain torch, the reference that tests compare kernels with.
+
+The docstring of `rankwise.ops.tssa` has the formulas. w: projections of tokens to heads; energy: Σ w² over
+tokens; membership Π: softmax over heads of temperature · score; assigned: Σ Π w²; mass: Σ Π.
+"""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -14,20 +18,20 @@ NORM_EPS = 1e-12
 ENERGY_EPS = 1e-12
 """Lower bound of the running energy c of a channel in causal TSSA."""
 MASS_EPS = 1e-8
-"""Constant added to the divisor Σ Π."""
+"""Constant added to the mass Σ Π, by which Σ Π w² is divided."""
 BLOCK = 64
-"""Tokens of a decaying sum that are added by one matrix product."""
+"""Number of tokens that one matrix product adds to a decaying sum."""
 
 
 def solve(call: Call) -> Solution:
-    """Return the solution of a call by the formulas; packed sequences are solved one by one."""
+    """Return output, memberships and last sums of a call; packed sequences are computed one by one."""
     device = call.w.device.type
     known = torch.amp.autocast_mode.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
         if call.bounds is None:
             return _solve(call)
         ends = call.bounds.tolist()
-        check_boundaries(ends, call.w.shape[1])  # compiled graphs have not checked them
+        check_boundaries(ends, call.w.shape[1])  # a compiled graph has not checked the boundaries
         parts = [_solve(_sequence(call, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
     output = torch.cat([part.output for part in parts], 1)
     membership = torch.cat([part.membership for part in parts], 1)
@@ -37,18 +41,18 @@ def solve(call: Call) -> Solution:
 
 
 def _sequence(call: Call, n: int, low: int, high: int) -> Call:
-    """Return a call on packed sequence n, which has the tokens low ≤ t < high."""
+    """Return a call on packed sequence n alone, which has the tokens low ≤ t < high."""
     offset, mask = (None if x is None else x[:, low:high] for x in (call.offset, call.mask))
     start = None if call.start is None else Sums(*(part[n : n + 1] for part in call.start))
     return call._replace(w=call.w[:, low:high], offset=offset, mask=mask, start=start, bounds=None)
 
 
 def _solve(call: Call) -> Solution:
-    """Return the solution of a call in which each row is one sequence.
+    """Return output, memberships and last sums of a call in which each row is one sequence.
 
-    Numbers that are not finite are replaced by 0, and NaN is added as a constant to the results that depend
-    on them. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would reach the
-    gradients of earlier tokens.
+    Entries of w that are not finite are replaced by 0, and NaN is added as a constant to the results that
+    depend on these entries. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would
+    reach the gradients of earlier tokens.
     """
     w, mask = call.w.to(sum_dtype(call.w.dtype)), call.mask
     start = call.initial_sums() if call.causal else None
@@ -84,7 +88,7 @@ def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
 def bidirectional(
     w: Float[Tensor, "B T H K"], temperature: Float[Tensor, " H"] | None, mask: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"]]:
-    """Compute output and memberships of bidirectional TSSA; w is 0 at padding. Cost O(B T H K)."""
+    """Return output and memberships of bidirectional TSSA; w must be 0 at padding. Cost O(B T H K)."""
     energy = w.square()
     total = energy.sum(1, keepdim=True).clamp(min=NORM_EPS**2)
     membership = _membership((energy / total).sum(-1), temperature, mask)
@@ -101,7 +105,7 @@ def causal(
     start: Sums,
     rate: Float64[Tensor, " H"] | None,
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"], Sums]:
-    """Compute output, memberships and last sums of causal TSSA; w is 0 at padding. Cost O(B T H K)."""
+    """Return output, memberships and last sums of causal TSSA; w must be 0 at padding. Cost O(B T H K)."""
     energy = w.square()
     total = running_sum(energy, start.energy, rate, mask)
     score = (energy / total.clamp(min=ENERGY_EPS)).sum(-1)
@@ -128,17 +132,17 @@ def running_sum(
     rate: Float64[Tensor, " H"] | None,
     mask: Bool[Tensor, "B T"] | None,
 ) -> Float[Tensor, "B T H N"]:
-    """Compute S_t = λ_h S_{t-1} + x_t from S_0 = ``start``; S_t = S_{t-1} at padding, where x is 0.
+    """Return the running sums S_t = λ_h S_{t-1} + x_t from S_0 = ``start``, where ``rate`` is λ per head.
 
-    Without decay this is a cumulative sum. With decay, blocks of `BLOCK` tokens are multiplied by the
-    triangle of the powers of λ, and the last sum of a block is carried to the next. Time O(T · BLOCK) per
-    channel. The rate may be on another device than x, which may have no float64.
+    At padding, where x must be 0, S_t = S_{t-1}. Without decay (rate None) this is a cumulative sum. With
+    decay, blocks of `BLOCK` tokens are multiplied by a triangular matrix of powers of λ, and the last sum of
+    a block starts the next block. Time O(T · BLOCK). ``rate`` is on the CPU if x's device has no float64.
     """
     if rate is None:
         return x.cumsum(1) + start[:, None]
     batch, tokens = x.shape[:2]
     real = torch.ones(batch, tokens, device=rate.device) if mask is None else mask.to(rate.device)
-    age = real.double().cumsum(1)  # real tokens up to each token: the number of decays
+    age = real.double().cumsum(1)  # number of real tokens up to each token, and of decays
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before

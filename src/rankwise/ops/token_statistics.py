@@ -12,17 +12,18 @@ from rankwise.ops.dispatch import choose, solve
 
 
 class TSSAState(NamedTuple):
-    """Decoding state of causal TSSA: running sums of N sequences, of constant size.
+    """Decoding state of causal TSSA: running sums over the tokens so far, of constant size.
 
-    Sums are float32, or float64 if the inputs are float64. Each call rounds them once: after n calls their
-    relative error is at most n·2^-24, with a half-life of h tokens 1.44·h·2^-24. A sum that is 2^24 times the
-    addend does not change. Pass float64 inputs to decode millions of tokens one by one without half-lives.
+    Sums are float32, or float64 if the inputs are float64. Each call rounds the sums once. Their relative
+    error is at most n·2^-24 after n calls, and 1.44·h·2^-24 with a half-life of h tokens. A float32 sum does
+    not change if it is 2^24 times the added number. To decode millions of tokens one by one without
+    half-lives, pass float64 inputs.
 
     Attributes:
-        energy: Σ_u w²[u,h,k], decayed by λ per token if half-lives are passed.
-        assigned: Σ_u Π[u,h]·w²[u,h,k], decayed by the same λ.
+        energy: Σ_u w²[u,h,k] over tokens u, decayed by λ per token if half-lives are passed.
+        assigned: Σ_u Π[u,h]·w²[u,h,k], decayed by the same λ; Π is the membership.
         mass: Σ_u Π[u,h], decayed by the same λ.
-        seen: number of real tokens so far; the next position of a learned bias.
+        seen: number of real tokens so far, which is the next position of a learned bias.
 
     Examples:
         >>> state = TSSAState.zeros(1, heads=2, width=3)
@@ -44,7 +45,7 @@ class TSSAState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "TSSAState":
-        """Return the state before the first token.
+        """Return the state before the first token: zeros.
 
         Args:
             sequences: number of sequences N.
@@ -59,25 +60,25 @@ class TSSAState(NamedTuple):
         return cls(sums, sums.clone(), mass, seen)
 
     def select(self, index: Int[Tensor, " M"]) -> "TSSAState":
-        """Return the states of the sequences in ``index``, for beam search; a sequence may be repeated."""
+        """Return the states of the sequences with these indices, which may repeat, for beam search."""
         return TSSAState(*(part.index_select(0, index) for part in self))
 
     def detach(self) -> "TSSAState":
-        """Return the state without autograd graph, for training on long texts in segments."""
+        """Return the state detached from the autograd graph, for training on a long text in segments."""
         return TSSAState(*(part.detach() for part in self))
 
 
-torch.serialization.add_safe_globals([TSSAState])  # it holds only tensors, so torch.load may create it
+torch.serialization.add_safe_globals([TSSAState])  # lets torch.load read states; a state holds only tensors
 
 
 class TSSAOutput(NamedTuple):
-    """Result of `tssa`.
+    """Output, memberships and decoding state of a `tssa` call.
 
     Attributes:
-        output: output in the dtype of w; 0 at masked tokens.
-        membership: memberships Π, float32 (float64 if w is float64); the sum over heads is 1, and 0 at masked
-            tokens.
-        state: sums after the last token, the argument ``state`` of the next call; None if not causal.
+        output: output per token, head and channel, in the dtype of w; 0 at masked tokens.
+        membership: memberships Π, the weights of the heads per token, float32 (float64 if w is float64). They
+            sum to 1 over the heads; they are 0 at masked tokens.
+        state: sums after the last token, to be passed as ``state`` to the next call; None if not causal.
     """
 
     output: Float[Tensor, "B T H K"]
@@ -107,17 +108,17 @@ def tssa(
         m[h,k]     = Σ_u Π[u,h] w[u,h,k]² / (Σ_u Π[u,h] + 1e-8)
         out[t,h,k] = -Π[t,h] w[t,h,k] / (1 + m[h,k])
 
-    Causal, a different function, with running sums and a learned bias per position, which counts K times::
+    Causal, a different function, with running sums. The learned bias per position counts K times::
 
         c_t = λ_h c_{t-1} + w_t²;        s[t,h] = Σ_k ( w[t,h,k]² / max(c[t,h,k], 1e-12) + bias[h,t] )
         a_t = λ_h a_{t-1} + Π_t w_t²;    n_t = λ_h n_{t-1} + Π_t;    m_t = a_t / (n_t + 1e-8)
 
-    λ_h is 1, or 2^(-1/half_life[h]) if half-lives are passed. Decay weighs a token that is u tokens old by
-    λ^u in all three sums, so m stays a weighted mean, and s does not shrink as the text grows.
+    λ_h is 1, or 2^(-1/half_life[h]) if half-lives are passed. A token that is u tokens old has the weight λ^u
+    in all three sums, so that m is a weighted mean, and s does not shrink as the text grows.
 
-    A masked token has no effect. It adds nothing, does not decay the sums and takes no position of the bias.
-    Its output and gradient are 0, even if its w is NaN. A padded row equals the row without padding, for
-    padding on the left, on the right and between tokens.
+    A masked token has no effect: it adds nothing, does not decay the sums and takes no position of the bias.
+    The output and gradient of a masked token are 0, even if w is NaN there. Padding may be on the left, on
+    the right or between tokens; results at real tokens equal those without padding.
 
     NaN in w reaches the outputs that depend on it. It reaches the gradients of other tokens only if the loss
     reads one of these outputs.
@@ -137,9 +138,9 @@ def tssa(
         bias: learned bias per head and position, for causal calls; P is at least the length of the longest
             sequence.
         mask: True for real tokens.
-        state: state of the previous tokens, for causal calls. Calls on segments equal one call on the whole.
-        impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the rule of "auto". An
-            explicit choice runs or raises.
+        state: state after the previous tokens, for causal calls. Calls on segments equal one call.
+        impl: implementation, "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the
+            rule for "auto". An explicit choice runs or raises.
         membership: "softmax", or "uniform" for Π = 1/H.
         half_life: half-life of the causal sums per head, in tokens, such as `half_lives(H)`; not learned.
         cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of N sequences packed in one row (B = 1). The

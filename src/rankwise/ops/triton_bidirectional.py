@@ -1,4 +1,15 @@
-"""Bidirectional TSSA by Triton: sums of each chunk, then each chunk with the sums of its sequence."""
+"""Bidirectional token statistics self-attention (TSSA) by Triton kernels, for GPUs.
+
+Formula for token t, per head and channel; w_t is the projection of the token, sums run over all tokens::
+
+    inverse = 1/max(Σ_t w_t², eps);    s_t = Σ_k w_t² inverse    score, a sum over the K channels
+    Π_t = softmax over heads of temperature · s_t    memberships: weights of the heads, which sum to 1
+    m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)                 moment: mean of w² weighted by Π
+    output_t = -Π_t w_t factor, factor = 1/(1 + m)
+
+d_x is the gradient of the loss with respect to x. Chunks of tokens are first summed up, then visited with the
+sums of the whole sequence. `triton_chunks` describes the arguments that all kernels share.
+"""
 
 from typing import no_type_check
 
@@ -15,7 +26,7 @@ from rankwise.ops.triton_chunks import Chunks, indices, memberships, softmax_bac
 @triton.jit
 @no_type_check
 def vector_of(array, sequence, h, H, K, BK: tl.constexpr):
-    """Return entries [n, h] of an array (N, H, K), where n is the sequence of the chunk."""
+    """Return the K entries [n, h] of an array (N, H, K), where n is the sequence of the current chunk."""
     k = tl.arange(0, BK)
     n = tl.load(sequence + tl.program_id(0))
     return tl.load(array + (n * H + h) * K + k, mask=k < K, other=0.0)[None, :]
@@ -27,7 +38,7 @@ def project_kernel(
     w, mask, first, last, sequence, decay, vector, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ_k vector_k w_k² for each token and head, with one vector per sequence and head."""
+    """Write Σ_k vector_k w_k² of each token of a chunk to `out`; each sequence and head has one vector."""
     inside, _real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(out.dtype.element_ty)
     by = vector_of(vector, sequence, tl.program_id(1), H, K, BK)
@@ -40,7 +51,7 @@ def scale_kernel(
     w, mask, first, last, sequence, decay, membership, factor, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output -Π w factor."""
+    """Write the outputs -Π w factor of the tokens of a chunk."""
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
     pi = tl.load(membership + row, mask=real, other=0.0)
@@ -54,7 +65,7 @@ def scale_back_kernel(
     w, mask, first, last, sequence, decay, d_output, membership, factor, direct, total,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ_k g w factor, and Σ_t Π g w factor² of the chunk."""
+    """Write the negated gradient of Π through outputs to `direct`, and the gradient of m by one chunk."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
@@ -72,7 +83,7 @@ def token_back_kernel(
     w, mask, first, last, sequence, decay, d_output, membership, d_score, factor, d_moment, inverse, d_energy,
     out, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π g factor."""
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
     h = tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
@@ -88,7 +99,7 @@ def token_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output and the tensors for the backward pass."""
+    """Return the output, and memberships, scores and sums for the backward pass."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))
@@ -113,7 +124,7 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     d_mass = d_mass[:, None] if bounds is None else d_mass.repeat_interleave(bounds.diff(), 0)[None]
     d_membership = _project(chunks, d_moment) - direct + cotangents.membership - d_mass
     d_score, temperature = softmax_back(d_membership, membership, score, call.temperature)
-    d_energy = -(chunks.total(chunks.sums(d_score)[0]) * inverse) * inverse  # inverse² would overflow
+    d_energy = -(chunks.total(chunks.sums(d_score)[0]) * inverse) * inverse  # inverse² would overflow float32
     d_energy = d_energy.masked_fill(energy < NORM_EPS**2, 0.0)
     out = torch.empty_like(chunks.w)
     chunks.launch(token_back_kernel, d_output, membership, d_score, factor, d_moment, inverse, d_energy, out)

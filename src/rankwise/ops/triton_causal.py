@@ -1,6 +1,17 @@
-"""Causal TSSA by Triton: sums of each chunk, a scan over chunks, then each chunk with the sums at its start.
+"""Causal token statistics self-attention (TSSA) by Triton kernels, for GPUs.
 
-Each kernel of the gradients runs twice: first it adds up each chunk, then (FINISH) it uses the scanned sums.
+Formula for token t, per head and channel; w_t is the projection of the token and λ ≤ 1 the decay per token::
+
+    c_t = λ c_{t-1} + w_t²                 running energy
+    s_t = Σ_k w_t²/max(c_t, eps) + offset  score, a sum over the K channels
+    Π_t = softmax over heads of temperature · s_t    memberships: weights of the heads, which sum to 1
+    a_t = λ a_{t-1} + Π_t w_t²;    n_t = λ n_{t-1} + Π_t    assigned energy and mass
+    output_t = -Π_t w_t n_t/(n_t + a_t)    here n_t includes a small eps
+
+Kernels compute the sums over each chunk of tokens, `Chunks.carry` adds them, and the next kernel starts each
+chunk with the running sums before it (`base`). d_x is the gradient of the loss with respect to x. Kernels for
+gradients run twice: first they sum up each chunk, then (FINISH) they use sums of later chunks (`d_after`).
+`triton_chunks` describes the arguments that all kernels share.
 """
 
 from typing import no_type_check
@@ -28,7 +39,7 @@ from rankwise.ops.triton_chunks import (
 @triton.jit
 @no_type_check
 def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: tl.constexpr):
-    """Return the running energy c_t, the decayed sum of w² up to token t, of each token in a chunk."""
+    """Return the running energy c_t of each token of a chunk: the decayed sum of w² up to token t."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     if DECAYED:
@@ -41,7 +52,7 @@ def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: t
 def moment_at(
     x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK: tl.constexpr, DECAYED: tl.constexpr
 ):
-    """Return the running sums a_t of Π w², and n_t + eps of Π, for each token in a chunk."""
+    """Return the running sums a_t (of Π w²) and n_t + eps (of Π) of each token of a chunk."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     mass = tl.load(base_mass + c * H + h)
@@ -51,7 +62,7 @@ def moment_at(
         gap, t = age[:, None] - age[None, :], tl.arange(0, x.shape[0])
         below = (gap >= 0) & (t[:, None] >= t[None, :]) & real[None, :]
         weight = power(rate, tl.maximum(gap, 0.0), x) * pi[None, :]
-        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # not 0 · NaN, as a triangle would
+        mass = mass + tl.sum(tl.where(below, weight, 0.0), 1)  # a product would give 0 · NaN = NaN
     else:
         mass = mass + tl.cumsum(pi, 0)
     return before + running(pi[:, None] * x * x, age, real, rate, DECAYED), mass + eps
@@ -63,7 +74,7 @@ def score_kernel(
     w, mask, first, last, sequence, decay, base, score, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores s_t = Σ_k w²/max(c_t, eps)."""
+    """Write the scores Σ_k w_t²/max(c_t, eps) of the tokens of a chunk, without the offset."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(score.dtype.element_ty)
@@ -78,7 +89,7 @@ def output_kernel(
     w, mask, first, last, sequence, decay, membership, base, base_mass, out, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output -Π_t w_t n_t/(n_t + a_t)."""
+    """Write the outputs -Π_t w_t n_t/(n_t + a_t) of the tokens of a chunk."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -97,7 +108,7 @@ def output_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the sums at the start of the chunk, or (FINISH) of w and Π, through outputs."""
+    """Write gradients through outputs: of a and n at the start of the chunk, or (FINISH) of w and Π."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -113,7 +124,7 @@ def output_back_kernel(
     if not FINISH:
         fade = tl.where(real, 1.0, 0.0).to(x.dtype)
         if DECAYED:
-            fade = fade * power(rate, age, x)  # from a token to the sums at the start of the chunk
+            fade = fade * power(rate, age, x)  # decay from the start of the chunk to each token
         tl.store(total + (c * H + h) * K + k, tl.sum(fade[:, None] * share, 0), mask=k < K)
         tl.store(total_mass + c * H + h, -tl.sum(fade * d_mass, 0))
     else:
@@ -140,7 +151,7 @@ def score_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of c at the start of the chunk, or (FINISH) of w, through scores."""
+    """Write gradients through scores: of the energy c at the start of the chunk, or (FINISH) of w."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -166,7 +177,7 @@ def score_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output and the tensors for the backward pass."""
+    """Return the output, and memberships, scores and last sums for the backward pass."""
     chunks, start = Chunks(call), call.initial_sums()
     base, energy = chunks.carry(chunks.sums(None)[0], start.energy)
     score = chunks.per_token()
@@ -183,7 +194,7 @@ def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
 
 
 def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Return the gradients of w, the temperature, the offset and the first sums."""
+    """Return the gradients of w, the temperature, the offset and the sums before the first token."""
     membership, score, _ = saved
     chunks, start, d_end = Chunks(call), call.initial_sums(), cotangents.sums
     total, total_mass = chunks.sums(membership)

@@ -1,8 +1,11 @@
-"""Chunks of a call on a GPU, the launch of Triton kernels over them, and functions that the kernels share.
+"""Chunks of a sequence, the launch of kernels over chunks, and functions that all Triton kernels share.
 
-A program handles one chunk of BT tokens and one head, with BK ≥ K channels. Within a chunk, running sums are
-cumulative sums or products with the triangle of the powers of λ. The age of a token is the number of real
-tokens of the chunk up to it, because padding decays nothing. Memberships are computed in plain torch.
+TSSA (token statistics self-attention) needs only sums over tokens: energy Σ w², assigned Σ Π w² and mass Σ Π,
+where w are projections of tokens to heads and Π are memberships, the weights of the heads per token. A
+program (one run of a kernel) handles one chunk of at most BT tokens and one head, with BK ≥ K channels.
+Sums decay by λ per real token; `rate` is log2 λ. The age of a token is the number of real tokens in its chunk
+up to this token. Without decay (DECAYED), running sums are cumulative sums; with decay they are products with
+`triangle`. Memberships are computed in plain torch.
 """
 
 from typing import Any, no_type_check
@@ -15,13 +18,16 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, sum_dtype
 
 MIN_LOG2_RATE = -2000.0
-"""Lower bound of log2 λ, instead of -∞ for λ = 0: 2^-2000 is still 0, and 0 · -∞ would be NaN."""
+"""Lower bound of log2 λ. For λ = 0 it replaces -∞, because age 0 · -∞ would be NaN; 2^-2000 is still 0."""
 
 
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return masks and offsets: tokens of the chunk, real tokens, offsets (M, H) and (M, H, K), 2-D masks."""
+    """Return masks of the chunk's tokens and real tokens, offsets into (M, H) and (M, H, K), and 2-D masks.
+
+    The two last masks are (BT, BK): channels of real tokens, and channels of all tokens of the chunk.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
     inside = t < tl.load(last + c)
@@ -39,7 +45,7 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 def ages_of(real, decay, h, DECAYED: tl.constexpr):
     """Return the age of each token (number of real tokens up to it) and log2 λ of the head."""
     age = tl.cumsum(real.to(tl.float32), 0)
-    if DECAYED:  # noqa: SIM108 - Triton takes the branch while it compiles
+    if DECAYED:  # noqa: SIM108 - Triton chooses the branch at compile time
         rate = tl.load(decay + h)
     else:
         rate = tl.load(decay)
@@ -49,21 +55,21 @@ def ages_of(real, decay, h, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def power(rate, age, x):
-    """Return λ^age in the dtype of x."""
+    """Return the decay λ^age, where rate is log2 λ, in the dtype of x."""
     return tl.exp2(rate * age.to(tl.float64)).to(x.dtype)
 
 
 @triton.jit
 @no_type_check
 def triangle(x, age, real, rate, REVERSE: tl.constexpr):
-    """Return λ^|age_t - age_u| for tokens t and real tokens u ≤ t (u ≥ t, if REVERSE), otherwise 0."""
+    """Return the matrix of decays λ^|age_t - age_u| for real u ≤ t (u ≥ t if REVERSE), otherwise 0."""
     t = tl.arange(0, x.shape[0])
     if REVERSE:
         gap = age[None, :] - age[:, None]
         order = t[:, None] <= t[None, :]
     else:
         gap = age[:, None] - age[None, :]
-        order = t[:, None] >= t[None, :]  # among tokens of equal age, only the real one counts itself
+        order = t[:, None] >= t[None, :]  # padding has the age of the token before it
     weight = tl.where((gap >= 0) & order & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
     return weight.to(x.dtype)
 
@@ -71,9 +77,9 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
 @triton.jit
 @no_type_check
 def running(x, age, real, rate, DECAYED: tl.constexpr):
-    """Return Σ_{u ≤ t} λ^(age_t - age_u) x_u."""
+    """Return the running sums Σ_{u ≤ t} λ^(age_t - age_u) x_u of each token t of a chunk."""
     if DECAYED:
-        finite = tl.abs(x) < float("inf")  # in the product, 0 · NaN would reach earlier tokens
+        finite = tl.abs(x) < float("inf")  # 0 · NaN in the product would reach earlier tokens
         weight = triangle(x, age, real, rate, False)
         total = tl.dot(weight, tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype)
         return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
@@ -83,7 +89,7 @@ def running(x, age, real, rate, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def reverse_running(x, age, real, rate, DECAYED: tl.constexpr):
-    """Return Σ_{u ≥ t} λ^(age_u - age_t) x_u."""
+    """Return the sums from the last token back to t, Σ_{u ≥ t} λ^(age_u - age_t) x_u, of each token t."""
     if DECAYED:
         weight = triangle(x, age, real, rate, True)
         return tl.dot(weight, x, input_precision="ieee", out_dtype=x.dtype)
@@ -97,7 +103,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ weight w² and Σ weight over a chunk, decayed to its end."""
+    """Write Σ weight · w² and Σ weight over a chunk; each term decays up to the end of the chunk."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
@@ -118,7 +124,7 @@ def carry_kernel(
     sums, ages, start, at, end, begin, decay,
     H, X, BX: tl.constexpr, BACKWARD: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the running sums at the start of each chunk, added in float64, from the sums over chunks."""
+    """Write the running sums at the start of each chunk to `at`, and after each sequence to `end`."""
     n, h = tl.program_id(0), tl.program_id(1)
     x = tl.arange(0, BX)
     low, high = tl.load(begin + n), tl.load(begin + n + 1)
@@ -136,7 +142,7 @@ def carry_kernel(
 
 
 class Chunks:
-    """The tokens of a call in C chunks; no chunk spans two sequences.
+    """Chunks of the tokens of a `tssa` call: C chunks, none of which spans two sequences.
 
     Attributes:
         first: first token of each chunk, (C,).
@@ -159,7 +165,7 @@ class Chunks:
             bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # waits for the GPU; rows of equal length need no reading
+            self.count = int(self.begin[-1])  # waits for the GPU; without packing this is not necessary
         else:
             batch, tokens = w.shape[:2]
             each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
@@ -179,9 +185,9 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for every chunk and head; `arrays` follow the arguments that all kernels share."""
+        """Run a kernel for each chunk and head; `arrays` follow the arguments that all kernels share."""
         masked = self.mask is not None
-        mask = self.mask if masked else self.w  # w is not read
+        mask = self.mask if masked else self.w  # an unused argument must be a tensor too
         kernel[(self.count, self.heads)](
             self.w, mask, self.first, self.last, self.sequence, self.decay, *arrays,
             H=self.heads, K=self.width, BT=self.size, BK=self.channels, MASKED=masked,
@@ -189,21 +195,23 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return Σ weight w² and Σ weight of each chunk; without weights, weight is 1."""
+        """Return Σ weight · w² and Σ weight over the tokens of each chunk; without weights, weight is 1."""
         total, mass = self.per_chunk()
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
 
     def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate sums per chunk, (C, H, K) and (C, H, 1)."""
+        """Allocate tensors for Σ w² per chunk, head and channel, (C, H, K), and for Σ Π, (C, H, 1)."""
         sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         return sums, sums.new_empty((self.count, self.heads, 1))
 
     def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the sums at the start of each chunk (at the end, if backward) and after each sequence.
+        """Return the running sums at the start of each chunk and at the end of each sequence.
 
-        ``sums`` is the sum over each chunk, (C, H, X); ``start`` is (N, H, X).
+        ``sums`` are the sums over each chunk, (C, H, X); ``start`` the sums before each sequence, (N, H, X).
+        If ``backward``, sums (of gradients) run from last to first token, so that they are returned for the
+        end of each chunk and the start of each sequence.
         """
         at, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
         width = sums.shape[2]
@@ -215,18 +223,18 @@ class Chunks:
         return at, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Return the sum over the chunks of each sequence, (N, H, X)."""
+        """Add the sums over chunks; return one sum per sequence, (N, H, X)."""
         return self.carry(sums, sums.new_zeros(len(self.begin) - 1, *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:
-        """Allocate a number per token and head, (B, T, H)."""
+        """Allocate a tensor for one number per token and head, (B, T, H)."""
         return self.w.new_empty(self.w.shape[:3], dtype=self.dtype)
 
 
 def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
-    """Return softmax over heads of temperature · score, or 1/H without a temperature; 0 at padding.
+    """Return memberships: softmax over heads of temperature · score, 1/H without temperature, 0 at padding.
 
-    If `keep` is False, memberships overwrite the scores.
+    If `keep` is False, memberships are written to the memory of the scores.
     """
     if temperature is None:
         out = torch.full_like(score, 1 / score.shape[-1])
@@ -240,7 +248,7 @@ def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, 
 def softmax_back(
     d_membership: Tensor, membership: Tensor, score: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the score and of the temperature."""
+    """Return the gradients of the scores and of the temperature, given the gradient of memberships."""
     if temperature is None:
         return torch.zeros_like(score), score.new_zeros(score.shape[-1])
     d_logit = membership * (d_membership - (membership * d_membership).sum(-1, keepdim=True))
