@@ -74,7 +74,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Return the mixed tokens, (B, T, D), and the next state if requested.
+        """Return the mixed tokens, (B, T, D), and the next decoding state if requested.
 
         Args:
             hidden_states: tokens of this call.
@@ -84,8 +84,15 @@ class Mixer(nn.Module, ABC):
             return_state: True to return the state after the tokens of this call.
         """
         mask = token_mask(attention_mask, hidden_states)
-        operator, values, state = self._mixing(hidden_states, mask, state, return_state and self.causal)
-        return MixerOutput(self._project((operator @ values).to(hidden_states.dtype)), state)
+        mixed, final = self._mix(hidden_states, mask, state, return_state)
+        return MixerOutput(self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2))), final)
+
+    def _mix(
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
+    ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
+        """Return M @ values and the next state; mixers with a faster implementation override this method."""
+        operator, values, final = self._mixing(hidden_states, mask, state, return_state and self.causal)
+        return (operator @ values).to(hidden_states.dtype), final
 
     def mixing_operator(
         self,
@@ -113,10 +120,6 @@ class Mixer(nn.Module, ABC):
         """Create `out_proj` and `dropout`."""
         self.out_proj = nn.Linear(width, hidden_size, bias=bias)
         self.dropout = nn.Dropout(in_range(f"{type(self).__name__} `dropout`", dropout, "[0, 1]"))
-
-    def _project(self, mixed: Float[Tensor, "B H T V"]) -> Float[Tensor, "B T D"]:
-        """Return the output, (B, T, D), for M @ values."""
-        return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 def split_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B H T K"]:

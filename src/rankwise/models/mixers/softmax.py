@@ -1,21 +1,13 @@
-"""Softmax attention mixer, in which queries and keys may have another width than values."""
+"""Softmax attention mixer, in which the widths of queries and keys and of values may differ."""
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 from rankwise.errors import InputError, in_range
-from rankwise.models.mixers.mixer import (
-    Mixer,
-    MixerOutput,
-    MixerState,
-    MixingStep,
-    head_dim_of,
-    split_heads,
-    token_mask,
-)
+from rankwise.models.mixers.mixer import Mixer, MixerState, MixingStep, head_dim_of, split_heads
 from rankwise.operators import SoftmaxMixing
 
 
@@ -80,23 +72,16 @@ class SoftmaxAttention(Mixer):
         """Return the number of entries in keys, values and one validity flag per token."""
         return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
 
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> MixerOutput:
-        """Return the mixed tokens by PyTorch's fused attention; arguments as in `Mixer.forward`."""
+    def _mix(
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
+    ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
+        """Return M @ values, by PyTorch's fused attention, and the next state."""
         # `SoftmaxMixing @ values` would split values into parts of width K, and refuses empty axes.
-        query, key, value, valid, allowed = self._attention(
-            hidden_states, token_mask(attention_mask, hidden_states), state
-        )
+        query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None and self.causal
         )
-        return MixerOutput(self._project(mixed), (key, value, valid) if return_state else None)
+        return mixed, (key, value, valid) if return_state else None
 
     def _mixing(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool

@@ -13,7 +13,6 @@ from transformers import initialization as init
 from rankwise.errors import InputError, one_of
 from rankwise.models.mixers.mixer import (
     Mixer,
-    MixerOutput,
     MixerState,
     MixingStep,
     head_dim_of,
@@ -141,21 +140,16 @@ class TokenStatisticsAttention(Mixer):
         features = 0 if self.scan is None else self.scan.features
         return statistics + self.channels * reach + self.num_heads * features * self.head_dim
 
-    def forward(
-        self,
-        hidden_states: Float[Tensor, "B T D"],
-        attention_mask: Shaped[Tensor, "B T"] | None = None,
-        state: MixerState | None = None,
-        *,
-        return_state: bool = False,
-    ) -> MixerOutput:
-        """Return the mixed tokens by the kernels of `rankwise.ops.tssa`; arguments as in `Mixer.forward`."""
-        call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
+    def _mix(
+        self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
+    ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
+        """Return M @ values, by the kernels of `rankwise.ops.tssa`, and the next state."""
+        call = self._run(hidden_states, mask, state)
         mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
         if self.scan is not None:
             mixed, scanned = self.scan(mixed, call.features, call.statistics.membership, call.past)
             final.append(scanned)
-        return MixerOutput(self._project(mixed), tuple(final) if return_state and final else None)
+        return mixed, tuple(final) if return_state and final else None
 
     def mixing_projection(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
         """Return w, the projections of tokens to the head subspaces, before any convolution."""
