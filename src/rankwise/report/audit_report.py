@@ -281,8 +281,8 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
     return Section(
         "importance",
         "Importance",
-        "Cost of removing a head, on the same data. Rank describes how a head mixes; this is what the model "
-        "loses without it.",
+        "Cost of removing a head, on the same data. Rank describes how a head mixes; cost, how much the "
+        "loss depends on the head.",
         facts=facts,
         tables=[blocks],
         include="importance.html" if has_scatter else "",

@@ -239,7 +239,7 @@ def _changes(changes: Sequence[Change]) -> Table:
         "Largest changes",
         ["place", "measure", "before", "after", "change", "share"],
         rows,
-        note="Share: of the range that the measure can have there; of a cost, of the model's loss."
+        note="Share: change over the range of the measure; for a cost, over the loss of the model."
         + (f" {smaller} smaller changes are not listed." if smaller else ""),
         console_rows=20,
     )
@@ -349,5 +349,5 @@ def _marks(history: History, names: Sequence[str]) -> Table:
         "Findings by code and layer",
         ["finding", *(names if history.counted else map(str, history.steps))],
         [[name, *signs] for name, signs in marks[:MOST_FINDINGS]],
-        note="◆ error, ▲ warning, ● note." + (f" {more} more hardly change." if more > 0 else ""),
+        note="◆ error, ▲ warning, ● note." + (f" {more} more barely change." if more > 0 else ""),
     )

@@ -16,7 +16,7 @@ def compression_document(record: Compression) -> Document:
     if record.curves and record.kl > 0:
         figures.append(_curve(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
-    left = Table("Left as they were", ["attention layer", "why"], left_out)
+    left = Table("Unchanged", ["attention layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
         heading=record.model,
@@ -27,7 +27,7 @@ def compression_document(record: Compression) -> Document:
             Section("costs", "Price and gain", tables=[_price(record), _gain(record)]),
             Section("widths", "Where the width is", figures=figures),
             Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
-            Section("next", "Go on, or back", code=_next_steps(record)),
+            Section("next", "Next steps", code=_next_steps(record)),
         ),
         notes=record.notes,
         origin=list(record.about.items()),
@@ -87,21 +87,21 @@ def _price(record: Compression) -> Table:
         ["", "before", "after"],
         rows,
         note=f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean "
-        "over rows, heads and layers, each layer given what the original gave it; end to end, what layers "
-        "before it give in the compressed model, on up to 2 sequences and over the heads that are left.",
+        "over rows, heads and layers, each layer with the inputs of the original; end to end, with the "
+        "inputs of the compressed model, on up to 2 sequences and over the remaining heads.",
     )
 
 
 def _gain(record: Compression) -> Table:
     rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
     if record.cache_bytes_before:
-        rows.append(_pair("cache, bytes a token", record.cache_bytes_before, record.cache_bytes_after))
+        rows.append(_pair("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
     for x in record.latency:
         ratio = f"{x.ratio:.2f} ({x.low:.2f} to {x.high:.2f})"
         rows.append([f"{x.phase}, {x.tokens} tokens, ms", f"{x.before:.2f}", f"{x.after:.2f}", ratio])
     note = (
         "Latency is the median of rounds that take turns on this machine, with the 10th and 90th percentile "
-        "of their ratio: a range that holds 1 tells no gain."
+        "of their ratio: a range that contains 1 shows no gain."
     )
     columns = ["", "before", "after", "after/before"]
     return Table("Gain", columns, rows, note=note if record.latency else "Latency was not measured.")
@@ -112,7 +112,7 @@ def _pair(name: str, before: int, after: int) -> list[str]:
 
 
 def _width_map(record: Compression) -> Figure:
-    """Draw what is left of each head's width: layers as rows, key heads as columns, removed heads as 0."""
+    """Draw the remaining width of each head: layers as rows, key heads as columns, removed heads as 0."""
     shown = [head for head in record.heads if head.part != "heads"] or record.heads
     sites = list(dict.fromkeys(head.site for head in shown))
     columns = list(range(max(head.head for head in shown) + 1))
@@ -168,7 +168,7 @@ def _latents(record: Compression) -> Table:
             [str(x.layer), str(x.before), str(x.full), str(x.rank), format_number(x.nats, 6)]
             for x in record.latents
         ],
-        note="Predicted: of the KL of the outputs, a token, to second order, on the calibration data; "
+        note="Predicted: KL of the outputs per token to second order, on the calibration data; "
         "layers add up.",
     )
 

@@ -44,7 +44,7 @@ class Table:
 def column_kinds(
     columns: int, rows: Sequence[Sequence[str | Cell]]
 ) -> list[Literal["number", "name", "sentence"]]:
-    """Return what each column holds: numbers are aligned to the right, sentences may be wrapped."""
+    """Return the kind of each column: numbers are aligned to the right, sentences may be wrapped."""
     texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
     cells = [[row[at] for row in texts if row[at]] for at in range(columns)]
     return [
@@ -79,7 +79,7 @@ class Item:
     meaning: str
     remedy: str = ""
     site: str = ""
-    """Module, where the place alone is ambiguous."""
+    """Module, if the place is ambiguous."""
     link: str = ""
     """Element of the page that shows the place; empty without a link."""
     number: int | None = None
@@ -118,7 +118,7 @@ class Section:
     lists: Sequence[Items] = ()
     figures: Sequence[Figure] = ()
     choice: str = ""
-    """Label of a menu of figure titles, of which the page shows one at a time; empty: the page shows all."""
+    """Label of a menu by which the page shows the figures of one title at a time; empty: it shows all."""
     tables: Sequence[Table] = ()
     code: str = ""
     on_console: bool = True

@@ -142,7 +142,7 @@ def _rounded(value: float) -> float | None:
 
 
 def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
-    """Draw one number of every head of a grid; hatched where it is not informative."""
+    """Draw one number of every head of a grid; hatched if it is not informative."""
 
     def cell(index: int) -> MapCell:
         where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"

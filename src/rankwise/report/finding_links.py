@@ -65,7 +65,7 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
 
 
 def _about(finding: Finding, heads: Sequence[int]) -> str:
-    """Name the subject of a finding on several heads, of which the card shows one."""
+    """Name the subject of a finding on several heads; the card shows one head."""
     if about(finding.code) == "group" or len(heads) < 2:
         return ""
     if about(finding.code) == "model":

@@ -13,7 +13,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "warning": ("warning", "warnings"),
     "info": ("note", "notes"),
 }
-"""From the worst down; the words for one and for more."""
+"""Severities from the worst down, with their singular and plural."""
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 
@@ -28,7 +28,7 @@ _TITLES = {
 
 
 def strip_control(name: str) -> str:
-    r"""Replace what a terminal would obey, such as escape sequences, by a visible mark.
+    r"""Replace control characters, such as escape sequences, by a visible mark.
 
     Examples:
         >>> strip_control("layer\x1b[31m")
@@ -38,7 +38,7 @@ def strip_control(name: str) -> str:
 
 
 def title(measure: str) -> str:
-    """Name a measure for a reader.
+    """Return the name of a measure for readers.
 
     Examples:
         >>> title("first_token_mass"), title("relative_spread")
@@ -48,7 +48,7 @@ def title(measure: str) -> str:
 
 
 def is_command(remedy: str) -> bool:
-    """Tell a command or a call of ours from a piece of advice.
+    """Return whether a remedy is a command or a call of this package, not advice in words.
 
     Examples:
         >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
@@ -58,7 +58,7 @@ def is_command(remedy: str) -> bool:
 
 
 def split_code(text: str) -> list[tuple[str, bool]]:
-    """Split a remedy into words and code: what stands in backticks, or all of a command.
+    """Split a remedy into words and code: text in backticks, or a whole command.
 
     Examples:
         >>> split_code("then `rankwise compare A B`"), split_code("rankwise plan --tokens 128")
@@ -70,7 +70,7 @@ def split_code(text: str) -> list[tuple[str, bool]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Average the finite ones; NaN where there is none.
+    """Return the mean of the finite values; NaN without any.
 
     Examples:
         >>> mean([1.0, float("nan"), 3.0])
@@ -81,13 +81,13 @@ def mean(values: Iterable[float]) -> float:
 
 
 GENERIC = {"model", "models", "output", "weights", "pretrained"}
-"""Names of folders that say nothing: that of the folder they lie in says all."""
+"""Folder names that do not identify a model; the name of the parent folder does."""
 STATES = {"final", "best", "last"}
-"""Names that say which of several, of that in the folder they lie in."""
+"""Folder names that identify one of several states of the model in the parent folder."""
 
 
 def model_name(name: str) -> str:
-    r"""What to call a model in a title: a path by its last parts, a name of the Hub as it is.
+    r"""Return the name of a model for a title: the last parts of a path, or the whole name on the Hub.
 
     Examples:
         >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
@@ -112,7 +112,7 @@ def rank_share(head: HeadRecord) -> float:
 
 
 def count(number: int, singular: str, many: str = "") -> str:
-    """Say how many there are, in the right number.
+    """Return a count with its noun in singular or plural.
 
     Examples:
         >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")

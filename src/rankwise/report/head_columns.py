@@ -44,7 +44,7 @@ class Column:
     spread: Sequence[float] = ()
     """Standard deviations over sequences, if known."""
     over_seeds: bool = False
-    """True if `spread` is over seeds of the initialization, of which the values are means."""
+    """True if values and `spread` are means and deviations over seeds of the initialization."""
     labels: Mapping[int, str] = field(default_factory=dict)
     """Text instead of the number of a head, such as a range."""
     meaning: str = ""
@@ -59,7 +59,7 @@ class Column:
     references: Sequence["Column"] = ()
     """Columns to compare with, whose means are marks on its scale."""
     note: str = ""
-    """What a reference is, and what it is not."""
+    """Meaning and limits of a reference."""
 
     @property
     def beyond(self) -> list[float]:
@@ -131,7 +131,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         short_title=measure.head,
         digits=measure.digits,
         values=[measure.value(head) for head in heads],
-        # the deviation of a share is unknown: the deviation of a rank includes that of the lengths
+        # unknown for a share: the deviation of a rank includes the deviation of the lengths
         spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
         labels={at: measure.formatted(head) for at, head in enumerate(heads) if measure.name in head.stderr},
         meaning=measure.meaning,
@@ -180,7 +180,7 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> lis
             spread=[std for _, std in pairs],
             over_seeds=True,
             note="The same heads of the same architecture before training, on the same data, mean over "
-            f"{count(seeds, 'seed')}: what the model starts from, not what it should be.",
+            f"{count(seeds, 'seed')}: the start of training, not a target.",
         )
     ]
 

@@ -21,8 +21,8 @@ NONE = 65535
 SPECTRA_BYTES = 200_000
 """Byte budget for the spectra of a page: with more heads, each has fewer points, but at least 16."""
 MAP_BYTES = 400_000
-"""Byte budget for the attention maps of a page. Above it, maps are stored at lower resolution; what still
-does not fit is only in audit.json."""
+"""Byte budget for the attention maps of a page. Above it, maps are stored at lower resolution; maps
+that still do not fit are only in audit.json."""
 RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14), (32, 30), (32, 14))
 """Most rows and columns of a map, and steps between its smallest and largest magnitude."""
 

@@ -26,7 +26,7 @@ class Grid:
 
     stack: str
     title: str
-    """Title that no other grid of the audit has."""
+    """Title, different for each grid of the audit."""
     pattern: str
     """Name of the mixers, with `*` for numbers."""
     cross: bool

@@ -84,7 +84,7 @@ def _environment() -> Environment:
 def chart_script() -> str:
     """Return the script of Plotly (1.5 MB: scatter, bar, heat map; no maps, no 3D), safe within its element.
 
-    It takes a third of what the Python package plotly puts into a page, and is of the same version
+    It is a third of the script that the Python package plotly embeds, in the same version
     (docs/decisions/009-page-charts.md).
     """
     path = resources.files("rankwise.report") / "vendor" / CHART_FILE
