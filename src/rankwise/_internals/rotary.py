@@ -26,12 +26,6 @@ def rope_angles(
     Angles are computed in float32 or float64. Beyond about 10^5 tokens, float32 angles lose digits.
     Source: Su et al., “RoFormer”, 2021, equation 34.
 
-    Args:
-        positions: positions of the tokens.
-        width: K, the even width of a head.
-        base: base of the wavelengths, which range from 2π to 2π·base^(1 − 2/K) tokens.
-        dtype: dtype of the result.
-
     Examples:
         >>> cos, sin = rope_angles(torch.arange(2), 2, 10_000.0, torch.float32)
         >>> [round(value, 3) for value in apply_rope(torch.ones(2, 2), cos, sin, "halves")[1].tolist()]

@@ -96,6 +96,9 @@ class LatentState:
 
     key: "LatentProjection"
     value: "LatentProjection"
+    positions: Tensor | None
+    tokens: Tensor | None
+    latent: Tensor | None
 
     def __init__(self, layer: LatentLayer, norm: nn.Module | None, rotary: nn.Module | None) -> None:
         self.layer, self.norm, self.rotary = layer, norm, rotary
@@ -111,16 +114,15 @@ class LatentState:
     def end_call(self, *_: Any) -> None:
         """Hook after the attention layer: drop the tensors of the call."""
         self.in_call = False
-        self.positions: Tensor | None = None
-        self.tokens: Tensor | None = None
-        self.latent: Tensor | None = None
+        self.positions = self.tokens = self.latent = None
 
     def encode(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... r"]:
         """Compute the latent, once per call of the attention layer."""
         if not self.in_call:
             return self.key.down(tokens)
         if self.tokens is not tokens or self.latent is None:
-            self.tokens, self.latent = tokens, self.key.down(tokens)
+            latent: Tensor = self.key.down(tokens)
+            self.tokens, self.latent = tokens, latent
         return self.latent
 
     def decode(

@@ -126,8 +126,8 @@ def collect_moments(
     """Return the second moments of all layers; costs one forward and one backward pass per batch."""
     moments = []
     for weight in (layer_weight(model, layer) for layer in layers):
-        zeros = [torch.zeros(size, size, dtype=torch.float64) for size in reversed(weight.shape)]
-        moments.append(SecondMoments(*zeros, weight))
+        g, x = (torch.zeros(size, size, dtype=torch.float64) for size in weight.shape)
+        moments.append(SecondMoments(x, g, weight))
     device = device_of(model)
     generator = torch.Generator(device).manual_seed(seed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -45,7 +45,7 @@ RATE = 0.02
 ROWS = 2**20
 """Entries of attention matrices in one step, about: 2 sequences of 192 tokens and 12 heads."""
 Nulls = Callable[[list[QueryKeyStatistics]], list[BudgetCurve]]
-"""Curves of other ways, from the statistics on the evaluation data."""
+"""Curves of other methods, from the statistics on the evaluation data."""
 
 
 def prepare(job: Job) -> Prepared:
@@ -100,7 +100,7 @@ def _sound(
 def closed_form(
     layer: QueryKeyStatistics, widths: list[int], way: Callable[..., LogitBases] = logit_bases
 ) -> Factors:
-    """The first columns of the bases of each key head.
+    """Return the first columns of the optimal bases of each key head.
 
     Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.
     """
@@ -118,7 +118,7 @@ def closed_form(
 
 
 def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int], list[float]]]:
-    """Attention KL against width for each key head, closed form, on the calibration data."""
+    """Return attention KL against width for each key head, closed form, on the calibration data."""
     on_step(f"measuring widths of {layer.found.name}")
     widths, groups = curve_widths(layer.found.width), layer.found.groups
     samples, count = [], 0
@@ -136,7 +136,7 @@ def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int
 def chosen_widths(
     curves: list[tuple[list[int], list[float]]], tolerance: float | int | None, width: float | int | None
 ) -> list[int]:
-    """Width of every key head of the model, for a tolerance or a mean width."""
+    """Return the width of every key head of the model for a tolerance or a mean width."""
     if width is not None:
         return widths_under_budget(curves, round(width * len(curves)))
     assert tolerance is not None
@@ -149,7 +149,7 @@ def chosen_widths(
 def narrowed_heads(
     part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors], nulls: Nulls
 ) -> PartResult:
-    """Calibrate factors, put them into the model and measure what they cost."""
+    """Calibrate factors, apply them to the model and measure their attention KL."""
     plan: list[Factors] = []
     heads: list[HeadWidth] = []
     stopped = ""
@@ -199,7 +199,7 @@ def narrowed_heads(
 def _calibrated(
     layer: QueryKeyStatistics, start: Factors, before: list[float], job: Job
 ) -> tuple[Factors, list[float], str]:
-    """Factors after steps of Adam, or as they were where these are no better on the calibration data.
+    """Calibrate with Adam; return the better factors on the calibration data and their KL.
 
     With them what stopped it, if something did.
     """
@@ -234,7 +234,7 @@ def calibrate(
     seed: int = 0,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> Factors:
-    """Lower the mean KL(M ‖ M') of a layer by gradient steps on A and B.
+    """Return factors of lower mean KL(M ‖ M') after gradient steps on A and B; Ctrl-C returns the last ones.
 
     Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
     reads a few sequences drawn at random. Where positions are rotated in, what a kept pair carries may become
@@ -284,7 +284,7 @@ def calibrate(
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
-    """What columns of A are multiplied with, and those of B divided by, so that both are as large.
+    """Return the factors that make columns of A (multiplied) and of B (divided) equally large.
 
     A rotation mixes columns: there one number is for all.
     """
@@ -310,7 +310,7 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
 
 
 def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
-    """S^−½ of second moments scaled to a mean square of 1 in all, directions never seen at a floor."""
+    """Return S^−½ of second moments scaled to mean square 1; directions without data get a floor."""
     values, vectors = torch.linalg.eigh(moments)
     values = values / values.clamp(min=0).mean().clamp(min=1e-300)
     return (vectors / values.clamp(min=1e-4).sqrt()) @ vectors.mT
@@ -320,7 +320,7 @@ def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
 
 
 def curve_widths(width: int) -> list[int]:
-    """Widths at which to measure, 1 to K: all of them up to 32, else the small ones and steps.
+    """Return the widths of a curve, from 1 to K: all up to 32, otherwise small widths and steps.
 
     Examples:
         >>> curve_widths(4), len(curve_widths(128)), curve_widths(128)[:6]
@@ -333,17 +333,17 @@ def curve_widths(width: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the lower hull of a curve: from one width to a wider one."""
+    """Segment of the lower hull of a curve, from one width to a larger width."""
 
     head: int
     narrow: int
     wide: int
     gain: float
-    """Nats of attention KL saved for each unit of width."""
+    """Attention KL saved per unit of width, in nats."""
 
 
 def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
-    """The lower convex hull of a curve: wider is better, and each stretch saves less than the one before."""
+    """Return the lower convex hull of a curve: each segment saves less per unit than the previous segment."""
     corners = [0]
     at = 0
     while at < len(widths) - 1:
@@ -361,7 +361,7 @@ def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
 
 
 def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int) -> list[int]:
-    """Widths of all heads that add up to a budget, with the least sum of attention KL on the hulls.
+    """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
 
     A stretch of a hull is taken where it saves most for each unit; the last one in part. Greedy on hulls is
     optimal but for that part.
@@ -389,7 +389,7 @@ def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int
 
 
 def widths_for_tolerance(curves: list[tuple[list[int], list[float]]], tolerance: float) -> list[int]:
-    """Least widths, in the order of `widths_under_budget`, whose mean attention KL is within a tolerance.
+    """Return the least widths, in the order of `widths_under_budget`, with mean attention KL in a tolerance.
 
     Examples:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)

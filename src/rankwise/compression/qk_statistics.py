@@ -18,33 +18,33 @@ from rankwise.tracing.projections import side_of
 
 @dataclass(frozen=True)
 class Sample:
-    """Queries and keys of some sequences, and the attention they gave."""
+    """Queries, keys and attention of some sequences."""
 
     operator: MixingOperator
     """Shape (B, H, T, S)."""
     query: Float[Tensor, "B H T K"]
-    """As attention got them; before the rotation where there is one."""
+    """Queries in attention, before the rotation if there is one."""
     key: Float[Tensor, "B G S K"]
     tokens: Bool[Tensor, "B T"]
-    """Rows that count: those of real tokens."""
+    """Rows of real tokens, which are measured."""
     scale: float = 1.0
-    """Of the logits: scale·query·keyᵀ are the logits but for masks and biases."""
+    """The logits are scale·query·keyᵀ, without masks and biases."""
     rotation: PairRotation | None = None
-    """What turns queries and keys by their position before they meet."""
+    """Rotation of queries and keys by position before their inner product."""
 
     @property
     def groups(self) -> int:
-        """Query heads that share one key head."""
+        """Query heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def of(self, rows: Int[Tensor, "b"]) -> "Sample":
-        """Some of the sequences."""
+        """Return the sample of some sequences."""
         rotation = None if self.rotation is None else self.rotation[rows]
         own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
         return Sample(*own, self.scale, rotation)
 
     def turned(self, heads: Float[Tensor, "B h T r"]) -> Float[Tensor, "B h T r"]:
-        """Queries or keys as they meet."""
+        """Return queries or keys after the rotation."""
         return heads if self.rotation is None else self.rotation(heads)
 
     def logit_change(
@@ -54,7 +54,7 @@ class Sample:
         a: Float[Tensor, "H K r"],
         b: Float[Tensor, "G K r"],
     ) -> Float[Tensor, "B H T S"]:
-        """What factors of some heads add to their logits."""
+        """Return the change of logits by factors of some heads."""
         groups = query.shape[1] // key.shape[1]
 
         def logits(q: Tensor, k: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _add(layer: QueryKeyStatistics, site: MixerSite, sample: Sample) -> None:
 def divergence(
     matrix: Float[Tensor, "*batch T S"], change: Float[Tensor, "*batch T S"]
 ) -> Float[Tensor, "*batch T"]:
-    """KL(M ‖ M') of each row, where M' has the logits of M plus a change.
+    """Return KL(M ‖ M') of each row, where M' has the logits of M plus a change.
 
     Formula: log Σ_j m_j·exp(c_j) − Σ_j m_j c_j. What is masked, m_j = 0, stays so and needs no logit.
     Range: [0, ∞) nats.
@@ -164,7 +164,7 @@ def divergence(
 def head_divergence(
     samples: list[Sample], query: Sequence[Float[Tensor, "K _"]], key: Sequence[Float[Tensor, "K _"]]
 ) -> Float[Tensor, "H"]:
-    """Mean KL(M ‖ M') over all real rows, for each query head; M' has the logits (Q A)(K B)ᵀ."""
+    """Return mean KL(M ‖ M') over real rows for each query head, where M' has the logits (Q A)(K B)ᵀ."""
     heads = len(query)
     total, rows = torch.zeros(heads, dtype=torch.float64), 0
     for sample in samples:
@@ -183,7 +183,7 @@ def width_curves(
     key: list[Float[Tensor, "K K"]],
     widths: list[int],
 ) -> Float[Tensor, "H W"]:
-    """`head_divergence` at several widths, of which each takes that many columns of the bases."""
+    """Return `head_divergence` at several widths: each width takes as many columns of the bases."""
     heads = len(query)
     total, rows = torch.zeros(heads, len(widths), dtype=torch.float64), 0
     for sample in samples:
@@ -201,7 +201,7 @@ def width_curves(
 
 
 def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and attention of one head, (B, 1, T, K), (B, 1, S, K), (B, T, S), in float32 at least."""
+    """Return (B, 1, T, K) queries, (B, 1, S, K) keys and (B, T, S) attention of a head, at least float32."""
     matrix = sample.operator[:, head : head + 1].dense()[:, 0]
     dtype = torch.promote_types(sample.query.dtype, torch.float32)
     key = sample.key[:, head // sample.groups][:, None]
@@ -209,5 +209,5 @@ def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer_divergence(layer: QueryKeyStatistics, factors: Factors) -> Tensor:
-    """Mean KL(M ‖ M') over rows, for each query head, on what the layer saw."""
+    """Return mean KL(M ‖ M') over rows for each query head, on the samples of the layer."""
     return head_divergence(layer.samples, list(factors.query), list(factors.key))

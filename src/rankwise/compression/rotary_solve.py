@@ -26,7 +26,7 @@ SEQUENCES, ROWS = 16, 48
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of attention of a query head, and what each unit adds to their logits."""
+    """Rows of attention of a query head, and the logits that each unit adds to them."""
 
     matrix: Float[Tensor, "N R S"]
     parts: Float[Tensor, "U N R S"]
@@ -34,12 +34,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """How the units of a key head go."""
+    """Order in which the units of a key head are removed."""
 
     units: list[int]
-    """The first to go first; the last one stays."""
+    """First removed first; the last unit is never removed."""
     widths: list[int]
-    """Channels that are left, ascending, from the last unit alone to all."""
+    """Remaining channels, ascending, from the last unit alone to all."""
     losses: list[float]
     """Attention KL at these widths."""
 
@@ -103,7 +103,7 @@ def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
 
 
 def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Order]]) -> list[list[int]]:
-    """Widths of each key head, out of those its units give: fewer under a budget, more for a tolerance."""
+    """Return possible widths of each key head: rounded down under a budget, up for a tolerance."""
     every = [order for own in orders for order in own]
     curves = [(order.widths, order.losses) for order in every]
     if job.tolerance is not None:
@@ -123,14 +123,14 @@ def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Or
 
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
-    """Channels that go together: both of a pair; each one that is not rotated for itself."""
+    """Return the channels that are removed together: pairs, and single channels without rotation."""
     pairs = layer.found.pairs.tolist()
     rotated = {channel for pair in pairs for channel in pair}
     return [*pairs, *([channel] for channel in range(layer.found.width) if channel not in rotated)]
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
-    """Factors that change no logit: pairs stay what they are, unrotated channels get their best basis."""
+    """Return factors that change no logit: identity for pairs, the best basis for other channels."""
     found = layer.found
     rotated = {channel for pair in found.pairs.tolist() for channel in pair}
     free = torch.tensor([c for c in range(found.width) if c not in rotated], dtype=torch.long)
@@ -147,7 +147,7 @@ def whole_factors(layer: QueryKeyStatistics) -> Factors:
 def rows_of(
     samples: list[Sample], head: int, factors: Factors, units: list[list[int]], seed: int
 ) -> list[Rows]:
-    """Rows drawn from some sequences."""
+    """Draw rows from some sequences."""
     out, left = [], SEQUENCES
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
@@ -163,7 +163,7 @@ def rows_of(
 
 
 def _drawn(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """(N, R): rows of real tokens of each sequence, some twice where there are few."""
+    """Draw rows of real tokens of each sequence (N, R), some twice if there are few."""
     weights = tokens.double().cpu() + 1e-300
     count = min(ROWS, tokens.shape[1])
     return torch.multinomial(
@@ -192,7 +192,7 @@ def _rows(
 
 
 def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
-    """Units in the order they go: at each step the one that costs least for each channel it frees."""
+    """Return the units in order of removal: each step removes the unit of least KL per channel."""
     gone: list[int] = []
     left = list(range(len(units)))
     sizes = torch.tensor([len(unit) for unit in units], dtype=torch.float64)
@@ -209,7 +209,7 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
 
 
 def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
-    """Attention KL along a given order."""
+    """Return attention KL along a given order."""
     changes = [torch.zeros_like(row.matrix) for row in rows]
     losses = [0.0]
     for unit in order[:-1]:
@@ -227,7 +227,7 @@ def _order(order: list[int], losses: list[float], units: list[list[int]]) -> Ord
 
 
 def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64[Tensor, "U"]:
-    """Mean attention KL with each of some units gone besides."""
+    """Return mean attention KL if each of some units is also removed."""
     total = torch.zeros(len(units), dtype=torch.float64)
     count = 0
     for row, change in zip(rows, changes, strict=True):
@@ -240,7 +240,7 @@ def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64
 def kept_factors(
     layer: QueryKeyStatistics, whole: Factors, orders: list[Order], widths: list[int]
 ) -> Factors:
-    """The factors with the units that go at zero."""
+    """Return the factors with the removed units set to zero."""
     units = units_of(layer)
     query, key, kept = whole.query.clone(), whole.key.clone(), []
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):
