@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, opt, sharpened
+from torch import nn
+from torch.nn import functional
 
 import rankwise as rw
+from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.task import measure_task
 from rankwise.report.compression_report import compression_document
 
@@ -84,3 +87,122 @@ def test_attention_end_to_end_is_told_for_every_part(part: str) -> None:
     if part == "qk":  # nothing comes before the first layer
         assert done.layers[0].kl_end_to_end == pytest.approx(done.layers[0].kl, rel=1e-3)
         assert done.layers[1].kl_end_to_end != pytest.approx(done.layers[1].kl, rel=1e-3)
+
+
+def test_the_price_is_the_divergence_of_the_outputs() -> None:
+    model, batch = gpt2(), ids(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    batch = {**batch, "attention_mask": mask}
+    price = OutputPrice(model, [batch])
+    assert price.now() == 0
+    with torch.no_grad():
+        before = model(**batch).logits[mask.bool()].double().log_softmax(-1)
+        model.transformer.h[1].attn.c_attn.weight.mul_(0.7)
+        after = model(**batch).logits[mask.bool()].double().log_softmax(-1)
+    expected = (before.exp() * (before - after)).sum(-1).mean()
+    assert price.now() == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_without_logits_the_price_is_the_squared_error() -> None:
+    model, batch = bert(), ids(2, 12)
+    price = OutputPrice(model, [batch])
+    with torch.no_grad():
+        before = model(**batch).last_hidden_state
+        model.encoder.layer[1].output.dense.weight.mul_(0.5)
+        after = model(**batch).last_hidden_state
+    off = ((after - before).norm() / before.norm()) ** 2
+    assert price.now() == pytest.approx(float(off), rel=1e-5)
+    assert "squared" in price.unit
+
+
+@pytest.mark.parametrize("keep", [{"qk": 0.5}, {"heads": 0.75, "qk": 0.5}, {"kv": 0.5, "qk": 0.75}])
+def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, float]) -> None:
+    batch = ids(6, 30)
+    model, original = opt(), opt()
+    done = rw.compress(model, [batch], keep=keep, **QUICK)
+    assert done.parts == [name for name in ("heads", "qk", "rotary", "kv") if name in keep]
+    with torch.no_grad():
+        before, after = (m(**batch).logits.double().log_softmax(-1) for m in (original, model))
+    expected = (before.exp() * (before - after)).sum(-1).mean()
+    assert done.output_kl == pytest.approx(float(expected), rel=1e-6)
+    narrow = [head.width / head.before for head in done.heads if head.part == "qk"]
+    assert sum(narrow) / len(narrow) == pytest.approx(keep["qk"], abs=0.02)
+    if "heads" in keep:
+        left = [head.width > 0 for head in done.heads if head.part == "heads"]
+        assert sum(left) / len(left) == keep["heads"]
+    if "kv" in keep:
+        assert done.cache_bytes_after <= keep["kv"] * done.cache_bytes_before
+
+
+def test_several_parts_do_what_the_same_parts_do_one_by_one() -> None:
+    batch = ids(6, 30)
+    both = rw.compress(gpt2(), [batch], keep={"kv": 0.5}, tolerance={"qk": 0.01}, **QUICK)
+    alone = rw.compress(gpt2(), [batch], tolerance=0.01, **QUICK)
+    assert [head.width for head in both.heads] == [head.width for head in alone.heads]
+    assert both.kl == alone.kl
+    assert both.cache_bytes_after <= 0.5 * both.cache_bytes_before < alone.cache_bytes_after
+
+
+def test_errors_of_states_are_of_the_own_stack() -> None:
+    """Encoder and decoder number their layers alike."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    ffn = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    config = BartConfig(vocab_size=VOCABULARY, **sizes, **heads, **ffn)
+    model = sharpened(BartForConditionalGeneration(config))
+    batch = {**ids(6, 30), "decoder_input_ids": ids(6, 20, seed=2)["input_ids"]}
+    states: list[dict[Any, torch.Tensor]] = []
+    for compressing in (False, True):
+        if compressing:
+            done = rw.compress(model, [batch], keep=0.5, **QUICK)
+        found: dict[Any, torch.Tensor] = {}
+        with rw.capture(model) as trace, torch.no_grad():
+            model(**batch)
+        for site in trace.states:
+            found[site.stack, site.layer] = site.tokens.double()
+        states.append(found)
+    stacks = {head.site: head.stack for head in done.heads}
+    assert len(set(stacks.values())) == 2
+    for layer in done.layers:
+        place = stacks[layer.site], layer.layer + 1
+        off = (states[1][place] - states[0][place]).norm() / states[0][place].norm()
+        assert layer.output_error == pytest.approx(float(off), rel=1e-4)
+
+
+class Attention(nn.Module):
+    """Four heads with queries and keys of their own width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.q, self.k = nn.Linear(32, 4 * width), nn.Linear(32, 4 * width)
+        self.v, self.o = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = (part(x).unflatten(-1, (4, self.width)).transpose(1, 2) for part in (self.q, self.k))
+        values = self.v(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.o(functional.scaled_dot_product_attention(q, k, values).transpose(1, 2).flatten(2))
+
+
+class TwoWidths(nn.Module):
+    """Narrow queries and keys first, then wide ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(4), Attention(16)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_share_of_queries_and_keys_is_of_the_widths_of_all_layers() -> None:
+    torch.manual_seed(0)
+    done = rw.compress(TwoWidths().eval(), [torch.randn(6, 30, 32)], keep=0.5, **QUICK)
+    assert sum(head.before for head in done.heads) == 4 * (4 + 16)
+    assert sum(head.width for head in done.heads) == 0.5 * 4 * (4 + 16)

@@ -146,3 +146,19 @@ def test_a_width_is_of_queries_and_keys_alone() -> None:
 def test_a_part_is_named_once() -> None:
     with pytest.raises(CompressionError, match="twice"):
         rw.compress(bert(), [ids()], keep=0.5, parts=("qk", "qk"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance"),
+        ({"keep": {"qk": 0.5}, "tolerance": {"qk": 0.1}}, "part 'qk'.*got both"),
+        ({"keep": {"qk": 0.5}, "tolerance": 0.1}, "`tolerance`: expected a mapping"),
+        ({"keep": {"qqk": 0.5}}, "names of parts"),
+        ({"keep": {}}, "names of parts"),
+        ({"keep": {"qk": 0.5, "heads": 1.5}}, "`keep`.*got 1.5"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressionError, match=said):
+        rw.compress(gpt2(), [ids()], **asked, **QUICK)

@@ -42,17 +42,13 @@ def command(
     ] = None,
     keep: Annotated[
         float | None,
-        typer.Option(
-            help="Share to keep, such as 0.5: of a part alone, of its width, heads or cache; of several, "
-            "of the bytes of their weights and of the cache."
-        ),
+        typer.Option(help="Share to keep of each part, such as 0.5: of the width, the heads or the cache."),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Or what it may cost: qk and rotary alone, attention KL in nats; kv, KL of the outputs in "
-            "nats; heads, a share of the loss; several parts, KL of the outputs (or their squared relative "
-            "error) together."
+            help="Or the largest cost of each part: qk and rotary, attention KL in nats; kv, KL of the "
+            "outputs in nats; heads, a share of the loss."
         ),
     ] = None,
     width: Annotated[float | None, typer.Option(help="Or: mean query/key width of a head.")] = None,
@@ -60,10 +56,6 @@ def command(
     calibrate: Annotated[
         int, typer.Option(help="Steps of Adam for each layer, of qk and rotary; 200 is good.")
     ] = 0,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens whose cache counts where parts share a budget."),
-    ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Longest sequence.")] = 256,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences to calibrate on, and as many held out.")
@@ -118,7 +110,6 @@ def command(
                     tolerance=tolerance,
                     parts=names,
                     on_step=on_step,
-                    cache_tokens=cache_tokens,
                     **common,
                 )
         about = {

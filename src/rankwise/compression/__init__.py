@@ -4,7 +4,6 @@ from contextlib import suppress
 
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import (
-    Budget,
     BudgetCurve,
     BudgetPoint,
     Compression,
@@ -14,7 +13,6 @@ from rankwise.compression.records import (
     LatentPoint,
     LatentRank,
     LayerPrice,
-    PartShare,
 )
 from rankwise.compression.run import compress, compress_qk
 from rankwise.compression.store import load_compressed, save_compressed
@@ -23,7 +21,6 @@ with suppress(ImportError):  # a plain module is compressed without transformers
     from rankwise.compression import auto_model  # noqa: F401  (its import lets `from_pretrained` load them)
 
 __all__ = [
-    "Budget",
     "BudgetCurve",
     "BudgetPoint",
     "Compression",
@@ -35,7 +32,6 @@ __all__ = [
     "LatentRank",
     "LayerPrice",
     "PartResult",
-    "PartShare",
     "compress",
     "compress_qk",
     "load_compressed",

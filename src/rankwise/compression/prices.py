@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
+from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.outputs import cache_bytes, main_output, relative_error
 from rankwise.compression.parts import PartResult
 from rankwise.compression.task import Task, measure_task
@@ -32,8 +33,8 @@ class Prices:
 class _Seen:
     """A model as it is."""
 
-    states: dict[int, Tensor]
-    """Of tokens of the first batch, by layer."""
+    states: dict[tuple[str, int], Tensor]
+    """Of tokens of the first batch, by stack and layer: encoders and decoders number their layers alike."""
     output: Tensor
     """Of the first batch."""
     task: Task
@@ -75,18 +76,22 @@ def measure_prices(
     before()
     try:
         old = _look(model, moved_batches)
+        price = OutputPrice(model, moved_batches)
     finally:
         after()
-    sites = {head.layer: head.site for result in done for head in result.heads}
-    sites |= {latent.layer: latent.site for result in done for latent in result.latents}
+    places = {head.site: (head.stack, head.layer) for result in done for head in result.heads}
+    for latent in (latent for result in done for latent in result.latents):
+        calls = old.attention.get(latent.site, [])
+        places[latent.site] = (calls[0].stack if calls else "", latent.layer)
     errors = {
-        sites[layer]: relative_error(new.states[layer + 1], state)
-        for layer, state in ((at - 1, state) for at, state in old.states.items())
-        if layer in sites and layer + 1 in new.states
+        site: relative_error(new.states[stack, layer + 1], old.states[stack, layer + 1])
+        for site, (stack, layer) in places.items()
+        if (stack, layer + 1) in old.states and (stack, layer + 1) in new.states
     }
     moves = attention_moves(old.attention, new.attention, [head for result in done for head in result.heads])
     fields: dict[str, Any] = {
         "kl_end_to_end": sum(moves.values()) / len(moves) if moves else math.nan,
+        "output_kl": price.now() if price.has_logits else math.nan,
         "output_error": relative_error(new.output, old.output),
         "loss_before": old.task.loss,
         "loss_after": new.task.loss,
@@ -106,11 +111,11 @@ def measure_prices(
 
 
 def _look(model: nn.Module, batches: list[Any]) -> _Seen:
-    states: dict[int, Tensor] = {}
+    states: dict[tuple[str, int], Tensor] = {}
 
     def keep(site: StateSite) -> None:
         real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
-        states[site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
+        states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
 
     with torch.no_grad(), capture(model, on_state=keep, on_mixer=lambda site: None):
         run_model(model, batches[0])

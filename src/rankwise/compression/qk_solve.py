@@ -62,8 +62,10 @@ def prepare(job: Job) -> Prepared:
         with naming_layer(layer.found.name):
             curves += head_curves(layer, job.on_step)
 
+    mean_width = sum(layer.found.width * layer.found.key_heads for layer in layers) / len(curves)
+
     def starts(wanted: Job) -> list[Factors]:
-        width = wanted.width if wanted.keep is None else wanted.keep * layers[0].found.width
+        width = wanted.width if wanted.keep is None else wanted.keep * mean_width
         left = iter(chosen_widths(curves, wanted.tolerance, width))
         return [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from rankwise._internals.files import write_file
 from rankwise._internals.records import Number, Record
@@ -106,43 +106,10 @@ class Latency(Record):
     """90th percentile."""
 
 
-class PartShare(Record):
-    """What one part got of a budget that several share."""
-
-    part: str
-    keep: Number
-    """Share of the part that was asked to stay, in its own unit; 1 where it was left alone."""
-    bytes_saved: int
-    """Of weights and cache together."""
-    price: Number
-    """What it added to the price of the parts before, in the unit of the budget, calibration data."""
-
-
-class Budget(Record):
-    """A budget over several parts."""
-
-    keep: Number | None = None
-    """Share of the bytes to keep, where that was asked for."""
-    tolerance: Number | None = None
-    """Or the price of all parts together, in ``unit``."""
-    unit: str
-    """Of prices: KL of the outputs in nats; their squared relative error where the model gives no logits."""
-    cache_tokens: int
-    """Tokens whose cache counts; 0 where the model keeps none."""
-    layers: int
-    """Linear layers that the parts make smaller."""
-    bytes_before: int
-    """Of these layers' weights and of the cache."""
-    bytes_after: int
-    shares: list[PartShare]
-    price: Number
-    """Measured on the calibration data with all parts done."""
-    price_held_out: Number = float("nan")
-    """The same on the data of the figures."""
-
-
 class Compression(Record):
-    """What was done to a model, what it costs and what it gains."""
+    """Changes of a model, their costs and their savings; fields that older versions wrote are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     schema_version: Literal[1] = 1
     model: str
@@ -166,6 +133,9 @@ class Compression(Record):
     kl_end_to_end: Number = float("nan")
     """Nats: the same in the compressed model, all layers before compressed too, over the heads that are left;
     measured for every part, on up to 2 sequences."""
+    output_kl: Number = float("nan")
+    """KL(p‖p′) of the outputs in nats, mean over real tokens of up to 16 sequences, p the original's; NaN if
+    the model returns no logits."""
     output_error: Number = float("nan")
     """‖y' − y‖/‖y‖ of what the model gives, end to end."""
     loss_before: Number = float("nan")
@@ -181,8 +151,6 @@ class Compression(Record):
     """Of keys and values, for each token; 0 where the model keeps none."""
     cache_bytes_after: int = 0
     latency: list[Latency] = Field(default_factory=list)
-    budget: Budget | None = None
-    """Where several parts shared it."""
     left_out: dict[str, str] = Field(default_factory=dict)
     """Attention layers that could not be done, with the reason."""
     notes: list[str] = Field(default_factory=list)

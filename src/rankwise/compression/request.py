@@ -39,6 +39,45 @@ def chosen_parts(names: Sequence[str]) -> list[str]:
     return [name for name in known if name in names]
 
 
+def targets_of(
+    names: str | Sequence[str],
+    keep: float | int | Mapping[str, float | int] | None,
+    tolerance: float | int | Mapping[str, float | int] | None,
+) -> dict[str, tuple[float | int | None, float | int | None]]:
+    """Return the share to keep or the tolerance of each part, in the order in which parts are done.
+
+    Raises:
+        CompressionError: if a part is unknown, or has two targets.
+    """
+    if not isinstance(keep, Mapping) and not isinstance(tolerance, Mapping):
+        if keep is not None and tolerance is not None:
+            raise CompressionError(
+                "`compress`",
+                expected="a share to keep or a tolerance",
+                got="both",
+                fix="Omit one of them, or pass mappings with different parts.",
+            )
+        return dict.fromkeys(chosen_parts(names), (keep, tolerance))
+    for name, value in (("keep", keep), ("tolerance", tolerance)):
+        if value is not None and not isinstance(value, Mapping):
+            raise CompressionError(
+                f"`{name}`",
+                expected="a mapping of parts, like the other target",
+                got=repr(value),
+                fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
+            )
+    shares = dict(keep) if isinstance(keep, Mapping) else {}
+    tolerances = dict(tolerance) if isinstance(tolerance, Mapping) else {}
+    for name in shares.keys() & tolerances.keys():
+        raise CompressionError(
+            f"part {name!r}",
+            expected="a share to keep or a tolerance",
+            got="both",
+            fix="Omit one of them.",
+        )
+    return {name: (shares.get(name), tolerances.get(name)) for name in chosen_parts([*shares, *tolerances])}
+
+
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model that is compressed already.
 

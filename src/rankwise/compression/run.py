@@ -1,26 +1,26 @@
-"""`compress`: one budget over parts of a model, with what it costs and what it gains, measured."""
+"""Compress parts of a model, each to its own target, and measure the costs and the savings."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rankwise._internals.forward import batch_size, eval_mode
-from rankwise.compression.budget import SharedBudget
 from rankwise.compression.memory import no_memory, out_of_memory
-from rankwise.compression.output_price import OutputPrice
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.records import Budget, Compression, LayerPrice
+from rankwise.compression.records import Compression, LayerPrice
 from rankwise.compression.remarks import grown, slower, unchanged
 from rankwise.compression.request import (
     check_budget,
     check_untouched,
     chosen_parts,
     listed_batches,
+    targets_of,
 )
 from rankwise.errors import CompressionError
 
@@ -103,62 +103,59 @@ def compress_qk(
 def compress(
     model: nn.Module,
     batches: Iterable[Any],
-    keep: float | int | None = None,
-    tolerance: float | int | None = None,
-    parts: Sequence[str] = ("qk",),
+    keep: float | int | Mapping[str, float | int] | None = None,
+    tolerance: float | int | Mapping[str, float | int] | None = None,
+    parts: str | Sequence[str] = "qk",
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
     nulls: bool = True,
     time: bool = True,
     seed: int = 0,
     on_step: Callable[[str], None] | None = None,
-    cache_tokens: int | None = None,
     width: float | int | None = None,
 ) -> Compression:
-    """Compress parts of a trained model in place, under one budget.
+    """Make parts of a trained model smaller in place, and measure the cost and the savings.
 
-    Parts are done one after another, each on the model that the ones before left: ``heads``, heads removed
-    with their weights; ``qk``, narrower queries and keys (`compress_qk`); ``rotary``, the same where
-    positions are rotated in, by pairs; ``kv``, a decoder's keys and values out of one latent, which is what
-    its cache keeps, before rotation. After ``qk`` or ``rotary``, ``kv`` reads the narrow keys out of it.
-
-    Several parts share one budget of bytes: of the weights of all linear layers that they make smaller, and
-    of the cache of ``cache_tokens`` tokens. Each part is tried alone at some shares; what it saves and what
-    that costs the model's outputs are measured, and bytes are taken where they cost least. The price is
-    KL(p‖p') of the outputs in nats, mean over tokens, or ‖y' − y‖²/‖y‖² where the model gives no logits.
+    Each part has its own target, and starts from the model that the earlier parts left. Their order is fixed:
+    ``heads`` removes attention heads with their weights; ``qk`` narrows queries and keys (`compress_qk`);
+    ``rotary`` does the same for rotated positions, in pairs of channels; ``kv`` computes a decoder's keys and
+    values from one latent, which its cache stores. After ``qk`` or ``rotary``, ``kv`` reads the narrow keys.
 
     Args:
         model: any module; changed in place.
         batches: calibration data.
-        keep: share to keep, 0 < keep < 1; 0.5 by default. Of several parts, a share of these bytes. Of one
-            part alone, of its own unit: of ``qk`` and ``rotary`` the width, of ``kv`` the bytes of the cache,
-            of ``heads`` their number.
-        tolerance: or what it may cost. Of several parts, the price of all together on the calibration data.
-            Of one part alone, nats: of ``qk`` and ``rotary`` the attention KL, of ``kv`` the KL of the
-            outputs as predicted to second order; of ``heads``, the share of the loss that removing them
-            together may cost, the loss as `rankwise.importance` takes it.
-        parts: which, by name.
-        calibrate: steps of Adam for each layer.
-        held_out: data to measure prices on.
-        nulls: measure other ways beside.
+        keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
+            ``{"heads": 0.9, "kv": 0.5}``; a number applies to each of `parts`. The unit depends on the part:
+            the width for ``qk`` and ``rotary``, bytes of the cache for ``kv``, the number of heads for
+            ``heads``.
+        tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
+            attention KL in nats for ``qk`` and ``rotary``; KL of the outputs in nats, predicted to second
+            order, for ``kv``; a share of the loss for ``heads``, as `rankwise.importance` measures it.
+        parts: names of the parts, if neither `keep` nor `tolerance` is a mapping.
+        calibrate: steps of Adam per layer.
+        held_out: data on which the costs are measured; the calibration data by default.
+        nulls: measure other methods for comparison.
         time: measure latency before and after.
-        seed: of whatever is drawn.
-        on_step: told what is under way.
-        cache_tokens: tokens whose cache counts in a budget that parts share; by default as many as the model
-            has positions, less two that some families reserve for padding, 2,048 at most.
-        width: or the mean width of a key head, for ``qk`` alone, as in `compress_qk`.
+        seed: random seed.
+        on_step: called with a description of each step.
+        width: for ``qk`` alone, the mean width of a key head, as in `compress_qk`.
 
     Returns:
-        Widths, prices and gains.
+        Widths, costs and savings. The cost `output_kl` has the same unit for all parts.
 
     Raises:
-        CompressionError: if a part is unknown, the budget is not between 0 and 1, or a part cannot be done:
-            then no part is.
+        CompressionError: if a part is unknown or has two targets, a target is out of range, or a part cannot
+            be done. The model is then unchanged.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
+        >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
+        >>> done = rw.compress(model, [batch], keep={"qk": 0.75, "kv": 0.5}, time=False, nulls=False)
+        >>> done.parts, done.cache_bytes_after / done.cache_bytes_before <= 0.5
+        (['qk', 'kv'], True)
     """
-    if keep is not None and tolerance is not None:
-        raise CompressionError(
-            "`compress`", expected="a share to keep or a tolerance", got="both", fix="Leave one of them out."
-        )
     if width is not None and (keep is not None or tolerance is not None or chosen_parts(parts) != ["qk"]):
         raise CompressionError(
             "`width`",
@@ -168,28 +165,16 @@ def compress(
         )
     keep = 0.5 if keep is None and tolerance is None and width is None else keep
     return _compress(
-        model,
-        batches,
-        parts,
-        keep,
-        tolerance,
-        width,
-        calibrate,
-        held_out,
-        nulls,
-        time,
-        seed,
-        on_step,
-        cache_tokens,
+        model, batches, parts, keep, tolerance, width, calibrate, held_out, nulls, time, seed, on_step
     )
 
 
 def _compress(
     model: nn.Module,
     batches: Iterable[Any],
-    names: Sequence[str],
-    keep: float | int | None,
-    tolerance: float | int | None,
+    names: str | Sequence[str],
+    keep: float | int | Mapping[str, float | int] | None,
+    tolerance: float | int | Mapping[str, float | int] | None,
     width: float | int | None,
     calibrate: int,
     held_out: Iterable[Any] | None,
@@ -197,11 +182,12 @@ def _compress(
     time: bool,
     seed: int,
     on_step: Callable[[str], None] | None,
-    cache_tokens: int | None = None,
 ) -> Compression:
-    chosen = chosen_parts(names)
+    targets = targets_of(names, keep, tolerance)
+    chosen = list(targets)
     check_untouched(model)
-    check_budget(keep, tolerance, width, calibrate)
+    for own_keep, own_tolerance in targets.values():
+        check_budget(own_keep, own_tolerance, width, calibrate)
     data = listed_batches(batches, "batches")
     figures = listed_batches(held_out, "held_out") if held_out is not None else []
     under_way = ""
@@ -212,18 +198,13 @@ def _compress(
         if on_step is not None:
             on_step(what)
 
-    job = Job(model, data, figures or data, keep, tolerance, width, calibrate, nulls, seed, said)
+    job = Job(model, data, figures or data, None, None, width, calibrate, nulls, seed, said)
     done: list[PartResult] = []
-    budget: Budget | None = None
     with eval_mode(model):
         try:
-            if len(chosen) == 1:
-                done.append(parts()[chosen[0]](job).finish(job))
-            else:
-                shared = SharedBudget(job, cache_tokens)
-                held_out_price = OutputPrice(model, job.figures)
-                done += shared.do(chosen)
-                budget = shared.record().model_copy(update={"price_held_out": held_out_price.now()})
+            for name, (own_keep, own_tolerance) in targets.items():
+                own = replace(job, keep=own_keep, tolerance=own_tolerance)
+                done.append(parts()[name](own).finish(own))
             prices = measure_prices(model, job.figures, done, time, said)
         except BaseException as error:
             for result in reversed(done):
@@ -231,7 +212,7 @@ def _compress(
             if out_of_memory(error):
                 raise no_memory(model, error, under_way) from error
             raise
-    record = _record(model, job, chosen, done, prices, bool(figures)).model_copy(update={"budget": budget})
+    record = _record(model, job, chosen, done, prices, bool(figures))
     _note_structure(model)
     slow = [slower(timing, record) for timing in record.latency if timing.ratio > SLOWER and timing.low > 1]
     for said_so in slow:

@@ -71,6 +71,7 @@ def _price(record: Compression) -> Table:
         for name, value in (
             ("attention KL, nats", record.kl),
             ("attention KL end to end, nats", record.kl_end_to_end),
+            ("KL of the outputs, nats", record.output_kl),
             ("error of the output, ‖y′ − y‖/‖y‖", record.output_error),
         )
         if math.isfinite(value)
