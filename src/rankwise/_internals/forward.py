@@ -69,7 +69,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         try:
-            for module, training in modes:  # outer modules first: their `train` also sets inner modules
+            for module, training in modes:  # outer modules first, because `train` also changes inner modules
                 if overrides_train(module) and module.training != training:
                     module.train(training)
         finally:
@@ -122,9 +122,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
-    """Return a copy of the first `count` sequences of a dict; copy any other batch as a whole.
+    """Return a copy of the first `count` sequences of a batch that is a dict; copy other batches whole.
 
-    In dicts the first axis is the batch, by the convention of Hugging Face. In other inputs it may be time.
+    In a dict, the first axis of tensors is the batch, by the convention of Hugging Face. In a tuple or a
+    tensor, the first axis may be time.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
@@ -209,7 +210,7 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _one_label_each(x: Any, y: Any) -> bool:
-    """Return True if y has one number per sequence of x."""
+    """Return True if y has one number per sequence of x, which are then taken for labels."""
     both = isinstance(x, Tensor) and isinstance(y, Tensor)
     return both and x.dim() > 1 and y.shape in ((x.shape[0],), (x.shape[0], 1))
 

@@ -10,13 +10,14 @@ MATRIX = (-2, -1)
 """The two axes of a matrix: rows and columns."""
 
 SQUARES = 2.0**450
-"""Norms from 1/SQUARES to SQUARES need no scaling: squares that underflow are at most 2⁻¹²² of the norm²."""
+"""Norms from 1/SQUARES to SQUARES need no scaling: squares that underflow are at most 2⁻¹²² of norm²."""
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """Return the largest power of two up to the largest magnitude along ``axes``; 1 if all values are 0.
+    """Return the power of two just below the largest absolute value along ``axes``; 1 if all values are 0.
 
-    The axes are kept with length 1. Division by a power of two is exact and keeps squares in range.
+    The axes are kept with length 1. Division by a power of two is exact, and squares of the quotients do not
+    overflow.
     """
     largest = values.detach().abs().amax(axes, keepdim=True)
     power = (largest.view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
@@ -33,7 +34,7 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
 
 
 def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return ``part / whole``, with x/0 = 0."""
+    """Return the quotient ``part / whole``; 0 where ``whole`` is 0."""
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
 
 

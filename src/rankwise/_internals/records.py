@@ -16,7 +16,7 @@ R = TypeVar("R", bound="Record")
 T = TypeVar("T")
 
 MISSING = "–"
-"""Text for a number that is not finite. It is not "0", because a missing number is not a small number."""
+"""Text for a number that is not finite; not "0", because a missing number is not a small number."""
 
 
 def _nan_from_null(value: object) -> object:

@@ -19,9 +19,9 @@ By Pinsker's inequality at most √(0.01/2) = 7 % of the attention weight in a r
 
 @dataclass
 class Moments:
-    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, entry by entry, without NaN.
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each entry of the arrays; NaN is skipped.
 
-    An entry without values has mean 0. Up to rounding, the result does not depend on the order of arrays.
+    An entry without values has mean 0. Up to rounding, results do not depend on the order of the arrays.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", 1979.
@@ -40,7 +40,7 @@ class Moments:
 
     @classmethod
     def empty(cls, *shape: int) -> "Moments":
-        """Return moments with count 0 for arrays of a shape."""
+        """Return moments of no arrays, with count 0, for arrays of the given shape."""
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape))
 
     def add(self, values: Floats) -> None:
@@ -61,7 +61,7 @@ class Moments:
         self.merge(Moments(count, mean, np.square(deviations).sum(0)))
 
     def merge(self, other: "Moments") -> None:
-        """Add the arrays that other moments summarize."""
+        """Add the counts, means and M2 of other moments, as if their arrays had been added."""
         count = self.count + other.count
         share = other.count / np.maximum(count, 1)
         step = other.mean - self.mean

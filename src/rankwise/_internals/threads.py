@@ -1,4 +1,4 @@
-"""Map a function over matrices, with one thread per matrix.
+"""Map a function over matrices in parallel, with one thread per matrix.
 
 Threads that share the decomposition of one small matrix wait for each other at every step. If other programs
 use the cores, this takes up to a hundred times as long. With one thread per matrix, threads never wait, and
@@ -26,7 +26,7 @@ NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]
 
 
 class _Inside(threading.local):
-    """Per Python thread: torch's number of threads before `one_thread` was entered; 0 outside."""
+    """State per Python thread: torch's number of threads before `one_thread`; 0 outside of `one_thread`."""
 
     threads = 0
 
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Context manager that restores torch's number of threads from before `one_thread`, inside the block."""
+    """Context manager inside which torch again has the number of threads from before `one_thread`."""
     here = torch.get_num_threads()
     try:
         torch.set_num_threads(_inside.threads or here)

@@ -27,7 +27,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a function mode from torch's stack of modes; return its depth, or None if it was not found."""
+    """Remove a function mode from torch's stack; return the number of modes below it, or None if absent."""
     above: list[Any] = []
     found = None
     while torch._C._len_torch_function_stack():
@@ -42,7 +42,7 @@ def pop_mode(mode: TorchFunctionMode) -> int | None:
 
 
 def push_mode(mode: TorchFunctionMode, depth: int) -> None:
-    """Insert a function mode into torch's stack of modes, above the lowest `depth` modes."""
+    """Insert a function mode into torch's stack of active modes, so that `depth` modes are below it."""
     above = []
     while torch._C._len_torch_function_stack() > depth:
         above.append(_pop_mode())
@@ -79,7 +79,7 @@ def in_function_transform() -> bool:
 
 
 def in_forward_derivative() -> bool:
-    """Return True inside forward-mode differentiation."""
+    """Return True while torch computes forward-mode derivatives (Jacobian-vector products)."""
     level: int = forward_ad._current_level
     return level >= 0
 
@@ -91,7 +91,7 @@ def is_profiled() -> bool:
 
 
 def in_dispatch_mode() -> bool:
-    """Return True inside a `TorchDispatchMode`."""
+    """Return True while a `TorchDispatchMode`, which intercepts operators, is active."""
     active: bool = is_in_torch_dispatch_mode()
     return active
 
@@ -113,7 +113,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """Return the original of a module that `torch.compile` wrapped; return any other module unchanged."""
+    """Return the module inside a wrapper that `torch.compile` returned; return other modules unchanged."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
@@ -150,18 +150,13 @@ def dropout_rate(module: nn.Module) -> float:
 
 
 def forget_global_hook(handle: RemovableHandle) -> None:
-    """Delete the keyword-argument flag of a removed global hook, which PyTorch does not delete."""
+    """Delete an entry on keyword arguments that PyTorch keeps after a global hook is removed."""
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run before a module's forward, in order."""
+    """Return the hooks that run before a module's forward method, in the order of their calls."""
     return list(module._forward_pre_hooks.values())
-
-
-def forward_hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run after a module's forward, in order."""
-    return list(module._forward_hooks.values())
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:

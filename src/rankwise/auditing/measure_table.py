@@ -40,7 +40,7 @@ MIXER_KINDS = {
     "linear": _ATTENTION,
     "diagonal": MixerKind(scale_is_known=True, mixes_tokens=False, state_space=False),
 }
-"""Properties by `MixingOperator.kind`; all other kinds have the defaults."""
+"""Properties by `MixingOperator.kind`; all other kinds are state-space mixers, with the defaults."""
 
 
 def mixer_kind(kind: str) -> MixerKind:

@@ -32,7 +32,7 @@ class MixerCache(Cache):
         """Number of real tokens so far, per row."""
 
     def advance(self, mask: Bool[Tensor, "B T"] | None, rows: int, tokens: int, device: torch.device) -> None:
-        """Add the tokens of a call to `length` and `counts`."""
+        """Add the tokens of a call to the numbers of tokens so far, `length` and `counts`."""
         new = mask.sum(1) if mask is not None else torch.full((rows,), tokens, device=device)
         self.counts = new if self.counts is None else self.counts + new
         self.length += tokens
@@ -46,11 +46,11 @@ class MixerCache(Cache):
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1, for no bound."""
+        """Return -1, transformers' value for a cache without maximum length."""
         return -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return -1, for no bound."""
+        """Return -1, transformers' value for a cache without maximum length."""
         return -1
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class MixerCache(Cache):
         return copied
 
     def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
-        """Reorder the rows for beam search."""
+        """Reorder the rows of all states, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
@@ -93,7 +93,7 @@ class MixerCache(Cache):
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
-        """Remove all states."""
+        """Remove all states, so that the next call starts a new text."""
         self.states = [None] * len(self.states)
         self.length, self.counts = 0, None
 

@@ -84,7 +84,10 @@ class LinearAttention(Mixer):
 def _with_state(
     state: MixerState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Prepend one source per feature n of a state: its key is z_n e_n, its value the state divided by z_n."""
+    """Return query, key and value with one source prepended per feature of the decoding state.
+
+    For feature n with summed key z_n, the source has the key z_n e_n and the value Σ k_n v / z_n.
+    """
     summed, weight = state
     seen = weight[..., None] > 0
     mean = torch.where(seen, summed / torch.where(seen, weight[..., None], 1.0), 0.0)

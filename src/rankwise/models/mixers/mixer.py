@@ -15,12 +15,12 @@ MixerState = tuple[Tensor, ...]
 
 
 class MixerOutput(NamedTuple):
-    """Output of a mixer."""
+    """Output of a mixer, and its decoding state for the next call."""
 
     output: Float[Tensor, "B T D"]
-    """Update that the block adds to its skip."""
+    """Mixed tokens, the update that a block adds to its skip connection."""
     state: MixerState | None = None
-    """Argument of the next call, None unless it was requested."""
+    """Decoding state to be passed to the next call; None unless it was requested."""
 
 
 class MixingStep(NamedTuple):

@@ -95,7 +95,7 @@ def with_state(
     log_decay: Float[Tensor, "B H T"],
     step: Float[Tensor, "B H T"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return c, b, log decay and step with N sources prepended: source n has b = e_n, step 1 and no decay."""
+    """Return c, b, log decay and step with N sources prepended, one per feature n of a decoding state."""
     features = b.shape[-1]
     b = prepend_sources(torch.eye(features, dtype=b.dtype, device=b.device), b)
     c = prepend_sources(torch.zeros_like(b[..., :features, :]), c)
@@ -115,7 +115,7 @@ def final_state(
 def prepend_sources(
     states: Float[Tensor, "*A N F"], tokens: Float[Tensor, "*B T F"]
 ) -> Float[Tensor, "*C S F"]:
-    """Prepend N sources from a state to the tokens, in the dtype of the tokens."""
+    """Prepend N sources, which represent a decoding state, to the tokens, in the dtype of the tokens."""
     lead = torch.broadcast_shapes(states.shape[:-2], tokens.shape[:-2])
     return torch.cat([states.to(tokens.dtype).expand(*lead, -1, -1), tokens], -2)
 
@@ -132,7 +132,7 @@ def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Return Σ_{r > s} log a_r for every token s; summing from the end avoids cancellation.
+    """Return the log decay from token s to the last token, Σ_{r > s} log a_r, without cancellation.
 
     Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()
