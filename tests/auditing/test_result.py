@@ -200,3 +200,16 @@ def test_names_that_are_no_text_are_written_readably(tmp_path: Path) -> None:
     audit = rw.audit(nano_gpt(), batches, provenance={"data": name, "notes": [name]})
     assert rw.Audit.load(audit.save(tmp_path / "a.json")).provenance.data == "caf\\udce9.txt"
     audit.to_html(tmp_path / "a.html")
+
+
+@pytest.mark.parametrize(
+    ("audits", "names", "words"),
+    [
+        (lambda one: [one, one], ["x"], "expected 2 names, got 1"),
+        (lambda one: ["audit.json", one], [], "audit 1 of .* expected an audit, got str"),
+        (lambda one: iter([one, one]), [], "the same in audit 1 and audit 2"),
+    ],
+)
+def test_merge_says_what_it_was_given(audit: rw.Audit, audits: Any, names: list[str], words: str) -> None:
+    with pytest.raises((InputError, RecordError), match=words):
+        rw.Audit.merge(audits(audit), names)

@@ -14,7 +14,7 @@ PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], t
 
 
 def check_batches(batches: object) -> None:
-    """Raise `InputError` if ``batches`` is not an iterable of batches, but a single batch or a string."""
+    """Raise `InputError` if ``batches`` is a single batch or a string instead of an iterable of batches."""
     fix = "Put a single batch into a list: `rw.audit(model, [batch])`."
     if isinstance(batches, str):
         fix = PASS_TEXTS

@@ -13,8 +13,9 @@ from rankwise._internals.records import Count, Number, Record, grouped
 from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
-from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord, Provenance
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance
 from rankwise.auditing.result import Audit
+from rankwise.tracing.head_id import HeadId
 
 SCHEMA_VERSION = 3
 """Raised whenever a field of a comparison changes its meaning."""

@@ -81,7 +81,7 @@ class Examples:
                 self.masks[head] = min(self.masks[head], mask)
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count names of most attended tokens: names by sequence, head and kind, no kinds if unknown."""
+        """Count texts of most attended tokens, given as [sequence][head][kind]; [] for an unknown head."""
         assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):

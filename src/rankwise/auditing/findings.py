@@ -38,11 +38,11 @@ IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
 # Numerical rank relative to all known references: uninformed heads at temperature 0, at the head's own and at
 # an infinite temperature. The hardmax rank has a standard deviation below 8 % for T ≥ 32.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# μ/‖Y‖ at which 9 % and 1 % of the energy of the token states distinguish tokens.
+# Thresholds on μ/‖Y‖. Their squares, 9 % and 1 %, are shares of energy that differs between tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
 # A collapse has also halved the μ/‖Y‖ of the input, because inputs may be similar to begin with.
 COLLAPSE_FALL = 0.5
-# 1e-4 of the energy of the output of a block or mixer is its own; the rest is its input.
+# Relative update of a block or mixer: 0.01² = 1e-4 of the energy of its output is not its input.
 INACTIVE_TURN = 0.01
 # Share of the head dimension: half of the channels can be removed, with a margin of a tenth for the error of
 # the second-order KL (docs/how-to/findings.md).
@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*codes: str, **properties: Any) -> Callable[[Find], Find]:
-    """Register a function as the rule of the codes that its findings have; see `Rule`."""
+    """Register the decorated function as the rule that returns findings with these codes; see `Rule`."""
 
     def register(find: Find) -> Find:
         RULES.update(dict.fromkeys(codes, Rule(find=find, **properties)))

@@ -96,7 +96,7 @@ def csv_text(columns: Sequence[str], rows: Sequence[Row]) -> str:
         ['site,rank,share', "'=1+1,0.1,"]
     """
     out = io.StringIO()
-    writer = csv.writer(out)  # CRLF line ends, as in RFC 4180: a \r inside a cell is quoted
+    writer = csv.writer(out)  # CRLF line ends (RFC 4180), so csv quotes cells with \r
     writer.writerow([_cell(name) for name in columns])
     writer.writerows([_cell(row[name]) for name in columns] for row in rows)
     return out.getvalue()

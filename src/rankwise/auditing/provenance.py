@@ -34,7 +34,7 @@ JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
 LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits")
-SAME_MODEL = "Merge audits of the same model only, each of other sequences."
+SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
 SAME_WEIGHTS = (
     "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "
     'before the model is built; if no head reads them, `rw.audit(…, provenance={"weights": ""})`.'

@@ -102,7 +102,7 @@ class Audit(Record):
             names: names of the audits for error messages; "audit 1", "audit 2", … by default.
 
         Raises:
-            InputError: if ``audits`` is empty or contains an object that is not an audit.
+            InputError: if ``audits`` is not a list of at least one audit, or ``names`` has another length.
             RecordError: if audits differ in model, weights, revision, δ, method, dtype or schema version, or
                 if two audits contain the same sequences.
 
@@ -117,9 +117,13 @@ class Audit(Record):
             >>> merged.provenance.sequences, merged.provenance.audits
             (6, 3)
         """
+        audits, fix = [audits] if isinstance(audits, Audit) else list(audits), "Pass a list of audits."
         if not audits:
-            fix = "Pass a list of audits."
             raise InputError("`Audit.merge`", expected="at least one audit", got="none", fix=fix)
+        if names and len(names) != len(audits):
+            fix = "Pass one name per audit, or no names."
+            expected, got = f"{len(audits)} names", str(len(names))
+            raise InputError("`names` of `Audit.merge`", expected=expected, got=got, fix=fix)
         for number, audit in enumerate(audits, 1):
             instance_of(f"audit {number} of `Audit.merge`", audit, Audit, "an audit", fix=LOAD)
         if len(audits) == 1:

@@ -33,7 +33,7 @@ UNREACHED = "no gradient, or only a part of it, reached it"
 MORE_TRIES = 16
 """Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 Group = Callable[[HeadId], Hashable | None]
-"""Function that returns a key per head: heads with one key are removed together, heads with None never."""
+"""Function from a head to a key: heads with equal keys are removed together, heads with key None never."""
 
 
 class AblationCost(NamedTuple):

@@ -1,4 +1,4 @@
-"""Losses that importance measures: cross-entropy of labels, change of the output, or a user's function."""
+"""Losses for the importance of heads: cross-entropy of labels, change of the output, or a user's function."""
 
 import math
 from abc import ABC, abstractmethod

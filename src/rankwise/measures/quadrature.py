@@ -1,4 +1,4 @@
-"""Estimates of tr f(A) and of eigenvalue counts of A = MᵀM from a Krylov space, with errors."""
+"""Estimates of tr f(A) and of eigenvalue counts of A = MᵀM from a Krylov space, with error estimates."""
 
 import math
 from collections.abc import Callable

@@ -51,7 +51,7 @@ LANGUAGE_BLOCK = {
     "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
     "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
 }  # fmt: skip
-"""Modules with weight and bias in a block: released name, and name in this package."""
+"""Names of the modules with weight and bias in a block: (released name, name in this package)."""
 LANGUAGE_SINGLES = {
     "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
     "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",

@@ -113,9 +113,9 @@ class ChunkedCall:
         return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
 
     def new(self) -> Tensor:
-        """Allocate a tensor of w's shape by numpy, which requests large memory pages, unlike torch.
+        """Allocate a tensor of the shape of w with numpy, which requests large memory pages; torch does not.
 
-        The first write to 25 MB in small pages can take longer than all of TSSA.
+        With small pages, the first write to 25 MB of memory can take longer than the computation of TSSA.
         """
         return torch.from_numpy(np.empty(self.call.w.shape, self.w.dtype))
 

@@ -65,7 +65,7 @@ def choose(impl: str, device: torch.device) -> str:
 
 @constant_when_traced
 def missing(impl: str) -> str:
-    """Return why a package of an implementation cannot be imported; empty if all can be imported."""
+    """Return why a package that an implementation needs cannot be imported, or "" if all can be."""
     return next((reason for name in PACKAGES.get(impl, ()) if (reason := _failure(name))), "")
 
 

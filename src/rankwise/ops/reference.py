@@ -142,7 +142,7 @@ def running_sum(
         return x.cumsum(1) + start[:, None]
     batch, tokens = x.shape[:2]
     real = torch.ones(batch, tokens, device=rate.device) if mask is None else mask.to(rate.device)
-    age = real.double().cumsum(1)  # number of real tokens up to each token, and of decays
+    age = real.double().cumsum(1)  # number of real tokens up to each token = number of decay steps
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before

@@ -158,7 +158,7 @@ class Chunks:
         self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if call.rate is None else 32  # a triangle costs BT² per chunk
+        most = 64 if call.rate is None else 32  # with a rate, each chunk forms a BT×BT matrix
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if call.mask is None else call.mask.contiguous()
         if call.bounds is not None:

@@ -71,7 +71,7 @@ class SoftmaxProduct:
     """True at entries of the matrix that no mask has hidden; None if unknown."""
     compared: bool
     values_compared: bool
-    """True if the values are themselves a product of two activations, as Kᵀ V of linear attention."""
+    """True if the values are a product of two activations themselves, such as Kᵀ V in linear attention."""
     values_learned: bool
     """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None

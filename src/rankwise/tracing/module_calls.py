@@ -108,7 +108,7 @@ def tensors_of(output: object) -> list[Tensor]:
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of a module's ``forward``, in order."""
-    if "forward" in vars(module):  # accelerate replaces `forward` of single modules to place them
+    if "forward" in vars(module):  # accelerate overrides `forward` of module instances to move their inputs
         return tuple(inspect.signature(module.forward).parameters)
     return _names_of(type(module).forward)[1:]
 

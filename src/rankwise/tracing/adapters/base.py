@@ -225,7 +225,7 @@ class AdapterReader:
             raise
         except NotExactError as error:
             self._leave_out(call, error.reason)
-        except Exception as error:  # the class may differ in another version of its library
+        except Exception as error:  # any error: the module may differ in another version
             self._leave_out(call, _unreadable(error))
         return None
 
