@@ -215,6 +215,19 @@ def test_forward_pre_hooks() -> None:
     assert torch_private.forward_pre_hooks(module) == [second]
 
 
+def test_forward_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_private.forward_hooks(module) == []
+
+    def hook(*_: object) -> None: ...
+
+    module.register_forward_pre_hook(lambda *_: None)
+    handle = module.register_forward_hook(hook)
+    assert torch_private.forward_hooks(module) == [hook], "hooks are kept elsewhere"
+    handle.remove()
+    assert torch_private.forward_hooks(module) == []
+
+
 def test_remove_forward_hooks() -> None:
     module, told, goes = hooked()
     assert torch_private.remove_forward_hooks(module, goes.__contains__) == 2

@@ -188,7 +188,7 @@ def test_a_large_seed_trains_and_a_finding_can_stop(tmp_path: Path) -> None:
 
 def test_a_monitor_takes_no_unknown_setting() -> None:
     with pytest.raises(
-        InputError, match=r"`dleta`: expected a setting of `rankwise.audit`.*Did you mean delta"
+        InputError, match=r"option of `rankwise.audit`: expected .*'dleta'. Did you mean delta"
     ):
         rw.RankMonitor(torch.randn(1, 5, 8), dleta=3)
 

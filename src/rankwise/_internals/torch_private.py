@@ -159,6 +159,11 @@ def forward_pre_hooks(module: nn.Module) -> list[object]:
     return list(module._forward_pre_hooks.values())
 
 
+def forward_hooks(module: nn.Module) -> list[object]:
+    """Return the hooks that run after a module's forward method, in the order of their calls."""
+    return list(module._forward_hooks.values())
+
+
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
     """Remove the forward hooks for which `wanted` returns True; return the number of removed hooks."""
     removed = 0
