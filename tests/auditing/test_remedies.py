@@ -235,7 +235,7 @@ def switched_off() -> Model:
     return model
 
 
-def collapsed() -> nn.Module:
+def collapsed(by: float = 50) -> nn.Module:
     """Every token gets the mean of all, many times over."""
     model = bert()
     with torch.no_grad():
@@ -243,7 +243,7 @@ def collapsed() -> nn.Module:
             if "attention.self.query" in name:
                 weight.zero_()
             if "attention.self.value.weight" in name or "attention.output.dense.weight" in name:
-                weight *= 50
+                weight *= by
     return model
 
 
@@ -367,6 +367,17 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
             left = words.removeprefix("; ")
             if left not in LEADS:
                 FOLLOWED[left](finding)
+
+
+def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
+    model, batch = collapsed(12), ids()  # 50 times over, no λ that is tried is enough
+    audit = rw.skips.recommend(rw.audit(model, [batch]), model, batch)
+    (finding,) = of("COLLAPSE", audit)
+    assert "removes COLLAPSE" in finding.meaning
+    run(finding.remedy, model, folder)
+    again = type(model).from_pretrained("out").eval()
+    rw.skips.load_skips(again, "out")
+    assert all(one.code != "COLLAPSE" for one in rw.audit(again, [batch]).findings)
 
 
 def test_there_is_a_case_for_every_code() -> None:

@@ -100,7 +100,14 @@ def test_where_no_scale_removes_the_collapse_the_best_is_named(monkeypatch: pyte
     assert not choice.removes_collapse
     assert choice.value == max(choice.tried, key=lambda trial: trial[1])[0]
     (finding,) = collapse_of(advised(model, START))
-    assert "COLLAPSE remains" in finding.meaning
+    assert f"|λ| = {choice.value:g} is best, and COLLAPSE remains" in finding.meaning
+    exec(finding.remedy, {"rw": rw, "model": model})
+    (after,) = collapse_of(rw.audit(model, [START]))
+    lowest = finding.evidence["relative_spread_lowest_tried"]
+    rounding = 16 * torch.finfo(torch.float32).eps  # of the states, whose differences are as small as that
+    assert after.evidence["relative_spread_lowest"] == pytest.approx(lowest, abs=rounding)
+    assert lowest > 10 * rounding
+    assert lowest > finding.evidence["relative_spread_lowest"]
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["no norm", "norm"])
@@ -153,8 +160,9 @@ def test_trials_are_models_with_these_scales(per: Any) -> None:
 
 
 def test_a_stack_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InputError, match="`stack`"):
-        choose_lambda(stack_of(), START, "others")
+    for model in (stack_of(), Stack([Average(0.01)]).eval()):  # the second has no residual connection
+        with pytest.raises(InputError, match="`stack`"):
+            choose_lambda(model, START, "others")
 
 
 # --- remedies --------------------------------------------------------------------------------------------
@@ -169,6 +177,7 @@ def test_a_collapse_has_the_statements_apart_and_a_call_that_repairs() -> None:
     assert finding.evidence["mixing_share"] == choice.mixing_share
     assert finding.evidence["relative_spread_lowest_tried"] == choice.tried[-1][1]
     assert f"|λ| = {choice.value:g} removes COLLAPSE" in finding.meaning
+    assert finding.meaning.endswith("Nothing is known about training with such a λ.")
     assert recommendation.TRAINS in advised(model, START).provenance.notes
     exec(finding.remedy, {"rw": rw, "model": model, "batch": START})  # a tensor: no command takes it
     assert collapse_of(rw.audit(model, [START])) == []
@@ -194,18 +203,128 @@ def test_a_dict_gets_a_command_that_names_sites_if_others_are_to_stay(low: range
     skips = rw.add_lambda_skip(model)
     for at in low:
         skips[list(skips)[at]].data.fill_(0.01)
-    choice = choose_lambda(model, text_inputs(), "encoder.layer")
-    words = shlex.split(recommendation._remedy(model, text_inputs(), choice))
-    assert words[:5] == ["rankwise", "skip", "MODEL", "--init", f"{choice.value:g}"]
-    below = [name for name, skip in skips.items() if float(skip.detach()) < choice.value]
+    where = HeadId(stack="encoder.layer", site="encoder.layer.0")
+    one = recommendation._advised(finding().model_copy(update={"where": where}), model, text_inputs())
+    words, value = shlex.split(one.remedy), one.evidence["lambda_tried"]
+    assert words[:5] == ["rankwise", "skip", "MODEL", "--init", f"{value:g}"]
+    below = [name for name, skip in skips.items() if float(skip.detach()) < value]
     named = [words[at + 1] for at, word in enumerate(words) if word == "--sites"]
     assert named == (below if len(below) < len(skips) else [])
 
 
+def raise_as_told(finding: Finding, skips: rw.skips.Skips, words: str) -> None:
+    """Follow a remedy in words: each |λ| below the choice is raised to it, with its sign."""
+    value = finding.evidence["lambda_tried"]
+    assert finding.remedy.startswith(f"raise |λ| below {value:g} to {value:g}, with its sign, in `")
+    assert finding.remedy.endswith(words)
+    with torch.no_grad():
+        for skip in skips.values():
+            skip.copy_(torch.where(skip < 0, -1, 1) * skip.abs().clamp(min=value))
+
+
+def test_skips_of_both_signs_keep_their_signs() -> None:
+    model = stack_of(0.1)
+    skips = rw.add_lambda_skip(model, example=START)
+    with torch.no_grad():
+        for skip, value in zip(skips.values(), [0.01, -0.02, 0.01, -0.01, 5.0, 5.0], strict=True):
+            skip.fill_(value)
+    (finding,) = collapse_of(advised(model, START))
+    raise_as_told(finding, skips, "`rw.skips.skips_of(model)['blocks.0'].data` and at 3 more sites")
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+def test_channels_above_the_choice_are_not_lowered() -> None:
+    model = stack_of(1.0)
+    skips = rw.add_lambda_skip(model, per="channel", example=START)
+    with torch.no_grad():
+        skips["blocks.0"][0] = 30.0
+    (finding,) = collapse_of(advised(model, START))
+    raise_as_told(finding, skips, "`rw.skips.skips_of(model)['blocks.0'].data` and at 5 more sites")
+    assert float(skips["blocks.0"][0].detach()) == 30
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+class Two(nn.Module):
+    """Two stacks, of which the second collapses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([Average(1.0, strength=0.05) for _ in range(2)])
+        self.second = nn.ModuleList([Average(1.0) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.first, *self.second):
+            x = block(x)
+        return x
+
+
+def test_a_stack_next_to_another_one_gets_a_call_of_its_own() -> None:
+    model = Two().eval()
+    (finding,) = collapse_of(advised(model, START))
+    assert finding.where.stack == "second"
+    exec(finding.remedy, {"rw": rw, "model": model, "batch": START})
+    assert list(rw.skips.skips_of(model)) == choose_lambda(model, START, "second").sites
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+def test_a_command_names_a_stack_next_to_another_one() -> None:
+    model = Two().eval()
+    (finding,) = collapse_of(advised(model, {"x": START}))
+    value = finding.evidence["lambda_tried"]
+    assert finding.remedy == f"rankwise skip MODEL --init {value:g} --sites second --text TEXT --out DIR"
+    rw.add_lambda_skip(model, init=value, sites=["second"], example=START)  # as the command does
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+class Pool(nn.Module):
+    """Tokens are drawn to their mean between the mixers, where no λ is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1, keepdim=True) + 0.3 * (x - x.mean(1, keepdim=True))
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.pool = Average(1.0, strength=-0.5), Pool()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.mixer(x))
+
+
+@pytest.mark.parametrize("given", [None, 20.0], ids=["plain", "above all that is tried"])
+def test_where_no_larger_scale_helps_none_is_named(given: float | None) -> None:
+    model = Stack([Parts() for _ in range(4)]).eval()
+    if given is not None:
+        rw.add_lambda_skip(model, init=given, example=START)
+    (finding,) = collapse_of(advised(model, START))
+    assert "Tried on this batch: no larger |λ| is better, and COLLAPSE remains." in finding.meaning
+    assert finding.remedy == recommendation.UNHELPFUL
+    for part in model.blocks:
+        part.pool = nn.Identity()
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+def test_a_batch_without_a_collapse_is_said_to_have_none() -> None:
+    """The audit has one in other batches."""
+    model = stack_of(1.0)
+    centred = tokens() - tokens().mean(1, keepdim=True)
+    audit = rw.audit(model, [centred, *[START] * 9])
+    (finding,) = collapse_of(rw.skips.recommend(audit, model, centred))
+    assert "Tried on this batch: no COLLAPSE." in finding.meaning
+    call = finding.remedy.removeprefix("pass a batch that collapses to ").strip("`")
+    choice = eval(call, {"rw": rw, "model": model, "batch": START})
+    assert choice.removes_collapse
+    assert choice.value > 1
+
+
 def test_a_model_without_residual_connections_gets_words() -> None:
     """λ x is no plain sum."""
-    (finding,) = collapse_of(advised(Stack([Average(0.01) for _ in range(3)]).eval(), START))
+    audit = advised(Stack([Average(0.01) for _ in range(3)]).eval(), START)
+    (finding,) = collapse_of(audit)
     assert finding.remedy == recommendation.BY_HAND
+    assert recommendation.TRAINS not in audit.provenance.notes  # no λ was tried
+    assert collapse_of(rw.audit(Stack([Average(8.0) for _ in range(3)]).eval(), [START])) == []
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}

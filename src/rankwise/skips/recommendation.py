@@ -43,11 +43,13 @@ SAMPLE = 4
 """Sequences of a dict that are examined."""
 AGAIN = "the model ran again on the first batch"
 TRAINS = (
-    "a λ that removes COLLAPSE on a batch was tried or proved on that batch; whether the model trains better "
-    "with it is unknown before training (docs/how-to/monitor.md has an experiment)"
+    "λ against COLLAPSE was tried, and a bound of single layers proved, on these sequences alone; nothing is "
+    "known about training with it (docs/how-to/monitor.md has an experiment)"
 )
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
+UNHELPFUL = f"no larger |λ| up to {TRIED[-1]:g} helps; examine what is between the mixers of the stack"
 TOLD = " Tried on this batch: "
+UNTRAINED = "Nothing is known about training with such a λ."
 
 
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
@@ -58,7 +60,7 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
 
     A choice keeps three statements apart. ``tried`` and ``removes_collapse`` are trials on this batch;
     ``proved`` is a bound for this batch and single layers; nothing states if the model trains with that λ.
-    Cost: up to eight forward passes and ‖M‖_F of each head.
+    Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of each head.
 
     Args:
         model: module with λ-skips, with `LambdaSkip`, or with plain residual connections.
@@ -82,6 +84,7 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     check_traceable(model)
     sites, inside = _sites_of(model, batch, stack)
     if not inside:
+        _collapse(model, batch, stack)  # refuses a stack that the model does not have
         return LambdaChoice(
             stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
             mixing_share=math.nan,
@@ -118,7 +121,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     reported as INACTIVE_BLOCK if its ``mixer_share``, mean ‖f(x)‖/‖λx + f(x)‖ of a token, is below 0.01 and
     no block around it is reported. The first four sequences of a dict are examined, or any other batch as a
     whole. The model is not changed.
-    Cost: nothing without a COLLAPSE and λ-skips, one forward pass for λ-skips, ten per collapsed stack.
+    Cost: nothing without a COLLAPSE and λ-skips; one forward pass, one more for λ-skips, and up to eleven per
+    collapsed stack.
 
     Args:
         audit: complete audit of this model.
@@ -155,7 +159,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         ]
     if collapsed:
         found = [_advised(one, model, sample) if one.code == "COLLAPSE" else one for one in found]
-        notes.append(TRAINS)
+        notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
@@ -236,43 +240,52 @@ def _advised(finding: Finding, model: nn.Module, batch: Batch) -> Finding:
     evidence["relative_spread_lowest_tried"] = dict(choice.tried)[choice.value]
     if choice.proved is not None:
         evidence["lambda_proved"] = choice.proved
+    sites, _ = sites_in(model, batch)
+    current = lambdas_of(model, sites)
+    below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     result = "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
+    tried = f"|λ| = {choice.value:g} {result}"
+    if not below:
+        tried = "no COLLAPSE" if choice.removes_collapse else "no larger |λ| is better, and COLLAPSE remains"
     proved = "none is known" if choice.proved is None else f"|λ| ≥ {choice.proved:.3g}"
     meaning = finding.meaning.partition(TOLD)[0]
-    meaning += f"{TOLD}|λ| = {choice.value:g} {result}. Proved to keep half of μ² per layer: {proved}."
+    meaning += f"{TOLD}{tried}. Proved to keep half of μ² per layer: {proved}. {UNTRAINED}"
     update = {
         "evidence": finding.evidence | evidence,
         "meaning": meaning,
-        "remedy": _remedy(model, batch, choice),
+        "remedy": _remedy(model, batch, choice, below, whole=len(below) == len(sites)),
     }
     return finding.model_copy(update=update)
 
 
-def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice) -> str:
-    """Return a command or Python that sets the chosen λ in a model."""
-    sites, _ = sites_in(model, batch)
-    current = lambdas_of(model, sites)
-    below = [name for name in choice.sites if bool((current[name].abs() < choice.value).any())]
-    own = _own(model)
+def _remedy(
+    model: nn.Module, batch: Batch, choice: LambdaChoice, below: Mapping[str, Tensor], whole: bool
+) -> str:
+    """Return a command or Python that raises the λ ``below`` the choice, which are all λ if ``whole``."""
+    if not below and choice.removes_collapse:
+        return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
     if not below:
-        return BY_HAND
+        return UNHELPFUL
+    own = _own(model)
     if any(name in own for name in below):
         return _own_remedy({name: own[name] for name in below if name in own}, choice.value)
     carries = bool(skip_sites(model))
-    signs = {bool(value < 0) for name in below for value in current[name]}
-    if carries and len(signs) > 1:
-        first = f"rw.skips.skips_of(model)[{below[0]!r}].data"
+    values = torch.cat([value.flatten().cpu() for value in below.values()])
+    signs = {bool(value < 0) for value in values}
+    if carries and (len(signs) > 1 or bool((values.abs() > choice.value).any())):
+        first = f"rw.skips.skips_of(model)[{next(iter(below))!r}].data"
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
         return f"raise |λ| below {choice.value:g} to {choice.value:g}, with its sign, in `{first}`{more}"
     init = -choice.value if carries and signs == {True} else choice.value
-    # Without --sites every λ that was fitted would be set anew.
-    named = below if carries and len(below) < len(sites) else []
+    # Without sites every λ that was fitted would be set anew, and other stacks would get a λ too.
+    named = [] if whole else list(below) if carries else [choice.stack]
     if isinstance(batch, Mapping):
         options = "".join(f"--sites {name} " for name in named)
         return f"rankwise skip MODEL --init {init:g} {options}--text TEXT --out DIR"
     if carries:
-        return f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {below}]"
-    return f"rw.add_lambda_skip(model, init={init:g}, example=batch)"
+        return f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
+    only = f"sites={named}, " if named else ""
+    return f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
 
 
 def _own(model: nn.Module) -> dict[str, LambdaSkip]:
