@@ -54,7 +54,10 @@ NAMES = {
     "unseen": "uncaptured",
     "worth": "importance",
 }
-"""Of fields and measures, wherever they stand."""
+"""Of fields and measures, wherever they stand.
+
+Names are written out here and not imported from the code that loads the files: a loader that takes one field
+for another would agree with a test that has its names."""
 RENAMED = [(r"\.merging\.known(?![^.])", ".counts")]
 RENAMED += [(rf"(?<![^.]){old}(?![^.])", new) for old, new in NAMES.items()]
 RENAMED += [
