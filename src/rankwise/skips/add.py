@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch
-from rankwise._internals.torch_private import is_compiled
+from rankwise._internals.forward import Batch, device_of
+from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean
-from rankwise.skips.hooks import remove_hooks
+from rankwise.skips.hooks import SkipHook
 from rankwise.skips.locate import NOTES, SkipSite, find_skip_locations, name_sites, skip_sites
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
@@ -160,7 +160,7 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
             fix="Put them in with `rw.add_lambda_skip(model)`.",
         )
     for module in model.modules():
-        remove_hooks(module)
+        remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
         for site in vars(module).pop(NOTES, ()):
             delattr(module, site.parameter)
 
@@ -337,7 +337,7 @@ def _ids(model: nn.Module, config: Any) -> dict[str, Tensor]:
     special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask", "image")}
     plain = [token for token in range(min(most, 64)) if token not in special] or [0]
     ids = [plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]
-    device = _device(model)
+    device = device_of(model)
     example = {"input_ids": torch.tensor([ids], device=device)}
     if getattr(config, "is_encoder_decoder", False):
         example["decoder_input_ids"] = torch.tensor([ids[:OTHER_TOKENS]], device=device)
@@ -355,13 +355,7 @@ def _picture(config: Any) -> tuple[int, ...]:
 
 def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(_device(model), _dtype(model))
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(
-        (parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu")
-    )
+    return torch.randn(shape, generator=generator).to(device_of(model), _dtype(model))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from rankwise._internals.forward import Batch, eval_mode, run_model
+from rankwise._internals.forward import Batch, eval_mode, preserve_random_state, run_model
 from rankwise.errors import SkipError
 from rankwise.skips.sums import Change, History, ReplaceSums, Sum, SumName
 from rankwise.tracing.module_calls import ModuleCalls
@@ -24,8 +24,6 @@ class Residual:
     """Operand that is x."""
     axis: int
     """Axis of the tokens."""
-    cross: bool
-    """True if f mixes tokens of another sequence."""
 
     @property
     def skip(self) -> GradientEdge:
@@ -62,10 +60,10 @@ def _self_mixing(sum_: Sum) -> Residual | None:
         x, y = sum_.edges[which], sum_.edges[1 - which]
         if x.node is not y.node and x.node in reached(y):
             if not sum_.finite:
-                raise not_finite(f"a sum x + f(x) in {_around(sum_)}")
+                raise not_finite(f"a sum x + f(x) in {block_of(sum_)}")
             axis = mixed_axis(y, x, sum_)
             if axis is not None:
-                return Residual(sum_, which, axis, cross=False)
+                return Residual(sum_, which, axis)
     return None
 
 
@@ -80,7 +78,7 @@ def _cross_mixing(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
         for other in others[-1:]:
             axis = mixed_axis(y, other.out, sum_)
             if axis is not None:
-                return Residual(sum_, which, axis, cross=True)
+                return Residual(sum_, which, axis)
     return None
 
 
@@ -105,7 +103,7 @@ def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
         if gradient is None:
             continue
         if bool(gradient.isnan().any()):
-            raise not_finite(f"the derivative of an f in x + f(x) in {_around(like)}")
+            raise not_finite(f"the derivative of an f in x + f(x) in {block_of(like)}")
         moved = (gradient != 0).any(-1)
         for axis in reversed(range(moved.dim())):
             others = tuple(other for other in range(moved.dim()) if other != axis)
@@ -124,7 +122,8 @@ def not_finite(what: str) -> SkipError:
     )
 
 
-def _around(sum_: Sum) -> str:
+def block_of(sum_: Sum) -> str:
+    """Return the name of the innermost module that takes a sum, for messages."""
     return (sum_.frames[-1].name if sum_.frames else "") or "the model itself"
 
 
@@ -178,12 +177,7 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Itera
 @contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
     """Context manager with evaluation mode, gradients and a fixed seed; it restores all of them."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with (
-        eval_mode(model),
-        torch.random.fork_rng(devices=sorted(devices, key=str)),
-        torch.enable_grad(),
-    ):
+    with eval_mode(model), preserve_random_state(model), torch.enable_grad():
         torch.manual_seed(0)
         yield
 

@@ -6,7 +6,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.torch_private import in_backward, remove_forward_hooks
+from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
@@ -231,8 +231,3 @@ def with_value(output, key, value):
         return type(output)(*changed) if hasattr(output, "_fields") else changed
     output[key] = value
     return output
-
-
-def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...] = SkipHook) -> int:
-    """Remove the hooks of λ-skips from one module and return their number; other hooks stay."""
-    return remove_forward_hooks(module, lambda hook: isinstance(hook, kinds))

@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, map_tensors, run_model
-from rankwise.skips.find import Residual, differentiable, find_residuals, not_finite, probe_mode, tensors_in
+from rankwise.skips.find import (
+    Residual,
+    block_of,
+    differentiable,
+    find_residuals,
+    not_finite,
+    probe_mode,
+    tensors_in,
+)
 from rankwise.skips.hooks import (
     Argument,
     CloseSlot,
@@ -386,7 +394,7 @@ def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLoca
     for residual in residuals:
         found = locate(residual, traffic)
         if found is None:
-            missed.append(_block(residual))
+            missed.append(block_of(residual.sum))
         else:
             locations.append(found)
             readers.append(reader(residual.sum, traffic))
@@ -395,8 +403,3 @@ def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLoca
 
 def _with_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
-
-
-def _block(residual: Residual) -> str:
-    frames = residual.sum.frames
-    return (frames[-1].name if frames else "") or "the model itself"

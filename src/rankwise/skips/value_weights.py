@@ -23,8 +23,6 @@ class Mixing:
 
     norm: float
     """‖M‖_F of the worst sequence, all heads together."""
-    worst: float | None
-    """What it can be at most."""
     value_norm: float | None = None
     """‖C‖_F of all heads together; None unless the output of the output projection is the branch."""
     max_row_norm: Tensor | None = None
@@ -132,15 +130,14 @@ def _common(first: str, other: str) -> int:
 
 def _mixing(mixer: MixerSite, residual: Tensor, branch: Tensor, calls: list[MatrixCall]) -> Mixing:
     operator = mixer.operator
-    batch, heads, tokens = operator.shape[0], operator.shape[1], operator.shape[2]
+    batch, heads = operator.shape[0], operator.shape[1]
     squares = torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
         dense = operator[:, head].dense(torch.float64)
         rows = mixer.valid_tokens.to(dense.device)[..., None]
         squares += (dense * rows).square().sum((-2, -1)).cpu()
-    stochastic = mixer.kind == "softmax"
-    found = Mixing(float(squares.max().sqrt()), (heads * tokens) ** 0.5 if stochastic else None)
-    if not stochastic or mixer.values is None or mixer.output is None:
+    found = Mixing(float(squares.max().sqrt()))
+    if mixer.kind != "softmax" or mixer.values is None or mixer.output is None:
         return found
     read = _columns_of(mixer.values, mixer.valid_sources, [call.gave for call in calls])
     gave = _columns_of(mixer.output, mixer.valid_tokens, [call.given for call in calls])
