@@ -80,7 +80,7 @@ def test_a_model_without_a_mask_reads_one_text_at_a_time(tokenizer: Any) -> None
     [
         (
             {"texts": ["a"]},
-            r"`tokenizer`: expected the tokenizer of the model, .* got NoneType.*AutoTokenizer",
+            r"`tokenizer`: expected the tokenizer of the model, .* got none.*AutoTokenizer",
         ),
         ({"texts": ["a"], "tokenizer": 3}, "`tokenizer`: expected .* got int"),
         ({"texts": [], "tokenizer": len}, "`texts`: expected at least one text"),
@@ -221,7 +221,7 @@ def test_two_sequences_in_a_list_are_not_taken_for_labels() -> None:
 
 def wrong(tokenizer: Any) -> Iterator[tuple[Any, str]]:
     made = encoded(tokenizer)
-    yield [dict(tokenizer(TEXTS))], r"not tensors: `tokenizer\(texts, return_tensors=\"pt\""
+    yield [dict(tokenizer(TEXTS))], r"not tensors\. Use `tokenizer\(texts, return_tensors=\"pt\""
     yield [{name: value[0] for name, value in made.items()}], "one row without a batch axis.*DataLoader"
     yield [TEXTS], r"texts=\[…\], tokenizer"
     yield TEXTS, r"texts=\[…\], tokenizer"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.families import nano_gpt
+from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing.records import SCHEMA_VERSION
@@ -51,6 +52,7 @@ def edited(audit: rw.Audit, path: Path, change: Any) -> Path:
         ('{"format": "rankwise-au', "cut short"),
         ("[1, 2]", "other JSON"),
         ('{"model": "bert"}', "other JSON"),
+        ('{"format": "rankwise-plan"}', "got .format.: 'rankwise-plan'"),
         ('{"format": "rankwise-audit"}', "schema version"),
     ],
 )
@@ -213,3 +215,9 @@ def test_names_that_are_no_text_are_written_readably(tmp_path: Path) -> None:
 def test_merge_says_what_it_was_given(audit: rw.Audit, audits: Any, names: list[str], words: str) -> None:
     with pytest.raises((InputError, RecordError), match=words):
         rw.Audit.merge(audits(audit), names)
+
+
+def test_compare_says_what_it_was_given(audit: rw.Audit) -> None:
+    says = r"audit 2 of `compare`: expected an audit, got 'a/audit\.json'"
+    with unchecked(), pytest.raises(InputError, match=says):
+        rw.compare(audit, "a/audit.json")  # type: ignore[arg-type]

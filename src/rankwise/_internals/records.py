@@ -105,7 +105,8 @@ def load_record(
     file_format, version = (kind.model_fields[name].default for name in ("format", "schema_version"))
     noun = file_format.removeprefix("rankwise-")
     subject, again = f"{noun} {path}", f"run `rankwise {noun}` again."
-    data = readable_file(path, f"a file with a saved {noun}", fix=f"Pass its {file_name}, or its folder.")
+    fix = f"Pass a file that Rankwise wrote, such as {file_name}, or the folder of {file_name}."
+    data = readable_file(path, f"a file with a saved {noun}", fix=fix)
     try:
         content = parse_json(data.decode("utf-8"))
     except ValueError as error:
@@ -115,9 +116,11 @@ def load_record(
         ) from None  # fmt: skip
     if unmarked and isinstance(content, dict):
         content = {"format": file_format, "schema_version": 1} | content
-    if not isinstance(content, dict) or content.get("format") != file_format:
+    stated = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(content, dict) or stated != file_format:
         raise RecordError(
-            subject, expected=f'an object with "format": "{file_format}"', got="other JSON",
+            subject, expected=f'an object with "format": "{file_format}"',
+            got="other JSON" if stated is None else _shortened(f'"format": {stated!r}'),
             fix=f"Pass a file with a saved {noun}.",
         )  # fmt: skip
     found = content.get("schema_version")

@@ -48,11 +48,19 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
 
 
 def from_texts(
-    model: nn.Module, batches: object, texts: object, tokenizer: Callable[..., Any] | None, **sizes: int
+    model: nn.Module,
+    batches: object,
+    texts: object,
+    tokenizer: Callable[..., Any] | None,
+    *,
+    tokens: int,
+    batch_size: int,
 ) -> tuple[Iterable[Batch], list[str]]:
     """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
         fix = "Audit them one after the other."
         raise InputError("`batches` and `texts`", expected="one of them", got="both", fix=fix)
     several, tokenizer = checked_texts(texts, tokenizer)
-    return model_batches(model, several, tokenizer, sequences=len(several), **sizes)
+    return model_batches(
+        model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size
+    )

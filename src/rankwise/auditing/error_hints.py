@@ -19,20 +19,18 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
     names, _ = argument_names(model)
     model = original_of(model)
-    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
-    inherited = "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
-    if isinstance(error, NotImplementedError) and inherited:
+    if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)
         inner = (name for name, module in model.named_children() if not isinstance(module, lists))
         name = next(inner, "inner")
         return (
-            "An audit calls the model, not the `training_step` of Lightning: define `forward`, such as "
+            "An audit calls the model, not a `training_step`: define `forward`, such as "
             f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
             f"`model.{name}`."
         )
     if _fast_path_fails(model, error):
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
-        return f"PyTorch's fast path of TransformerEncoderLayer fails on quantized layers: {switch}."
+        return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
         unknown = [str(key) for key in batch if key not in names]
         if unknown:
@@ -40,10 +38,10 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
             return f"`forward` has no {', '.join(unknown)}: leave them out or rename them. {guess}"
         if batch and not has_tensor(batch):
             tensors = '`tokenizer(texts, return_tensors="pt", padding=True)`'
-            return f"Its values are not tensors: {tensors}; for rows of a data set, {_COLLATE}."
+            return f"Its values are not tensors. Use {tensors}, or {_COLLATE} for rows of a data set."
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 1:
-            return f"It is one row without a batch axis: {_COLLATE}."
+            return f"It is one row without a batch axis. Put rows together: {_COLLATE}."
     elif not has_tensor(batch):
         if isinstance(batch, str) or (_is_list(batch) and any(isinstance(item, str) for item in batch)):
             return PASS_TEXTS
@@ -86,6 +84,12 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
             subject = f"{name} of batch {number}"
             return InputError(subject, expected=expected, got=str(int(wrong[0])), fix=fix)
     return None
+
+
+def _has_no_forward(model: nn.Module) -> bool:
+    """Return True if ``forward`` is inherited from torch or Lightning, where it only raises."""
+    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
+    return "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
 
 
 def _fast_path_fails(model: nn.Module, error: Exception) -> bool:

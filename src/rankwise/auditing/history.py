@@ -9,7 +9,7 @@ from rankwise._internals.files import write_file
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.result import LOAD, Audit
-from rankwise.errors import InputError, instance_of
+from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -278,5 +278,7 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
         History(3 audits, 'm' to 'm')
     """
     for number, audit in enumerate((before, after, *more), 1):
-        instance_of(f"audit {number} of `compare`", audit, Audit, "an audit", fix=LOAD)
+        if not isinstance(audit, Audit):
+            got = repr(audit) if isinstance(audit, str | Path) else type(audit).__name__
+            raise InputError(f"audit {number} of `compare`", expected="an audit", got=got, fix=LOAD)
     return History.of([before, after, *more]) if more else compare_two(before, after)

@@ -186,10 +186,10 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     libraries = _distinct(name for about in both for name in about.versions)
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        **{"advised": False, "sources": {}, "versions": versions},
+        "advised": False, "sources": {}, "versions": versions,
         "parts": sorted(part for about in both for part in about.parts),
         "notes": list(dict.fromkeys(note for about in both for note in about.notes)),
-    }
+    }  # fmt: skip
     fields |= {name: max(getattr(about, name) for about in both) for name in LATEST}
     fields |= {name: sum(getattr(about, name) for about in both) for name in SUMS}
     fields |= {name: _joined([getattr(about, name) for about in both], by) for name, by in JOINED.items()}

@@ -225,7 +225,8 @@ class Run:
     def _run_all(self, batches: Iterator[Any], device: torch.device) -> None:
         for given in batches:
             batch, left_out = drop_unused_labels(self.model, given)
-            self.notes += [left_out] if left_out and left_out not in self.notes else []
+            if left_out and left_out not in self.notes:
+                self.notes.append(left_out)
             self._batch = batch
             check_rows(self.model, batch, self.batches + 1)
             run_model(self.model, to_device(batch, device))

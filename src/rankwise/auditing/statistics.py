@@ -45,7 +45,6 @@ RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank
 """Fields with a value at each threshold of the band; the mean is known only if all sequences have a value."""
 ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
-LEFT_OUT = "importance left out: not all audits that were merged have it"
 COUNTS = ("nonfinite", "estimated", "fallbacks")
 """Fields that count sequences with NaN, estimated ranks or an SVD."""
 STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
@@ -373,7 +372,7 @@ class AuditStatistics(ModelStatistics):
         self.uncaptured = joined_uncaptured(self.uncaptured, other.uncaptured)
         if self.importance is None or other.importance is None:
             if self.importance is not other.importance:
-                self.note(LEFT_OUT)
+                self.note("importance left out: not all audits that were merged have it")
             self.importance = None
         else:
             self.importance.merge(other.importance)

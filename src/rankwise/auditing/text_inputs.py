@@ -106,8 +106,9 @@ def model_batches(
     tokenizer: Tokenizer,
     *,
     tokens: int = 256,
+    sequences: int = 8,
     batch_size: int = 4,
-    **options: Any,
+    shard: Shard = ALL,
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
@@ -119,8 +120,10 @@ def model_batches(
         notes.append(f"sequences cut from {tokens} to {limit} tokens, the longest the model takes")
         tokens = limit
     alone = not _takes_mask(model)
-    options |= {"tokens": tokens, "batch_size": 1 if alone else batch_size}
-    batches: Iterator[Any] = text_batches(texts, tokenizer, **options)
+    size = 1 if alone else batch_size
+    batches: Iterator[Any] = text_batches(
+        texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=size, shard=shard
+    )
     if alone:
         notes.append("one sequence in a batch: the model takes no attention_mask that would mark padding")
         return (batch["input_ids"] for batch in batches), notes
@@ -141,8 +144,9 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
     if not several:
         raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
     if not callable(tokenizer):
-        fix = "tokenizer = transformers.AutoTokenizer.from_pretrained(name of the model)"
-        expected, got = "the tokenizer of the model, to go with `texts`", type(tokenizer).__name__
+        fix = "Pass `tokenizer=transformers.AutoTokenizer.from_pretrained(…)` with the name of the model."
+        expected = "the tokenizer of the model, to go with `texts`"
+        got = "none" if tokenizer is None else type(tokenizer).__name__
         raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
     return several, tokenizer
 
