@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.compression.output_price import OutputPrice
+from rankwise.compression.output_price import log_probabilities, output_kl
 from rankwise.compression.task import measure_task
 from rankwise.report.compression_report import compression_document
 
@@ -89,31 +89,37 @@ def test_attention_end_to_end_is_told_for_every_part(part: str) -> None:
         assert done.layers[1].kl_end_to_end != pytest.approx(done.layers[1].kl, rel=1e-3)
 
 
-def test_the_price_is_the_divergence_of_the_outputs() -> None:
+def test_output_kl_is_the_divergence_at_real_tokens() -> None:
     model, batch = gpt2(), ids(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 7:] = 0
     batch = {**batch, "attention_mask": mask}
-    price = OutputPrice(model, [batch])
-    assert price.now() == 0
+    old = log_probabilities(model, batch)
+    assert output_kl([(old, old)]) == 0
     with torch.no_grad():
         before = model(**batch).logits[mask.bool()].double().log_softmax(-1)
         model.transformer.h[1].attn.c_attn.weight.mul_(0.7)
         after = model(**batch).logits[mask.bool()].double().log_softmax(-1)
     expected = (before.exp() * (before - after)).sum(-1).mean()
-    assert price.now() == pytest.approx(float(expected), rel=1e-9)
+    assert output_kl([(old, log_probabilities(model, batch))]) == pytest.approx(float(expected), rel=1e-9)
 
 
-def test_without_logits_the_price_is_the_squared_error() -> None:
-    model, batch = bert(), ids(2, 12)
-    price = OutputPrice(model, [batch])
+def test_output_kl_is_the_mean_over_the_tokens_of_all_batches_up_to_16_sequences() -> None:
+    batches = [ids(10, 12, 1), ids(3, 30, 2), ids(9, 20, 3), ids(9, 20, 4)]
+    model, original = gpt2(), gpt2()
+    done = rw.compress(model, batches, keep=0.5, **QUICK)
+    total, tokens = 0.0, 0
     with torch.no_grad():
-        before = model(**batch).last_hidden_state
-        model.encoder.layer[1].output.dense.weight.mul_(0.5)
-        after = model(**batch).last_hidden_state
-    off = ((after - before).norm() / before.norm()) ** 2
-    assert price.now() == pytest.approx(float(off), rel=1e-5)
-    assert "squared" in price.unit
+        for batch, count in zip(batches, (10, 3, 3), strict=False):
+            some = {"input_ids": batch["input_ids"][:count]}
+            before, after = (m(**some).logits.double().log_softmax(-1) for m in (original, model))
+            total += float((before.exp() * (before - after)).sum())
+            tokens += some["input_ids"].numel()
+    assert done.output_kl == pytest.approx(total / tokens, rel=1e-9)
+
+
+def test_without_logits_output_kl_is_not_a_number() -> None:
+    assert math.isnan(rw.compress(bert(), [ids(6, 30)], keep=0.5, **QUICK).output_kl)
 
 
 @pytest.mark.parametrize("keep", [{"qk": 0.5}, {"heads": 0.75, "qk": 0.5}, {"kv": 0.5, "qk": 0.75}])

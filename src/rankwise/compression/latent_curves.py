@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rankwise.compression.kv_modules import LatentLayer
 from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
-from rankwise.compression.output_price import OutputPrice
+from rankwise.compression.output_price import compared_batches, log_probabilities, output_kl
 from rankwise.compression.parts import Job
 from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.records import LatentCurve, LatentPoint
@@ -37,7 +37,8 @@ def latent_curves(
         "tokens alone, one rank": ([weighted_svd(moment.weight, moment.tokens) for moment in moments], False),
         "weights alone (SVD), one rank": ([weighted_svd(moment.weight) for moment in moments], False),
     }
-    price = OutputPrice(job.model, job.figures)
+    batches = list(compared_batches(job.model, job.figures))
+    before = [log_probabilities(job.model, batch) for batch in batches]
     curves = []
     for method, (spectra, by_layer) in ways.items():
         job.on_step(f"measuring {method}")
@@ -56,7 +57,10 @@ def latent_curves(
                 down, up = layer_spectrum.factors(rank)
                 weights.append(up @ down)
             with approximated(job.model, layers, weights):
-                kl = price.now()
+                kl = output_kl(
+                    (old, log_probabilities(job.model, batch))
+                    for old, batch in zip(before, batches, strict=True)
+                )
             points.append(LatentPoint(keep=share, rank=sum(ranks) / len(ranks), output_kl=kl))
         curves.append(LatentCurve(method=method, points=points))
     return curves

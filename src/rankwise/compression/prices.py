@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
-from rankwise.compression.output_price import OutputPrice
+from rankwise.compression.output_price import compared_batches, log_probabilities, output_kl
 from rankwise.compression.outputs import cache_bytes, main_output, relative_error
 from rankwise.compression.parts import PartResult
 from rankwise.compression.task import Task, measure_task
@@ -70,13 +70,20 @@ def measure_prices(
         for result in done:
             result.redo()
 
+    def pair(batch: Any) -> tuple[Tensor | None, Tensor | None]:
+        compressed = log_probabilities(model, batch)
+        before()
+        try:
+            return log_probabilities(model, batch), compressed
+        finally:
+            after()
+
     on_step("comparing outputs")
     moved_batches = [to_device(batch, device_of(model)) for batch in batches]
     new = _look(model, moved_batches)
     before()
     try:
         old = _look(model, moved_batches)
-        price = OutputPrice(model, moved_batches)
     finally:
         after()
     places = {head.site: (head.stack, head.layer) for result in done for head in result.heads}
@@ -91,7 +98,7 @@ def measure_prices(
     moves = attention_moves(old.attention, new.attention, [head for result in done for head in result.heads])
     fields: dict[str, Any] = {
         "kl_end_to_end": sum(moves.values()) / len(moves) if moves else math.nan,
-        "output_kl": price.now() if price.has_logits else math.nan,
+        "output_kl": output_kl(pair(batch) for batch in compared_batches(model, moved_batches)),
         "output_error": relative_error(new.output, old.output),
         "loss_before": old.task.loss,
         "loss_after": new.task.loss,
