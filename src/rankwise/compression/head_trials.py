@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, to_device
+from rankwise._internals.forward import Change, device_of, first_sequences, to_device
 from rankwise.compression.head_sites import RUNGS, HeadSite, find_head_sites
 from rankwise.compression.outputs import check_finite, main_output, relative_error
-from rankwise.compression.removed_heads import Removal
+from rankwise.compression.removed_heads import build
 from rankwise.errors import first_line
 from rankwise.tracing import record_calls
 
@@ -67,12 +67,8 @@ def trial(model: nn.Module, sites: list[HeadSite], batch: Any) -> str:
     try:
         with zeroed(model, sites, plan):
             expected = _read(model, sites, batch)
-        removal = removal_of(model, sites, plan)
-        removal.apply()
-        try:
+        with removal_of(model, sites, plan):
             got = _read(model, sites, batch)
-        finally:
-            removal.undo()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         return first_line(error)
     bound = torch.finfo(got[""].dtype).eps ** 0.5
@@ -88,7 +84,7 @@ def trial(model: nn.Module, sites: list[HeadSite], batch: Any) -> str:
     return "" if off <= bound else f"the output of the model is off by {off:.1e}"
 
 
-def removal_of(model: nn.Module, sites: list[HeadSite], plan: Plan) -> Removal:
+def removal_of(model: nn.Module, sites: list[HeadSite], plan: Plan) -> Change:
     """The removal of units, not yet put in.
 
     Args:
@@ -99,7 +95,7 @@ def removal_of(model: nn.Module, sites: list[HeadSite], plan: Plan) -> Removal:
     changes = [
         site.without(plan[site.name], model.get_submodule(site.name)) for site in sites if plan.get(site.name)
     ]
-    return Removal(model, changes)
+    return build(model, changes)
 
 
 @contextmanager

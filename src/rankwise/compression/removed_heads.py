@@ -5,8 +5,7 @@ layer is left, a head of zeros stands in its place, which no weights make, so th
 layer's code go on as they were.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,8 +13,12 @@ from jaxtyping import Float
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from rankwise.errors import CompressionError
+from rankwise._internals.forward import Change
+from rankwise.compression.qk_modules import find_module, other_module
 from rankwise.tracing.projections import linear_parts
+
+RECORD = "_removed_heads"
+"""Attribute of an attention layer from which heads were removed: its `RemovedHeads`."""
 
 
 class CutLinear(BaseModel, extra="forbid"):
@@ -115,74 +118,20 @@ def removed_heads_of(module: nn.Module) -> RemovedHeads | None:
     Args:
         module: the layer.
     """
-    return module.__dict__.get("_removed_heads")
+    return vars(module).get(RECORD)
 
 
-@dataclass
-class Removal:
-    """Smaller layers that can be put in and taken out again."""
-
-    model: nn.Module
-    changes: list[RemovedHeads]
-    _smaller: dict[str, nn.Module] = field(default_factory=dict)
-    _restore: list[Callable[[], None]] = field(default_factory=list)
-
-    def apply(self) -> None:
-        """Heads go."""
-        if not self._smaller:
-            for cut in (cut for change in self.changes for cut in change.cuts):
-                before = self._smaller.get(cut.module, self.model.get_submodule(cut.module))
-                self._smaller[cut.module] = cut_linear(before, cut)
-        self._exchange()
-        self._restore = [
-            set_sizes(self.model.get_submodule(change.module), change) for change in self.changes
-        ]
-
-    def undo(self) -> None:
-        """The model is as it was."""
-        for restore in reversed(self._restore):
-            restore()
-        self._exchange()
-
-    def _exchange(self) -> None:
-        self._smaller = {name: put(self.model, name, module) for name, module in self._smaller.items()}
-
-
-def put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Replace a module of a model, and return the old one."""
-    parent, _, own = name.rpartition(".")
-    holder = model.get_submodule(parent)
-    before = holder.get_submodule(own)
-    setattr(holder, own, module)
-    return before
-
-
-def set_sizes(module: nn.Module, change: RemovedHeads) -> Callable[[], None]:
-    """Tell an attention layer how many heads it has.
-
-    Args:
-        module: the layer.
-        change: what goes.
-
-    Returns:
-        What takes it back.
-    """
-    before = {name: getattr(module, name) for name in change.sizes}
-    config = getattr(module, "config", None)
-    for name, size in change.sizes.items():
-        setattr(module, name, size)
-    if change.config:
-        module.config = OwnSizes(config, change.config)  # type: ignore[assignment]
-    module.__dict__["_removed_heads"] = change
-
-    def restore() -> None:
-        for name, size in before.items():
-            setattr(module, name, size)
+def build(model: nn.Module, changes: Sequence[RemovedHeads]) -> Change:
+    """Build the change that records describe: smaller layers with the remaining weights, and sizes."""
+    modules: dict[str, nn.Module] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        for cut in change.cuts:
+            modules[cut.module] = cut_linear(modules.get(cut.module, find_module(model, cut.module)), cut)
+        own = attributes[change.module] = {**change.sizes, RECORD: change}
         if change.config:
-            module.config = config  # type: ignore[assignment]
-        del module.__dict__["_removed_heads"]
-
-    return restore
+            own["config"] = OwnSizes(find_module(model, change.module).config, change.config)
+    return Change(model, modules, attributes)
 
 
 def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
@@ -197,12 +146,7 @@ def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
     """
     parts = linear_parts(module)
     if parts is None or parts[0].shape[0 if cut.side == "out" else 1] != cut.size:
-        raise CompressionError(
-            f"module {cut.module!r}",
-            expected=f"a linear layer with {cut.size} channels ({cut.side})",
-            got=f"a {module!r}",
-            fix="Load it into the class it was saved from.",
-        )
+        raise other_module(cut.module, f"a linear layer with {cut.size} channels ({cut.side})", module)
     weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
     options: Any = {"device": weight.device, "dtype": weight.dtype}
     outputs, inputs = weight.shape

@@ -10,17 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from rankwise.compression import kv_modules, qk_modules
+from rankwise.compression import kv_modules, qk_modules, removed_heads
 from rankwise.compression.kv_modules import LatentLayer, latent_layers
-from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear, find_module, narrow_records
-from rankwise.compression.removed_heads import (
-    RemovedHeads,
-    cut_linear,
-    put,
-    removed_heads_of,
-    renamed,
-    set_sizes,
-)
+from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear, narrow_records
+from rankwise.compression.removed_heads import RemovedHeads, removed_heads_of, renamed
 from rankwise.errors import CompressionError
 
 Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")]
@@ -82,14 +75,8 @@ def read_structure(content: Any, where: str) -> Structure:
         ) from error
 
 
-def _heads(model: nn.Module, change: RemovedHeads) -> None:
-    for cut in change.cuts:
-        put(model, cut.module, cut_linear(find_module(model, cut.module), cut))
-    set_sizes(find_module(model, change.module), change)
-
-
 MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {
-    "heads": _heads,
+    "heads": lambda model, change: removed_heads.build(model, [change]).apply(),
     "narrow": lambda model, change: qk_modules.build(model, change).apply(),
     "keys": lambda model, change: qk_modules.build(model, change).apply(),
     "latent": lambda model, change: kv_modules.build(model, change).apply(),
