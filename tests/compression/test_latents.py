@@ -26,7 +26,7 @@ from rankwise.compression.kv_modules import (
 )
 from rankwise.compression.kv_solve import (
     collect_moments,
-    prepare,
+    factor_keys_values,
     ranks_for_keep,
     ranks_for_tolerance,
     weighted_svd,
@@ -281,7 +281,7 @@ def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     from rankwise.compression.parts import Job
 
     job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False)
-    result = prepare(job).finish(job)
+    result = factor_keys_values(job)
     changed = logits(model, batch)
     result.undo()
     assert torch.equal(logits(model, batch), before)

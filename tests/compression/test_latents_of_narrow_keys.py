@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rankwise.compression.qk_modules import NarrowProjection, narrow_projections
 from rankwise.errors import CompressionError
 
 CLOSE = torch.finfo(torch.float32).eps ** 0.5
-"""Of the largest logit: what `keep_sound` allows two ways to compute one model."""
+"""Of the largest logit: what `keep_passing` allows two ways to compute one model."""
 LOW = 16 * torch.finfo(torch.bfloat16).eps
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gpt2": (gpt2, "qk"), "opt": (opt, "qk"), "bigcode": (bigcode, "qk"),
@@ -41,8 +42,7 @@ def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: s
     make, part = FAMILIES[family]
     model, batch = make(), ids(3, 14)
     before = logits(model, batch)
-    change = parts()[part](job(model)).change(1.0)
-    change.apply()
+    narrowed = parts()[part](replace(job(model), keep=1.0))
     layers, reasons = find_cached_layers(model, batch)
     assert not reasons
     assert all(layer.key.endswith(".narrow") for layer in layers)
@@ -55,7 +55,7 @@ def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: s
     assert off(stepped, before) < CLOSE
     assert all(isinstance(one, LatentCache) for one in cache.layers)
     latents.undo()
-    change.undo()
+    narrowed.undo()
     assert torch.equal(logits(model, batch), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -65,7 +65,7 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
     make, part = FAMILIES[family]
     model, batch = make(), ids(2, 12)
     before = logits(model, batch)
-    narrowed, ours = (parts()[name](job(model)).finish(job(model)) for name in (part, "kv"))
+    narrowed, ours = (parts()[name](job(model)) for name in (part, "kv"))
     assert not narrowed.left_out
     assert not ours.left_out
     narrow, latents = dict(narrow_projections(model)), latent_layers(model)
@@ -106,7 +106,7 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
 def test_it_trains_on_and_is_not_widened() -> None:
     model, batch = gpt2(), ids(2, 12)
     for part in ("qk", "kv"):
-        parts()[part](job(model)).finish(job(model))
+        parts()[part](job(model))
     model.train()
     model(**batch, labels=batch["input_ids"]).loss.backward()
     projections = [one for one in model.modules() if isinstance(one, LatentProjection)]
@@ -121,6 +121,6 @@ def test_it_trains_on_and_is_not_widened() -> None:
 def test_half_precision_is_narrowed_and_factored_as_it_is() -> None:
     model, batch = opt().to(torch.bfloat16), ids(2, 12)
     for part in ("qk", "kv"):
-        assert not parts()[part](job(model)).finish(job(model)).left_out
+        assert not parts()[part](job(model)).left_out
     whole, stepped = logits(model, batch).float(), in_steps(model, batch)[0].float()
     assert float((stepped - whole).norm() / whole.norm()) < LOW

@@ -1,7 +1,6 @@
 """The part ``heads``: heads whose removal the model hardly notices go, with all their weights."""
 
 from collections.abc import Hashable
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch import nn
 from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.head_sites import HeadSite
 from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
+from rankwise.compression.layers import check_some
 from rankwise.compression.outputs import main_output, relative_error
-from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import HeadWidth
 from rankwise.compression.removed_heads import removed_heads_of
 from rankwise.compression.structure import structure_of
@@ -25,7 +25,7 @@ PROBES = 2
 """Random projections for the curvature in each round."""
 
 
-def prepare_heads(job: Job) -> Prepared:
+def remove_heads(job: Job) -> PartResult:
     """Remove heads: all that `rankwise.importance` finds removable within the tolerance, or a share of them.
 
     Under ``tolerance`` the set is the joint one of `importance.measure`; under ``keep`` heads go in
@@ -46,36 +46,14 @@ def prepare_heads(job: Job) -> Prepared:
         )
     job.on_step("looking for heads that can be removed")
     sites, left_out = removable_sites(job.model, job.batches[0])
-    if not sites:
-        said = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:2])
-        raise CompressionError(
-            f"model {type(job.model).__name__}",
-            expected="softmax attention whose heads come from linear layers and go into a linear layer",
-            got=said or "no such attention",
-            fix="Its heads cannot be removed this way; `rankwise audit --importance` measures what they do.",
-        )
-    linear = {name for site in sites for name in (*site.outputs, site.into)}
-
-    def change(keep: float) -> Change:
-        plan = _cheapest(sites, first(), (1 - keep) * sum(site.heads for site in sites))
-        return removal_of(job.model, sites, plan)
-
-    @cache
-    def first() -> Importance:
-        return _importance(job, sites, {}, None)
-
-    return Prepared(linear, change, lambda wanted: _removed(wanted, sites, left_out))
-
-
-def _removed(job: Job, sites: list[HeadSite], left_out: dict[str, str]) -> PartResult:
-    if job.keep is not None:
-        plan, notes, importance = _share(job, sites)
-    elif job.tolerance is not None:
-        plan, notes, importance = _within(job, sites)
-    else:
-        raise CompressionError(
-            "`width`", expected="a share to keep or a tolerance", got="a width", fix="Use `compress`."
-        )
+    check_some(
+        job.model,
+        sites,
+        left_out,
+        "softmax attention whose heads come from linear layers and go into a linear layer",
+        "Its heads cannot be removed this way; `rankwise audit --importance` measures what they do.",
+    )
+    plan, notes, importance = _within(job, sites) if job.keep is None else _share(job, sites)
     removal = removal_of(job.model, sites, plan)
     with zeroed(job.model, sites, plan):
         expected = main_output(job.model, _short(job))
@@ -137,24 +115,22 @@ def _share(job: Job, sites: list[HeadSite]) -> tuple[dict[str, set[int]], list[s
     for number in range(1, ROUNDS + 1):
         importance = _importance(job, sites, plan, None)
         first = first or importance
-        _cheapest(sites, importance, (every - job.keep * every) * number / ROUNDS, plan)
+        _add_cheapest(sites, importance, (every - job.keep * every) * number / ROUNDS, plan)
     assert first is not None
     say = f"Heads: {_count(plan, sites)}, the cheapest by estimate in {ROUNDS} rounds ({first.record.loss})."
     return plan, [say, *first.record.notes], first
 
 
-def _cheapest(
-    sites: list[HeadSite], importance: Importance, room: float, plan: dict[str, set[int]] | None = None
-) -> dict[str, set[int]]:
+def _add_cheapest(
+    sites: list[HeadSite], importance: Importance, room: float, plan: dict[str, set[int]]
+) -> None:
     """Add the cheapest units to a plan while no more heads go than there is room for."""
-    plan = {} if plan is None else plan
     groups = {site.name: site.group for site in sites}
     gone = sum(len(units) * groups[name] for name, units in plan.items())
     for unit in sort_by_cost(importance.heads, exact=False, group=_together(sites, plan)):
         if gone + len(unit) <= room + 1e-9:
             plan.setdefault(unit[0].site, set()).add(number_of(unit[0]) // groups[unit[0].site])
             gone += len(unit)
-    return plan
 
 
 def _importance(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,12 +26,9 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
     """Return the layers that a latent of full rank leaves unchanged, and the reason for each other layer."""
     layers, skipped = find_cached_layers(model, batch)
-    trial = partial(_at_full_rank, model)
-    layers, failed = keep_passing(model, batch, layers, trial, _at_once_and_in_halves)
-    skipped |= {
-        layer.module: "its outputs change when keys and values are read out of a full latent"
-        for layer in failed
-    }
+    reason = "its outputs change when keys and values are read out of a full latent"
+    layers, failed = keep_passing(model, batch, layers, _at_full_rank, reason, _at_once_and_in_halves)
+    skipped |= failed
     check_some(
         model,
         layers,

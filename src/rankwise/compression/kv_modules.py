@@ -61,6 +61,11 @@ class LatentLayer(BaseModel, extra="forbid"):
     rotation: RopeLayout = "halves"
 
     @property
+    def name(self) -> str:
+        """Name of the attention layer in the model."""
+        return self.module
+
+    @property
     def fused(self) -> bool:
         """True if one linear layer computes keys and values."""
         return self.key == self.value

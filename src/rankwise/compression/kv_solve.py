@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_moments
+from rankwise.compression.layers import check_tokens, rank_notes
 from rankwise.compression.output_price import real_tokens
-from rankwise.compression.parts import Job, PartResult, Prepared
+from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.records import LatentRank
 from rankwise.errors import CompressionError
@@ -40,12 +40,14 @@ GRADIENT_RIDGE = 1e-6
 """Added to G, which is noisier: one label is drawn per token."""
 
 
-def prepare(job: Job) -> Prepared:
-    """Find the layers with latents, collect their second moments, and factor their weights."""
+def factor_keys_values(job: Job) -> PartResult:
+    """Compute the keys and values of each layer out of one latent, whose ranks share one budget of bytes."""
     layers, skipped = find_latent_layers(job.model, job.batches[0])
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
+    tokens = moments[0].count
+    check_tokens(tokens, max(layer.rank for layer in layers))
     stacks = [matrix for moment in moments for matrix in (moment.tokens, moment.gradients)]
-    notes = check_moments(stacks, "tokens or gradients", moments[0].count, max(one.rank for one in layers))
+    notes = rank_notes(stacks, "tokens or gradients", tokens)
     if job.calibrate:
         notes.append(
             "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
@@ -56,48 +58,37 @@ def prepare(job: Job) -> Prepared:
         spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
     nats = [spectrum.nats for spectrum in spectra]
     size = next(job.model.parameters()).element_size()
+    if job.keep is not None:
+        ranks = ranks_for_keep(layers, nats, job.keep, size)
+    else:
+        assert job.tolerance is not None, "`compress` gives a share or a tolerance"
+        ranks = ranks_for_tolerance(nats, job.tolerance)
+    from rankwise.compression.latent_curves import latent_curves
 
-    def chosen(ranks: list[int]) -> Change:
-        factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
-        return latent_change(job.model, layers, factors)
-
-    def change(keep: float) -> Change:
-        return chosen(ranks_for_keep(layers, nats, keep, size))
-
-    def finish(wanted: Job) -> PartResult:
-        if wanted.keep is not None:
-            ranks = ranks_for_keep(layers, nats, wanted.keep, size)
-        else:
-            assert wanted.tolerance is not None, "`compress` gives a share or a tolerance"
-            ranks = ranks_for_tolerance(nats, wanted.tolerance)
-        from rankwise.compression.latent_curves import latent_curves
-
-        curves = latent_curves(job, layers, moments, spectra, size) if job.nulls else []
-        latents = chosen(ranks)
-        latents.apply()
-        return PartResult(
-            latents=[
-                LatentRank(
-                    part="kv",
-                    site=layer.module,
-                    layer=_cache_index(job.model, layer),
-                    before=layer.full,
-                    full=layer.rank,
-                    rank=rank,
-                    nats=float(own[rank:].sum()),
-                )
-                for layer, own, rank in zip(layers, nats, ranks, strict=True)
-            ],
-            latent_curves=curves,
-            tokens=moments[0].count,
-            left_out=skipped,
-            notes=notes,
-            undo=latents.undo,
-            redo=latents.apply,
-        )
-
-    linear = {layer.path(name) for layer in layers for name in (layer.key, layer.value)}
-    return Prepared(linear, change, finish)
+    curves = latent_curves(job, layers, moments, spectra, size) if job.nulls else []
+    factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
+    latents = latent_change(job.model, layers, factors)
+    latents.apply()
+    return PartResult(
+        latents=[
+            LatentRank(
+                part="kv",
+                site=layer.module,
+                layer=_cache_index(job.model, layer),
+                before=layer.full,
+                full=layer.rank,
+                rank=rank,
+                nats=float(own[rank:].sum()),
+            )
+            for layer, own, rank in zip(layers, nats, ranks, strict=True)
+        ],
+        latent_curves=curves,
+        tokens=tokens,
+        left_out=skipped,
+        notes=notes,
+        undo=latents.undo,
+        redo=latents.apply,
+    )
 
 
 def _cache_index(model: nn.Module, layer: LatentLayer) -> int:

@@ -1,21 +1,30 @@
 """What several parts share: projections of attention layers, their factors, trials and checks."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
 from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.errors import CompressionError
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, is_linear, names_below
 
-Layer = TypeVar("Layer")
+
+@runtime_checkable
+class Named(Protocol):
+    """An attention layer with its name in the model."""
+
+    @property
+    def name(self) -> str:
+        """Name of the module."""
+
+
+Layer = TypeVar("Layer", bound=Named)
 Step = Callable[[str], None]
 LEAST_TOKENS = 0.5
 """Calibration tokens per channel of the widest head or latent, below which they say too little."""
@@ -88,11 +97,6 @@ def random_bases(layer: Projections, seed: int = 0) -> Factors:
     return Factors(bases.repeat_interleave(layer.groups, 0), bases, kept)
 
 
-def linear_names(layers: list[Projections]) -> set[str]:
-    """Return the names of the linear layers that compute queries and keys."""
-    return {side.module for layer in layers for side in (layer.query, layer.key)}
-
-
 def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
     """Return the outputs of modules by name, in the order of their calls."""
     outputs: dict[str, list[Tensor]] = {}
@@ -145,10 +149,11 @@ def keep_passing(
     model: nn.Module,
     batch: Any,
     layers: list[Layer],
-    trial: Callable[[list[Layer]], AbstractContextManager[Any]],
+    trial: Callable[[nn.Module, list[Layer]], Change],
+    reason: str,
     outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
-) -> tuple[list[Layer], list[Layer]]:
-    """Return the layers whose trial change leaves the outputs as they are, and the others.
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers whose trial change leaves the outputs as they are, and the reason for the others.
 
     All layers are tried together, and one by one only if that fails. Padded tokens do not count.
     """
@@ -156,19 +161,19 @@ def keep_passing(
     before = main_output(model, short)
     check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
+    mask = short.get("attention_mask") if isinstance(short, dict) else None
+    mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def same(some: list[Layer]) -> bool:
-        with trial(some):
+        with trial(model, some):
             after = outputs(model, short)
         return all(relative_error(output, before, mask) <= bound for output in after)
 
-    mask = short.get("attention_mask") if isinstance(short, dict) else None
-    mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
     if not layers or same(layers):
-        return layers, []
+        return layers, {}
     passed = [same([layer]) for layer in layers]
     good = [layer for layer, well in zip(layers, passed, strict=True) if well]
-    return good, [layer for layer, well in zip(layers, passed, strict=True) if not well]
+    return good, {layer.name: reason for layer, well in zip(layers, passed, strict=True) if not well}
 
 
 # --- checks ----------------------------------------------------------------------------------------------
@@ -183,32 +188,8 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
         )
 
 
-def no_finite_layer(broken: dict[str, str]) -> CompressionError:
-    """Return the error for a model in which no layer has finite queries and keys."""
-    name, reason = next(iter(broken.items()))
-    return CompressionError(
-        f"attention layer {name!r}",
-        expected="finite queries and keys",
-        got=reason,
-        fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
-    )
-
-
-def check_width(width: int | float | None, least: int) -> None:
-    """Raise if a mean width is not below the narrowest present width."""
-    if width is not None and width >= least:
-        raise CompressionError(
-            "`width`",
-            expected=f"a mean width below the present {least}",
-            got=f"{width:g}",
-            fix="Ask for less.",
-        )
-
-
-def check_moments(
-    moments: Iterable[Float64[Tensor, "*G K K"]], kinds: str, tokens: int, width: int
-) -> list[str]:
-    """Raise if there are too few tokens for the widest latent or head; note second moments of lower rank."""
+def check_tokens(tokens: int, width: int) -> None:
+    """Raise if there are too few calibration tokens for the widest head or latent."""
     if tokens < LEAST_TOKENS * width:
         raise CompressionError(
             "the calibration data",
@@ -216,6 +197,10 @@ def check_moments(
             got=f"{tokens}",
             fix="Give more text.",
         )
+
+
+def rank_notes(moments: Iterable[Float64[Tensor, "*G K K"]], kinds: str, tokens: int) -> list[str]:
+    """Return a note if second moments do not have full rank."""
     ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
     singular = sum(int(below.sum()) for below in ranks)
     if not singular:

@@ -1,19 +1,21 @@
 """Other ways to narrow queries and keys, measured beside ours at the same widths."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from rankwise.compression.factors import (
-    joint_components,
-    key_components,
-    random_directions,
-)
+from rankwise.compression.factors import joint_components, key_components, random_directions
 from rankwise.compression.layers import Projections
 from rankwise.compression.parts import Job
 from rankwise.compression.qk_solve import closed_form, widths_under_budget
-from rankwise.compression.qk_statistics import QueryKeyStatistics, layer_divergence, width_curves
+from rankwise.compression.qk_statistics import (
+    QueryKeyStatistics,
+    first_samples,
+    layer_divergence,
+    width_curves,
+)
 from rankwise.compression.records import BudgetCurve, BudgetPoint
 from rankwise.measures.logits import LogitBases, logit_bases
 from rankwise.tracing.projections import linear_parts
@@ -50,7 +52,7 @@ def null_curves(
         ),
     }
     widths = _widths(layers[0].found.width)
-    few = [_first(layer) for layer in figures]
+    few = [replace(layer, samples=first_samples(layer.samples, SEQUENCES)) for layer in figures]
     out = [
         BudgetCurve(method="closed form, widths per head", points=_per_head(layers, few, head_curves, widths))
     ]
@@ -115,12 +117,3 @@ def _per_head(
 
 def _widths(width: int) -> list[int]:
     return sorted({max(1, round(share * width)) for share in SHARES})
-
-
-def _first(layer: QueryKeyStatistics) -> QueryKeyStatistics:
-    samples, count = [], 0
-    for sample in layer.samples:
-        if count < SEQUENCES:
-            samples.append(sample)
-        count += sample.query.shape[0]
-    return QueryKeyStatistics(layer.found, layer.query_moments, layer.key_moments, layer.tokens, samples)

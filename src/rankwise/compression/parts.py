@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass
 class PartResult:
-    """What a part did: the model is changed when it comes back."""
+    """What a part did; the model is changed when the part returns it."""
 
     heads: list[HeadWidth] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
@@ -57,43 +57,20 @@ class PartResult:
     latent_curves: list[LatentCurve] = field(default_factory=list)
 
 
-@runtime_checkable
-class Change(Protocol):
-    """A change of the model that can be made and unmade."""
-
-    def apply(self) -> None:
-        """Make it."""
-
-    def undo(self) -> None:
-        """The model is as it was."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A part that has looked at the model: it knows what it would take out at any share."""
-
-    linear: set[str]
-    """Names of the linear layers that it makes smaller."""
-    change: Callable[[float], Change]
-    """What would be left at a share to keep, in closed form, not yet put in; refused where that is too
-    little."""
-    finish: Callable[[Job], PartResult]
-    """Do it as the job says, for good."""
-
-
-Part = Callable[[Job], Prepared]
+Part = Callable[[Job], PartResult]
+"""Changes the model as the job says."""
 
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
-    from rankwise.compression.heads import prepare_heads
-    from rankwise.compression.kv_solve import prepare as prepare_keys_values
-    from rankwise.compression.qk_solve import prepare as prepare_query_keys
-    from rankwise.compression.rotary_solve import prepare as prepare_rotary
+    from rankwise.compression.heads import remove_heads
+    from rankwise.compression.kv_solve import factor_keys_values
+    from rankwise.compression.qk_solve import narrow_query_keys
+    from rankwise.compression.rotary_solve import narrow_rotary
 
     return {
-        "heads": prepare_heads,
-        "qk": prepare_query_keys,
-        "rotary": prepare_rotary,
-        "kv": prepare_keys_values,
+        "heads": remove_heads,
+        "qk": narrow_query_keys,
+        "rotary": narrow_rotary,
+        "kv": factor_keys_values,
     }

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from rankwise._internals.forward import Change
 from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing, random_bases
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.operators import DenseMixing, SoftmaxMixing
@@ -26,12 +27,12 @@ SMALLEST = 1e-12
 def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
     """Return the layers whose heads may be turned into any basis, and the reason for each other layer."""
     layers, skipped = find_projections(model, batch)
-    layers, failed = keep_passing(model, batch, layers, lambda some: turned(model, some))
-    skipped |= {
-        layer.name: "its outputs change with the basis of queries and keys: something besides "
-        "their inner products reads them"
-        for layer in failed
-    }
+    reason = (
+        "its outputs change with the basis of queries and keys: something besides their inner products "
+        "reads them"
+    )
+    layers, failed = keep_passing(model, batch, layers, turned, reason)
+    skipped |= failed
     check_some(
         model,
         layers,
@@ -42,7 +43,7 @@ def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projection
     return layers, skipped
 
 
-def turned(model: nn.Module, layers: list[Projections]) -> Any:
+def turned(model: nn.Module, layers: list[Projections]) -> Change:
     """Return the trial change: queries and keys of every head in a random basis of full width.
 
     It changes outputs if anything but inner products of queries and keys reads them: norms, or positions.

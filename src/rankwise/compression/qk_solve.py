@@ -12,16 +12,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import (
-    Factors,
-    Step,
-    check_moments,
-    check_width,
-    linear_names,
-    no_finite_layer,
-)
+from rankwise.compression.layers import Factors, Step, check_tokens, rank_notes
 from rankwise.compression.memory import naming_layer, out_of_memory
-from rankwise.compression.parts import Change, Job, PartResult, Prepared
+from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_statistics import (
@@ -29,6 +22,8 @@ from rankwise.compression.qk_statistics import (
     Sample,
     collect_statistics,
     divergence,
+    finite_layers,
+    first_samples,
     layer_divergence,
     width_curves,
 )
@@ -48,55 +43,39 @@ Nulls = Callable[[list[QueryKeyStatistics]], list[BudgetCurve]]
 """Curves of other methods, from the statistics on the evaluation data."""
 
 
-def prepare(job: Job) -> Prepared:
+def narrow_query_keys(job: Job) -> PartResult:
     """Narrow queries and keys: closed form, widths under one budget, calibration, in that order."""
     found, left_out = find_query_key_layers(job.model, job.batches[0])
-    check_width(job.width, min(layer.width for layer in found))
-    layers = collect_statistics(job.model, found, job.batches, job.on_step)
-    layers, left_out = _sound(layers, left_out)
+    least = min(layer.width for layer in found)
+    if job.width is not None and job.width >= least:
+        raise CompressionError(
+            "`width`",
+            expected=f"a mean width below the present {least}",
+            got=f"{job.width:g}",
+            fix="Ask for less.",
+        )
+    seen = collect_statistics(job.model, found, job.batches, job.on_step)
+    layers, left_out = finite_layers(seen, left_out)
+    tokens = min(layer.tokens for layer in layers)
+    check_tokens(tokens, max(layer.found.width for layer in layers))
     stacks = [stack for layer in layers for stack in (layer.query_moments, layer.key_moments)]
-    width = max(layer.found.width for layer in layers)
-    notes = check_moments(stacks, "queries or keys", min(layer.tokens for layer in layers), width)
+    notes = rank_notes(stacks, "queries or keys", tokens)
     curves = []
     for layer in layers:
         with naming_layer(layer.found.name):
             curves += head_curves(layer, job.on_step)
-
     mean_width = sum(layer.found.width * layer.found.key_heads for layer in layers) / len(curves)
+    width = job.width if job.keep is None else job.keep * mean_width
+    left = iter(chosen_widths(curves, job.tolerance, width))
+    starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
 
-    def starts(wanted: Job) -> list[Factors]:
-        width = wanted.width if wanted.keep is None else wanted.keep * mean_width
-        left = iter(chosen_widths(curves, wanted.tolerance, width))
-        return [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
-
-    def change(keep: float) -> Change:
-        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
-        return narrow_layers(
-            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
-        )
-
-    def rivals(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
+    def nulls(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
         from rankwise.compression.null_ways import null_curves
 
         return null_curves(job, layers, figures, curves)
 
-    def finish(wanted: Job) -> PartResult:
-        result = narrowed_heads("qk", wanted, layers, starts(wanted), rivals)
-        return replace(result, left_out=left_out, notes=[*notes, *result.notes])
-
-    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
-
-
-def _sound(
-    layers: list[QueryKeyStatistics], left_out: dict[str, str]
-) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
-    broken = {
-        layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
-    }
-    sound = [layer for layer in layers if not layer.broken]
-    if not sound:
-        raise no_finite_layer(broken)
-    return sound, {**left_out, **broken}
+    result = narrowed_heads("qk", job, layers, starts, nulls)
+    return replace(result, left_out=left_out, notes=[*notes, *result.notes])
 
 
 def closed_form(
@@ -123,11 +102,7 @@ def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int
     """Return attention KL against width for each key head, closed form, on the calibration data."""
     on_step(f"measuring widths of {layer.found.name}")
     widths, groups = curve_widths(layer.found.width), layer.found.groups
-    samples, count = [], 0
-    for sample in layer.samples:
-        if count < CURVE_SEQUENCES:
-            samples.append(sample)
-        count += sample.query.shape[0]
+    samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
     each = [bases[head // groups] for head in range(layer.found.heads)]
     curves = width_curves(samples, [layer.query for layer in each], [layer.key for layer in each], widths)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, linear_names, outputs_by_name
+from rankwise.compression.layers import Factors, Projections, Step, outputs_by_name
+from rankwise.errors import CompressionError
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import side_of
@@ -85,7 +86,7 @@ def collect_statistics(
     seen: dict[str, QueryKeyStatistics] = {}
     wanted = {layer.name: layer for layer in layers}
     behind = [layer for layer in layers if layer.scale or len(layer.pairs)]
-    read = linear_names(behind)
+    read = {side.module for layer in behind for side in (layer.query, layer.key)}
     calls: dict[str, int] = {}
 
     def add(site: MixerSite) -> None:
@@ -106,6 +107,34 @@ def collect_statistics(
         with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, to_device(batch, device))
     return [seen[layer.name] for layer in layers if layer.name in seen]
+
+
+def finite_layers(
+    layers: list[QueryKeyStatistics], left_out: dict[str, str]
+) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
+    """Return the layers with finite queries and keys, and the reason for each other layer; raise if none."""
+    broken = {
+        layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
+    }
+    if len(broken) == len(layers):
+        name, reason = next(iter(broken.items()))
+        raise CompressionError(
+            f"attention layer {name!r}",
+            expected="finite queries and keys",
+            got=reason,
+            fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
+        )
+    return [layer for layer in layers if not layer.broken], left_out | broken
+
+
+def first_samples(samples: list[Sample], sequences: int) -> list[Sample]:
+    """Return the first samples that together have at least a number of sequences; all if they have fewer."""
+    few, count = [], 0
+    for sample in samples:
+        if count < sequences:
+            few.append(sample)
+        count += sample.query.shape[0]
+    return few
 
 
 def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:

@@ -37,10 +37,9 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
             fix="Load the original, and compress it once to the width you want.",
         )
     layers, skipped = find_rotations(model, batch)
-    layers, failed = keep_passing(model, batch, layers, lambda some: turned(model, some))
-    skipped |= {
-        layer.name: "its outputs change where a pair turns in queries and keys alike" for layer in failed
-    }
+    reason = "its outputs change if a pair turns by the same angle in queries and keys"
+    layers, failed = keep_passing(model, batch, layers, turned, reason)
+    skipped |= failed
     check_some(
         model,
         layers,

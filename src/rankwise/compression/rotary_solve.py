@@ -10,12 +10,17 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, check_moments, check_width, linear_names, no_finite_layer
+from rankwise.compression.layers import Factors, check_tokens
 from rankwise.compression.memory import naming_layer
-from rankwise.compression.parts import Change, Job, PartResult, Prepared
-from rankwise.compression.qk_modules import narrow_layers
+from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_solve import narrowed_heads, widths_for_tolerance, widths_under_budget
-from rankwise.compression.qk_statistics import QueryKeyStatistics, Sample, collect_statistics, divergence
+from rankwise.compression.qk_statistics import (
+    QueryKeyStatistics,
+    Sample,
+    collect_statistics,
+    divergence,
+    finite_layers,
+)
 from rankwise.compression.records import BudgetCurve
 from rankwise.compression.rotary_find import find_rotary_layers
 from rankwise.measures.logits import logit_bases
@@ -44,7 +49,7 @@ class Order:
     """Attention KL at these widths."""
 
 
-def prepare(job: Job) -> Prepared:
+def narrow_rotary(job: Job) -> PartResult:
     """Keep the rotary pairs that attention needs: greedy by attention KL, widths under one budget.
 
     Pairs are chosen for each key head; the query heads that read it keep the same. A pair that goes is zero
@@ -53,27 +58,16 @@ def prepare(job: Job) -> Prepared:
     before the rotation becomes any linear map of the head's channels, by steps of Adam.
     """
     found, left_out = find_rotary_layers(job.model, job.batches[0])
-    layers = collect_statistics(job.model, found, job.batches, job.on_step)
-    left_out |= {
-        layer.found.name: "NaN or infinity in its queries or keys" for layer in layers if layer.broken
-    }
-    layers = [layer for layer in layers if not layer.broken]
-    if not layers:
-        raise no_finite_layer(left_out)
-    check_width(job.width, min(layer.found.width for layer in layers))
-    check_moments([], "", min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
+    seen = collect_statistics(job.model, found, job.batches, job.on_step)
+    layers, left_out = finite_layers(seen, left_out)
+    check_tokens(min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
     for layer, whole in zip(layers, wholes, strict=True):
         with naming_layer(layer.found.name):
             orders.append(_orders(layer, whole, job))
-
-    def starts(wanted: Job) -> list[Factors]:
-        widths = pair_widths(wanted, layers, orders)
-        return [
-            kept_factors(layer, whole, own_orders, own)
-            for layer, whole, own_orders, own in zip(layers, wholes, orders, widths, strict=True)
-        ]
+    widths = pair_widths(job, layers, orders)
+    starts = [kept_factors(*own) for own in zip(layers, wholes, orders, widths, strict=True)]
 
     def nulls(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
         from rankwise.compression.rotary_nulls import pair_curves
@@ -81,16 +75,7 @@ def prepare(job: Job) -> Prepared:
         job.on_step("measuring other pairs")
         return pair_curves(job, layers, figures, wholes, orders)
 
-    def change(keep: float) -> Change:
-        factors = starts(replace(job, keep=keep, tolerance=None, width=None))
-        return narrow_layers(
-            job.model, [(layer.found, own) for layer, own in zip(layers, factors, strict=True)]
-        )
-
-    def finish(wanted: Job) -> PartResult:
-        return replace(narrowed_heads("rotary", wanted, layers, starts(wanted), nulls), left_out=left_out)
-
-    return Prepared(linear_names([layer.found for layer in layers]), change, finish)
+    return replace(narrowed_heads("rotary", job, layers, starts, nulls), left_out=left_out)
 
 
 def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
@@ -113,8 +98,8 @@ def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Or
         ]
     else:
         whole = [layer.found.width for layer in layers for _ in range(layer.found.key_heads)]
-        budget = job.keep * sum(whole) if job.keep is not None else (job.width or 0) * len(whole)
-        wanted = widths_under_budget(curves, round(budget))
+        assert job.keep is not None
+        wanted = widths_under_budget(curves, round(job.keep * sum(whole)))
         chosen = [
             max(w for w in order.widths if w <= width) for order, width in zip(every, wanted, strict=True)
         ]
@@ -124,16 +109,13 @@ def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Or
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
     """Return the channels that are removed together: pairs, and single channels without rotation."""
-    pairs = layer.found.pairs.tolist()
-    rotated = {channel for pair in pairs for channel in pair}
-    return [*pairs, *([channel] for channel in range(layer.found.width) if channel not in rotated)]
+    return [*layer.found.pairs.tolist(), *([channel] for channel in layer.found.unrotated)]
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
     """Return factors that change no logit: identity for pairs, the best basis for other channels."""
     found = layer.found
-    rotated = {channel for pair in found.pairs.tolist() for channel in pair}
-    free = torch.tensor([c for c in range(found.width) if c not in rotated], dtype=torch.long)
+    free = torch.tensor(found.unrotated, dtype=torch.long)
     key = torch.eye(found.width, dtype=torch.float64).repeat(found.key_heads, 1, 1)
     query = key.clone()
     for head in range(found.key_heads if len(free) else 0):
@@ -244,8 +226,8 @@ def kept_factors(
     units = units_of(layer)
     query, key, kept = whole.query.clone(), whole.key.clone(), []
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):
-        stay = len(order.units) - (len(order.widths) - 1 - order.widths.index(width))
-        channels = sorted(c for unit in order.units[len(order.units) - stay :] for c in units[unit])
+        stay = order.widths.index(width) + 1
+        channels = sorted(c for unit in order.units[-stay:] for c in units[unit])
         gone = [c for c in range(layer.found.width) if c not in channels]
         members = slice(head * layer.found.groups, (head + 1) * layer.found.groups)
         query[members, :, gone] = 0

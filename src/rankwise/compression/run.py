@@ -204,7 +204,7 @@ def _compress(
         try:
             for name, (own_keep, own_tolerance) in targets.items():
                 own = replace(job, keep=own_keep, tolerance=own_tolerance)
-                done.append(parts()[name](own).finish(own))
+                done.append(parts()[name](own))
             prices = measure_prices(model, job.figures, done, time, said)
         except BaseException as error:
             for result in reversed(done):
