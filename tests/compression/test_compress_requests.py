@@ -107,6 +107,22 @@ def test_what_is_no_number_is_refused(asked: dict[str, Any], said: str) -> None:
         check_budget(**{**nothing, **asked})
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"keep": {"qq": 0.5}}, "`parts`: expected names of parts, got 'qq'"),
+        ({"keep": {}}, "`parts`: expected names of parts, got none"),
+        ({"keep": {"qk": 0.5}, "tolerance": {"qk": 0.1}}, "part 'qk': .* got both. Omit one"),
+        ({"keep": {"qk": 0.5}, "tolerance": 0.1}, "`tolerance`: expected a mapping of parts.* got 0.1"),
+        ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance, got both"),
+        ({"keep": {"qk": 0.5, "kv": 1.5}}, "`keep`: expected a share above 0 and below 1, got 1.5"),
+    ],
+)
+def test_each_part_has_one_known_target(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressionError, match=said):
+        rw.compress(gpt2(), [ids()], **asked, **QUICK)
+
+
 @pytest.mark.parametrize("name", ["batches", "held_out"])
 def test_one_batch_alone_is_named_with_the_cure(name: str) -> None:
     for batch in (ids()["input_ids"], ids()):

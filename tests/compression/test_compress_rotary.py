@@ -13,7 +13,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
 from rankwise.compression.qk_modules import narrow_layers
-from rankwise.compression.qk_statistics import collect_statistics, layer_divergence
+from rankwise.compression.qk_statistics import collect_statistics, finite_layers, layer_divergence
 from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
@@ -207,6 +207,18 @@ def test_nan_is_refused_by_name(part: str) -> None:
         model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
     with pytest.raises(CompressionError, match=r"layers\.1\.self_attn.*NaN"):
         compress(model, [ids()], keep=0.5, time=False, nulls=False, parts=(part,))
+
+
+def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:
+    model = FAMILIES["llama, grouped"]()
+    found, _ = find_rotations(model, ids(2, 12))
+    layers = collect_statistics(model, found, [ids(4, 24)])
+    layers[0].broken = {1, 3}
+    fine, left_out = finite_layers(layers, {"other": "it runs more than once"})
+    assert [layer.found.name for layer in fine] == [layer.found.name for layer in layers[1:]]
+    assert left_out == {"other": "it runs more than once", found[0].name: "NaN or infinity in head 1"}
+    with pytest.raises(CompressionError, match=rf"'{found[0].name}': expected finite .* in head 1"):
+        finite_layers(layers[:1], {"other": "it runs more than once"})
 
 
 def test_requests_that_fit_nothing() -> None:

@@ -1,7 +1,6 @@
 """Spend the rank of a trained model: parts of its attention that carry little are taken out, measured."""
 
-from contextlib import suppress
-
+from rankwise.compression import auto_model  # noqa: F401  (lets `from_pretrained` load compressed models)
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.records import (
     BudgetCurve,
@@ -16,9 +15,6 @@ from rankwise.compression.records import (
 )
 from rankwise.compression.run import compress, compress_qk
 from rankwise.compression.store import load_compressed, save_compressed
-
-with suppress(ImportError):  # a plain module is compressed without transformers, too
-    from rankwise.compression import auto_model  # noqa: F401  (its import lets `from_pretrained` load them)
 
 __all__ = [
     "BudgetCurve",

@@ -172,7 +172,7 @@ class Compression(Record):
         Raises:
             InputError: if it cannot be written.
         """
-        return write_file(Path(path), self.model_dump_json(indent=1), "compression")
+        return write_file(path, self.model_dump_json(indent=1), "compression")
 
     def to_html(self, path: str | Path) -> Path:
         """Write a page that needs nothing else.

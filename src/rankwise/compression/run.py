@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.forward import batch_size, eval_mode
+from rankwise.compression.auto_model import note_structure
 from rankwise.compression.memory import no_memory, out_of_memory
 from rankwise.compression.parts import Job, PartResult, parts
 from rankwise.compression.prices import Prices, measure_prices
@@ -213,7 +214,8 @@ def _compress(
                 raise no_memory(model, error, under_way) from error
             raise
     record = _record(model, job, chosen, done, prices, bool(figures))
-    _note_structure(model)
+    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
+        note_structure(model)
     slow = [slower(timing, record) for timing in record.latency if timing.ratio > SLOWER and timing.low > 1]
     for said_so in slow:
         warnings.warn(said_so, UserWarning, stacklevel=3)
@@ -265,11 +267,3 @@ def _record(
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(job.seed)},
         **prices.fields,
     )
-
-
-def _note_structure(model: nn.Module) -> None:
-    """Into the model's configuration, so that `save_pretrained` writes it."""
-    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        from rankwise.compression.auto_model import note_structure
-
-        note_structure(model)

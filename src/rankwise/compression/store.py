@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rankwise._internals.files import parse_json, write_file
+from rankwise.compression.auto_model import KEY, NAME, note_structure
 from rankwise.compression.records import Compression
 from rankwise.compression.structure import read_structure, rebuild, structure_of
 from rankwise.errors import CompressionError, InputError
@@ -52,8 +53,6 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if hasattr(model, "save_pretrained") and hasattr(model, "config"):
-            from rankwise.compression.auto_model import note_structure
-
             note_structure(model)
             save: Any = model.save_pretrained
             save(folder)
@@ -108,8 +107,6 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         return _load_into(folder, model)
     config_file = folder / "config.json"
     content = _read_json(config_file)
-    from rankwise.compression.auto_model import KEY, NAME
-
     noted = content.get(KEY) if isinstance(content, dict) else None
     names = content.get("architectures") if isinstance(content, dict) else None
     if not isinstance(noted, dict) or noted.get("quant_method") != NAME or not names:
