@@ -21,8 +21,7 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     model = original_of(model)
     if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)
-        inner = (name for name, module in model.named_children() if not isinstance(module, lists))
-        name = next(inner, "inner")
+        name = next((at for at, inner in model.named_children() if not isinstance(inner, lists)), "inner")
         return (
             "An audit calls the model, not a `training_step`: define `forward`, such as "
             f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
