@@ -17,7 +17,7 @@ from rankwise.auditing.records import AttentionMap, Baseline
 from rankwise.operators import DenseMixing
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
-from rankwise.report.format import rank_share
+from rankwise.report.format import RANK
 from rankwise.report.head_columns import head_columns, measure_column
 from rankwise.report.head_details import NONE, coarser, opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of
@@ -57,7 +57,7 @@ def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None
 def test_columns_hold_the_numbers_of_the_records() -> None:
     heads = samples.encoder_decoder().heads
     ranks = column(heads, "numerical_rank")
-    assert ranks["values"] == [pytest.approx(rank_share(head), rel=1e-5) for head in heads]
+    assert ranks["values"] == [pytest.approx(RANK.value(head), rel=1e-5) for head in heads]
     assert "spread" not in ranks  # that of a rank is also that of the lengths
     assert column(heads, "sigma_max")["spread"][0] == pytest.approx(heads[0].std["sigma_max"], rel=1e-5)
     assert column(heads, "first_token_mass")["values"] == [
@@ -282,7 +282,7 @@ def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() 
 
 def test_the_head_open_at_first_has_something_to_show() -> None:
     heads = samples.encoder().heads
-    shares = {at: rank_share(head) for at, head in enumerate(heads) if math.isfinite(rank_share(head))}
+    shares = {at: RANK.value(head) for at, head in enumerate(heads) if math.isfinite(RANK.value(head))}
     assert opening_head(heads, []) == min(shares, key=shares.get)
     assert opening_head(heads, [31, 4]) == 31
     picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)

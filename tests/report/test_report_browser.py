@@ -18,7 +18,7 @@ from rankwise.auditing.result import Audit
 from rankwise.operators import DenseMixing
 from rankwise.report import write_page
 from rankwise.report.audit_report import audit_document
-from rankwise.report.format import rank_share
+from rankwise.report.format import RANK
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 Browser, Locator, Page = sync_api.Browser, sync_api.Locator, sync_api.Page
@@ -243,7 +243,7 @@ def test_the_ring_stands_at_the_rank_of_the_table(encoder: Page) -> None:
     (ring,) = encoder.evaluate(
         "document.querySelector('#spectra-plot').data.filter((t) => t.meta.ring !== undefined)"
     )
-    assert ring["x"][0] == pytest.approx(rank_share(samples.encoder().heads[31]), rel=1e-5)
+    assert ring["x"][0] == pytest.approx(RANK.value(samples.encoder().heads[31]), rel=1e-5)
 
 
 def test_a_seventh_spectrum_asks_and_evicts_none(encoder: Page) -> None:
@@ -306,7 +306,7 @@ def test_a_diagonal_is_hatched_where_a_measure_says_nothing_of_it(
 
 
 def test_the_table_sorts_both_ways_with_missing_numbers_last(encoder: Page) -> None:
-    shares = [rank_share(head) for head in samples.encoder().heads]
+    shares = [RANK.value(head) for head in samples.encoder().heads]
     finite = sorted(share for share in shares if math.isfinite(share))
     column = encoder.locator("#head-table tbody tr td:nth-child(5)")
     for expected in (finite, finite[::-1]):

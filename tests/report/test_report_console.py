@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 from tests.report import samples
 
+from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
 from rankwise.report.audit_report import audit_document
-from rankwise.report.format import mean, rank_share
+from rankwise.report.format import RANK
 
 
 def printed(name: str, *, verbose: bool = False, **options: object) -> str:
@@ -88,7 +89,7 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
     expected = [
         "3",
         "12",
-        f"{mean(map(rank_share, heads)):.2f}",
+        f"{mean(map(RANK.value, heads)):.2f}",
         f"{mean(share(head.hardmax_rank, head) for head in heads):.2f}",
         f"{mean(head.effective_rank for head in heads):.1f}",
         f"{mean(head.stable_rank for head in heads):.1f}",

@@ -110,6 +110,17 @@ def t_quantile(freedom: int) -> float:
     return x + math.fsum(terms)
 
 
+def mean(values: Iterable[int | float]) -> float:
+    """Return the mean of the finite values; NaN without any.
+
+    Examples:
+        >>> mean([1.0, float("nan"), 3.0])
+        2.0
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
     """Return Spearman's rank correlation of two lists; pairs with a number that is not finite are skipped.
 

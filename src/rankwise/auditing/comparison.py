@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple, TypeVar
 from pydantic import Field
 
 from rankwise._internals.records import Count, Number, Record, grouped
+from rankwise._internals.statistics import mean
 from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance, last_states
 from rankwise.auditing.result import Audit
 from rankwise.tracing.head_id import HeadId
 
@@ -228,7 +229,7 @@ def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
     for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
-            found[LayerKey("heads", *layer, measure.name)] = _mean(values), _mean(deviations)
+            found[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
     for state in audit.layers:
         for of_states in LAYER_MEASURES:
             key = LayerKey("states", state.stack, state.layer, False, of_states.name)
@@ -261,14 +262,14 @@ def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> It
 def _totals(before: Audit, after: Audit) -> list[Total]:
     numbers: dict[str, list[float]] = defaultdict(list)
     for audit in (before, after):
-        last = {layer.stack: layer for layer in sorted(audit.layers, key=lambda layer: layer.layer)}.values()
+        last = last_states(audit.layers)
         numbers["parameters"].append(audit.provenance.parameters or math.nan)
         numbers["layers that mix"].append(len({(head.stack, head.layer) for head in audit.heads}))
         numbers["heads"].append(len(audit.heads))
-        numbers["tokens of a sequence"].append(_mean(head.tokens for head in audit.heads))
-        numbers["width of the token states"].append(_mean(layer.width for layer in last))
-        numbers["μ/‖Y‖ at the end"].append(_mean(layer.relative_spread for layer in last))
-        numbers["effective rank of the last states"].append(_mean(layer.effective_rank for layer in last))
+        numbers["tokens of a sequence"].append(mean(head.tokens for head in audit.heads))
+        numbers["width of the token states"].append(mean(layer.width for layer in last))
+        numbers["μ/‖Y‖ at the end"].append(mean(layer.relative_spread for layer in last))
+        numbers["effective rank of the last states"].append(mean(layer.effective_rank for layer in last))
         numbers["findings"].append(len(audit.findings))
     return [Total(name=name, before=old, after=new) for name, (old, new) in numbers.items()]
 
@@ -336,7 +337,7 @@ def _warnings(
         if one != other:
             yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
     pairs: list[tuple[HeadRecord | LayerRecord, HeadRecord | LayerRecord]] = [*heads, *layers]
-    old, new = (_mean(pair[side].tokens for pair in pairs) for side in (0, 1))
+    old, new = (mean(pair[side].tokens for pair in pairs) for side in (0, 1))
     if old != new and math.isfinite(old) and math.isfinite(new):
         yield (
             f"The sequences are not equally long: {old:.4g} tokens on average before, {new:.4g} after. Ranks "
@@ -388,8 +389,3 @@ def cost_origin(audit: Audit) -> str:
     """Return how costs of removal are known: exact, estimated or both; an empty string without costs."""
     known = [head.importance for head in audit.heads if head.importance is not None]
     return " and ".join(sorted({cost.method for cost in known if math.isfinite(cost.cost)}))
-
-
-def _mean(values: Iterable[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan

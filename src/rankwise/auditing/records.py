@@ -3,6 +3,7 @@
 import base64
 import math
 import zlib
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import numpy as np
@@ -352,6 +353,11 @@ class LayerRecord(LayerMeasures, LayerOrigin):
             f"mean cosine {format_number(self.mean_cosine)}, "
             f"effective rank {format_number(self.effective_rank)})"
         )
+
+
+def last_states(layers: Iterable[LayerRecord]) -> list[LayerRecord]:
+    """Return the token states after the last block of each stack."""
+    return list({layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}.values())
 
 
 class Finding(Record):

@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.records import format_number
-from rankwise._internals.statistics import spearman
+from rankwise._internals.records import format_number, grouped
+from rankwise._internals.statistics import mean, spearman
 from rankwise.auditing.importance_findings import estimate_words, share_words, whole_words
 from rankwise.auditing.measure_table import (
     DRAWN,
@@ -19,13 +20,13 @@ from rankwise.auditing.measure_table import (
     mixer_kind,
     share,
 )
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, last_states
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
-from rankwise.report.figures import depth_curves, map_layout, membership_maps, severity_signs
+from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
 from rankwise.report.finding_links import find_targets, finding_items, severities_of
-from rankwise.report.format import RANK, count, mean, model_name, rank_share, round_for_page
+from rankwise.report.format import RANK, count, model_name, round_for_page
 from rankwise.report.head_columns import Column, head_columns, state_table
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import Grid, grids_of
@@ -49,7 +50,7 @@ def audit_document(audit: Audit) -> Document:
     findings = finding_items(audit.findings, targets, grids)
     depth = [depth_curves(measure, audit.layers) for measure in DRAWN] if audit.layers else []
     numbers = [_head_table(grid, audit.heads) for grid in grids]
-    numbers += [_state_table(stack, audit.layers) for stack in dict.fromkeys(y.stack for y in audit.layers)]
+    numbers += [_state_table(*stack) for stack in grouped(audit.layers, attrgetter("stack")).items()]
     uncaptured = [[module.name, module.type, module.reason] for module in audit.uncaptured]
     columns = head_columns(audit.heads)
     scatter = _scatter(audit, columns)
@@ -64,6 +65,7 @@ def audit_document(audit: Audit) -> Document:
 
     def data(excess: int) -> dict[str, Any]:
         severities = severities_of(audit.findings, targets)
+        flagged = list(severities)
         data = {
             "delta": about.delta,
             "grids": [_grid_data(grid, audit.heads) for grid in grids],
@@ -71,18 +73,19 @@ def audit_document(audit: Audit) -> Document:
             "heads": _head_data(audit.heads, grids),
             "columns": [column.data() for column in columns],
             "texts": audit.texts,
-            "opening": opening_head(audit.heads, list(severities)),
+            "opening": opening_head(audit.heads, flagged),
             "targets": [asdict(target) for target in targets],
             "costs": _head_costs(audit),
             "scatter": scatter,
             "states": state_table(audit.layers),
-            **_details(audit, list(severities)),
+            **_spectra(audit),
+            **_maps(audit, flagged),
         }
         if excess > 0 and data["maps"]:
             before, maps = len(json.dumps(data)), len(json.dumps(data["maps"]))
             data |= _spectra(audit, FEW_POINTS)
             excess -= before - len(json.dumps(data))
-            data |= _details(audit, list(severities), max(maps - excess, LEAST_MAP_BYTES), FEW_POINTS)
+            data |= _maps(audit, flagged, max(maps - excess, LEAST_MAP_BYTES))
         return data
 
     return Document(
@@ -134,7 +137,7 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
         named = {"init_numerical_rank": "at initialization", **NULLS}
         means = [(words, mean(share(getattr(h, name), h) for h in mixing)) for name, words in named.items()]
         known = [f"{words} {value:.2g}" for words, value in means if math.isfinite(value)]
-        facts.append(("Mean rank share", format_number(mean(map(rank_share, mixing)), 2), ", ".join(known)))
+        facts.append(("Mean rank share", format_number(mean(map(RANK.value, mixing)), 2), ", ".join(known)))
     above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
     if any(head.baseline is not None and head.baseline.judged for head in mixing):
         against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
@@ -142,9 +145,8 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
     elif any(head.band for head in mixing):
         against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
         facts.append(("Heads unlike every reference", str(above + below), against))
-    last = {layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}
-    if last:
-        nearest = min(last.values(), key=lambda y: (math.isnan(y.relative_spread), y.relative_spread))
+    if layers:
+        nearest = min(last_states(layers), key=lambda y: (math.isnan(y.relative_spread), y.relative_spread))
         against = f"0: all tokens the same; mean cosine {format_number(nearest.mean_cosine, 2)}"
         facts.append(("μ/‖Y‖ at the end", format_number(nearest.relative_spread, 3), against))
     return facts
@@ -211,8 +213,8 @@ def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
 
 def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
     """Return the mean rank share, or its range if estimates only bound some ranks."""
-    rank = mean(map(rank_share, heads))
-    if all(math.isfinite(rank_share(head)) or not head.estimated for head in heads):
+    rank = mean(map(RANK.value, heads))
+    if all(math.isfinite(RANK.value(head)) or not head.estimated for head in heads):
         return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
         return format_number(rank, 2)  # the interval of a relative rank is not recorded
@@ -221,7 +223,7 @@ def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
 
 
 def _state_table(stack: str, layers: Sequence[LayerRecord]) -> Table:
-    mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
+    mine = sorted(layers, key=lambda layer: layer.layer)
     return Table(
         f"{stack}, token states" if stack else "token states",
         ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
@@ -258,13 +260,10 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
         return Section("importance", "Importance")
     whole = whole_words(importance)
     known = [one for head in audit.heads if (one := head.importance) is not None and not one.why_not]
-    methods = sorted({one.method for one in known})
+    methods = " and ".join(sorted({one.method for one in known})) or "not known"
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
-        (
-            "Costs of heads",
-            f"{' and '.join(methods) or 'not known'}; {importance.ablation} in a head's place",
-        ),
+        ("Costs of heads", f"{methods}; {importance.ablation} in a head's place"),
         *estimate_words([head.importance for head in audit.heads], importance.blocks),
         *(("Heads that can be removed together", words) for words in _removable(importance)),
         *(("Note", note) for note in importance.notes),
@@ -295,13 +294,12 @@ def _removable(importance: ImportanceRecord) -> list[str]:
         return []
     if not found.heads:
         return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
-    layers: dict[tuple[str, int | None], list[str]] = {}
-    for head in sorted(found.heads, key=lambda head: head.sort_key):
-        layers.setdefault((head.stack, head.layer), []).append(str(head.head))
-    where = "; ".join(f"layer {layer}: {', '.join(heads)}" for (_, layer), heads in layers.items())
-    heads, them = (
-        ("1 head", "it") if len(found.heads) == 1 else (f"{len(found.heads)} heads together", "them")
+    layers = grouped(sorted(found.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
+    where = "; ".join(
+        f"layer {layer}: {', '.join(str(head.head) for head in own)}" for (_, layer), own in layers.items()
     )
+    number = len(found.heads)
+    heads, them = ("1 head", "it") if number == 1 else (f"{number} heads together", "them")
     return [f"removing {heads} {share_words(importance, found.cost)}, by a run without {them} ({where})"]
 
 
@@ -341,14 +339,12 @@ def _head_costs(audit: Audit) -> dict[str, Any] | None:
     }
 
 
-def _details(
-    audit: Audit, flagged: Sequence[int], map_bytes: int | None = None, points: int = 64
-) -> dict[str, Any]:
-    maps, omitted = pack_attention_maps(audit, flagged, map_bytes)
-    return {**_spectra(audit, points), "maps": maps, "maps_omitted": omitted}
+def _maps(audit: Audit, flagged: Sequence[int], room: int | None = None) -> dict[str, Any]:
+    maps, omitted = pack_attention_maps(audit, flagged, room)
+    return {"maps": maps, "maps_omitted": omitted}
 
 
-def _spectra(audit: Audit, points: int) -> dict[str, Any]:
+def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     own = [head.spectrum for head in audit.heads]
     initial = [[] if head.baseline is None else head.baseline.spectrum for head in audit.heads]
     packed = pack_spectra(initial, points) if any(initial) else None
@@ -370,7 +366,7 @@ def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
         "diagonal": "diagonal" in kinds,
         "cells": grid.cells,
         "layout": map_layout(grid.row_names, [str(number) for number in grid.columns]),
-        "numbers": len(grid.columns) <= 16 and len(grid.rows) <= 16,
+        "numbers": has_room(grid.rows, grid.columns),
     }
 
 

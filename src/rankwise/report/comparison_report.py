@@ -1,29 +1,23 @@
 """Describe the differences of two audits, and a history of audits."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import format_number, grouped
+from rankwise._internals.statistics import mean
 from rankwise.auditing.comparison import Change, Comparison, LayerChange
 from rankwise.auditing.findings import about
 from rankwise.auditing.history import History, steps_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
-from rankwise.auditing.measure_table import (
-    DRAWN,
-    HEAD_MEASURES,
-    LAYER_MEASURES,
-    PICTURED,
-    HeadMeasure,
-    LayerMeasure,
-    Measure,
-)
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, Provenance, Verdict
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, PICTURED, Measure
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, Provenance, Verdict, last_states
 from rankwise.auditing.result import Audit
 from rankwise.report.document import Cell, Document, Figure, Item, Items, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map, step_curves
-from rankwise.report.format import SEVERITIES, count, mean, model_name, title
+from rankwise.report.format import SEVERITIES, count, model_name, title
 from rankwise.report.heatmap_grid import make_grids
 
 MOST_CELLS = 2**15
@@ -85,11 +79,8 @@ def comparison_document(comparison: Comparison) -> Document:
 def _verdict(comparison: Comparison) -> str:
     if comparison.is_empty:
         return "No difference."
-    counts = [
-        f"{sum(change.outcome == outcome for change in comparison.findings)} {outcome}"
-        for outcome in OUTCOMES
-        if any(change.outcome == outcome for change in comparison.findings)
-    ]
+    outcomes = Counter(change.outcome for change in comparison.findings)
+    counts = [f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome]]
     changes = count(len(comparison.changes), "number") + " of heads and token states changed"
     return f"Findings: {', '.join(counts) or 'none'}. {changes}."
 
@@ -115,15 +106,16 @@ def _totals(comparison: Comparison) -> Table:
 
 def finding_lists(comparison: Comparison) -> list[Items]:
     """List findings by what became of them; unchanged ones are folded."""
+    outcomes = grouped(comparison.findings, attrgetter("outcome"))
     return [
         Items(
             outcome.capitalize(),
-            [_finding_item(change) for change in comparison.findings if change.outcome == outcome],
+            [_finding_item(change) for change in outcomes[outcome]],
             _OUTCOMES[outcome],
             folded=outcome == "unchanged",
         )
         for outcome in OUTCOMES
-        if any(change.outcome == outcome for change in comparison.findings)
+        if outcome in outcomes
     ]
 
 
@@ -151,14 +143,14 @@ def _places(places: Sequence[HeadId]) -> str:
 def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     """Draw each measure of heads that changed, the most changed first, and list the measures left out."""
     changed: dict[str, dict[HeadId, Change]] = {}
-    for (
-        change
-    ) in comparison.changes:  # sorted by size, so that the first change decides the order of measures
+    # sorted by size, so that the first change decides the order of measures
+    for change in comparison.changes:
         if change.where.head is not None:
             changed.setdefault(change.measure, {})[change.where] = change
     known = {measure.name: measure for measure in HEAD_MEASURES if measure.name in changed}
     room = max(MOST_CELLS // max(1, len(comparison.matched)), 1)
     names = [name for name in changed if name in known]
+    grids = make_grids(comparison.matched) if names else []
     figures = [
         cell_map(
             f"changes-{name}",
@@ -174,7 +166,7 @@ def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
             caption=f"{grid.title} · {known[name].formula}",
         )
         for name in names[:room]
-        for grid in make_grids(comparison.matched)
+        for grid in grids
     ]
     return figures, [known[name].title for name in names[room:]]
 
@@ -194,7 +186,7 @@ def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
 def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
     """Return a row per layer and a column per measure that changed anywhere."""
     mine = [change for change in changes if change.of == of]
-    known: Sequence[HeadMeasure] | Sequence[LayerMeasure] = HEAD_MEASURES if of == "heads" else LAYER_MEASURES
+    known: Sequence[Measure] = HEAD_MEASURES if of == "heads" else LAYER_MEASURES
     moved = {change.measure for change in mine if change.change}
     measures = sorted((m for m in known if m.name in moved), key=lambda m: m.name not in _FIRST[of])
     rows: dict[str, dict[str, LayerChange]] = defaultdict(dict)
@@ -276,10 +268,11 @@ def history_document(history: History, links: Mapping[str, str] | None = None) -
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
     """Draw a figure per measure, stack and, for costs of different losses, quantity."""
     known = {measure.name: measure for measure in measures}
-    lines: dict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
+    lines: dict[tuple[str, str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():
-        if key.of == of and key.measure.split(" of ")[0] in known:
-            lines[key.measure, key.stack, key.cross][f"layer {key.layer}"] = points
+        name, _, quantity = key.measure.partition(" of ")
+        if key.of == of and name in known:
+            lines[name, quantity, key.stack, key.cross][f"layer {key.layer}"] = points
     order = list(known)
     return [
         step_curves(
@@ -290,10 +283,9 @@ def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[
             names if history.counted else (),
             " · ".join(filter(None, [f"{stack}{', cross' if cross else ''}", quantity])),
         )
-        for (measure, stack, cross), points in sorted(
-            lines.items(), key=lambda item: order.index(item[0][0].split(" of ")[0])
+        for (name, quantity, stack, cross), points in sorted(
+            lines.items(), key=lambda item: order.index(item[0][0])
         )
-        for name, _, quantity in [measure.partition(" of ")]
     ]
 
 
@@ -310,9 +302,9 @@ def _audits(history: History, names: Sequence[str], links: Mapping[str, str]) ->
 
 
 def _audit_cells(audit: Audit) -> list[str]:
-    last = list({layer.stack: layer for layer in sorted(audit.layers, key=lambda x: x.layer)}.values())
+    means: list[tuple[Measure, float]]
     means = [(measure, mean(map(measure.value, audit.heads))) for measure in _HISTORY_HEADS]
-    means += [(measure, mean(map(measure.value, last))) for measure in _HISTORY_STATES]  # type: ignore[misc]
+    means += [(measure, mean(map(measure.value, last_states(audit.layers)))) for measure in _HISTORY_STATES]
     return [
         str(len(audit.heads)) + ("" if audit.complete else ", incomplete"),
         *(format_number(value, measure.digits) for measure, value in means),

@@ -4,6 +4,7 @@ import html
 import math
 
 from rankwise._internals.records import format_number
+from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
 from rankwise.compression.records import Compression, HeadWidth
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
@@ -42,13 +43,10 @@ def _headline(record: Compression) -> str:
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
     if narrowed:
-        before = sum(head.before for head in narrowed) / len(narrowed)
+        before = mean(head.before for head in narrowed)
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
     if record.latents:
-        rank, channels = (
-            sum(getattr(latent, name) for latent in record.latents) / len(record.latents)
-            for name in ("rank", "before")
-        )
+        rank, channels = (mean(getattr(x, name) for x in record.latents) for name in ("rank", "before"))
         words.append(f"keys and values out of latents of {rank:.1f} for {channels:.0f} channels on average")
     done = "; ".join(words)
     price = (
@@ -77,10 +75,9 @@ def _price(record: Compression) -> Table:
         if math.isfinite(value)
     ]
     if math.isfinite(record.loss_before):
-        rows.append(["loss", f"{record.loss_before:.4f}", f"{record.loss_after:.4f}"])
-        rows.append(
-            ["perplexity", f"{math.exp(record.loss_before):.3f}", f"{math.exp(record.loss_after):.3f}"]
-        )
+        losses = record.loss_before, record.loss_after
+        rows.append(["loss", *(f"{loss:.4f}" for loss in losses)])
+        rows.append(["perplexity", *(f"{math.exp(loss):.3f}" for loss in losses)])
     if record.metric:
         rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
     return Table(
@@ -185,9 +182,9 @@ def _layers(record: Compression) -> Table:
         words = [" ".join(map(str, widths))] if widths else []
         words += [f"latent of {latent.rank}"] if latent is not None else []
         name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
-        mean = f"{sum(widths) / len(widths):.1f}" if widths else ""
+        average = f"{mean(widths):.1f}" if widths else ""
         costs = (format_number(cost, 4) for cost in (layer.kl, layer.kl_end_to_end, layer.output_error))
-        rows.append([name, ", ".join(words), mean, *costs])
+        rows.append([name, ", ".join(words), average, *costs])
     return Table(
         "Layers",
         ["layer", "widths of its heads", "mean", "attention KL", "end to end", "error of states"],

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rankwise._internals.records import grouped
 from rankwise.auditing.records import SEVERITY_ORDER, Severity, Verdict
 
 _LONGEST_NAME = 24
@@ -98,13 +99,9 @@ class Items:
     @property
     def kinds(self) -> list[tuple[Severity, str, list[Item]]]:
         """Items of the same severity and code, the most severe first."""
-        kinds: dict[tuple[Severity, str], list[Item]] = {}
-        for item in self.items:
-            kinds.setdefault((item.severity, item.code), []).append(item)
-        return sorted(
-            ((severity, code, items) for (severity, code), items in kinds.items()),
-            key=lambda kind: SEVERITY_ORDER[kind[0]],
-        )
+        kinds = grouped(self.items, lambda item: (item.severity, item.code))
+        found = [(severity, code, items) for (severity, code), items in kinds.items()]
+        return sorted(found, key=lambda kind: SEVERITY_ORDER[kind[0]])
 
 
 @dataclass(frozen=True)

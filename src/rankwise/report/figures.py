@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import format_number, grouped
 from rankwise.auditing.measure_table import LayerMeasure
 from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
 from rankwise.report.document import Figure
@@ -49,18 +49,13 @@ def cell_map(
 
     The text of cells without a number is always shown, of other cells if there is room.
     """
-    roomy = len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
+    roomy = has_room(rows, columns)
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
     texts = [[cell.text if cell and roomy else "" for cell in row] for row in cells]
     hover = [[html.escape(cell.hover) if cell else "" for cell in row] for row in cells]
     heat = {"type": "heatmap", "z": values, "zmin": limits[0], "zmax": limits[1], "xgap": 2, "ygap": 2}
-    words = {
-        "text": texts,
-        "texttemplate": "%{text}" if roomy else "",
-        "hovertext": hover,
-        "hoverinfo": "text",
-    }
-    data: list[dict[str, Any]] = [heat | words | {"meta": {"scale": scale}}]
+    words = {"text": texts, "texttemplate": "%{text}" if roomy else "", "hovertext": hover}
+    data: list[dict[str, Any]] = [heat | words | {"hoverinfo": "text", "meta": {"scale": scale}}]
     missing = [
         (x, y, cell.text)
         for y, row in enumerate(cells)
@@ -72,6 +67,11 @@ def cell_map(
         look = {"mode": "text", "hoverinfo": "skip", "meta": {"muted": True}}
         data.append({"type": "scatter", "x": x, "y": y, "text": text} | look)
     return Figure(name, title, data, map_layout(rows, columns), caption)
+
+
+def has_room(rows: Sequence[object], columns: Sequence[object]) -> bool:
+    """Return whether the cells of a heat map have room for their numbers."""
+    return len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
 
 
 def map_layout(rows: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
@@ -202,10 +202,10 @@ def banded_line(
 
 def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure:
     """Draw a measure of the token states against depth: a line per stack, ± one standard deviation."""
-    stacks = list(dict.fromkeys(layer.stack for layer in layers))
+    stacks = grouped(layers, lambda layer: layer.stack)
     data: list[dict[str, Any]] = []
-    for series, stack in enumerate(stacks):
-        mine = sorted((layer for layer in layers if layer.stack == stack), key=lambda layer: layer.layer)
+    for series, (stack, own) in enumerate(stacks.items()):
+        mine = sorted(own, key=lambda layer: layer.layer)
         data += banded_line(
             series,
             stack or "states",
@@ -254,10 +254,9 @@ def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[
     figures = []
     for grid in grids:
         rows = [(at, row) for at, row in enumerate(grid.rows) if _has_memberships(row, heads)]
-        known = [head for _, row in rows for head in (heads[index] for index in row.cells.values())]
-        largest = max(
-            (share for head in known for share in head.membership_map if math.isfinite(share)), default=0.0
-        )
+        known = [heads[index] for _, row in rows for index in row.cells.values()]
+        shares = [share for head in known for share in head.membership_map]
+        largest = max(filter(math.isfinite, shares), default=0.0)
         figures += [_membership_map(grid, at, row, heads, largest) for at, row in rows]
     return figures
 
@@ -276,7 +275,7 @@ def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], 
     x: list[str] = [str(token) for token in range(len(shares[0]))]
     y = [f"head {number}" for number in numbers]
     hover, axis = "%{y}, token %{x}", {"title": {"text": "token"}, "nticks": 16, "type": "category"}
-    height, scale = 72 + 22 * len(z), {}
+    height, scale, how = 72 + 22 * len(z), {}, "heads as rows, tokens as columns"
     if shape:
         rows, columns = shape
         gap: list[list[float | None]] = [[None]] * rows  # an empty column between two heads
@@ -286,6 +285,7 @@ def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], 
         y = [f"row {line}" for line in range(rows)]
         hover, axis, scale = "%{x}, %{y}", {"visible": False, "type": "category"}, {"visible": False}
         height = 60 + min(320, max(80, 900 * rows // len(x)))
+        how = "each head a copy of the picture, from head 0 on the left"
     trace = {
         "type": "heatmap", "x": x, "y": y, "z": z, "zmin": 0, "zmax": largest, "hoverongaps": False,
         "hovertemplate": f"{hover}<br>Π %{{z}}<extra></extra>", "meta": {"scale": "ramp"},
@@ -296,11 +296,6 @@ def _membership_map(grid: Grid, at: int, row: Row, heads: Sequence[HeadRecord], 
         "xaxis": axis,
         "yaxis": {"autorange": "reversed", "type": "category", **scale},
     }
-    how = (
-        "each head a copy of the picture, from head 0 on the left"
-        if shape
-        else "heads as rows, tokens as columns"
-    )
     caption = f"{grid.title} · {how}; the scale ends at {largest:.2f}"
     layers = [other.layer for other in grid.rows]
     title = f"layer {row.layer}" if layers.count(row.layer) == 1 else f"layer {row.layer}, {row.site}"

@@ -7,13 +7,11 @@ from typing import Literal
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
-from rankwise.auditing.records import Finding, Severity
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
 from rankwise.report.document import Item
-from rankwise.report.format import SEVERITIES, title
+from rankwise.report.format import title
 from rankwise.report.heatmap_grid import Grid, HeadIndex
-
-Section = Literal["heads", "states", "uncaptured", "provenance"]
 
 _HEAD_NAMES = {measure.name for measure in PICTURED}
 _STATE_NAMES = {measure.name for measure in DRAWN}
@@ -24,7 +22,7 @@ _ALIASES = dict.fromkeys(NULLS, "numerical_rank")
 class Target:
     """Place in the report that a finding leads to."""
 
-    section: Section
+    section: Literal["heads", "states", "uncaptured", "provenance"]
     heads: tuple[int, ...] = ()
     """Indices of the heads to mark; the page scrolls to the first."""
     measure: str = ""
@@ -61,10 +59,11 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
         return Target("provenance")
-    return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, _about(finding, heads))
+    subject = _subject(finding, heads)
+    return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, subject)
 
 
-def _about(finding: Finding, heads: Sequence[int]) -> str:
+def _subject(finding: Finding, heads: Sequence[int]) -> str:
     """Name the subject of a finding on several heads; the card shows one head."""
     if about(finding.code) == "group" or len(heads) < 2:
         return ""
@@ -115,6 +114,6 @@ def severities_of(findings: Sequence[Finding], targets: Sequence[Target]) -> dic
     found: dict[int, Severity] = {}
     for finding, target in zip(findings, targets, strict=True):
         for index in target.heads if finding.where.head is not None else ():
-            worst = min(finding.severity, found.get(index, finding.severity), key=list(SEVERITIES).index)
+            worst = min(finding.severity, found.get(index, finding.severity), key=SEVERITY_ORDER.__getitem__)
             found[index] = worst
     return found

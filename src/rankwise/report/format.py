@@ -3,10 +3,9 @@
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.records import HeadRecord, Severity
+from rankwise.auditing.records import Severity
 
 SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("error", "errors"),
@@ -16,6 +15,7 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
 """Severities from the worst down, with their singular and plural."""
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
+"""Its value is the rank (of a matrix with signs, the relative rank) over min(T, S)."""
 
 _TITLES = {
     "relative_spread_layer_0": "μ/‖Y‖ of the input",
@@ -69,17 +69,6 @@ def split_code(text: str) -> list[tuple[str, bool]]:
     return [(part, number % 2 == 1) for number, part in enumerate(text.split("`")) if part]
 
 
-def mean(values: Iterable[float]) -> float:
-    """Return the mean of the finite values; NaN without any.
-
-    Examples:
-        >>> mean([1.0, float("nan"), 3.0])
-        2.0
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
 GENERIC = {"model", "models", "output", "weights", "pretrained"}
 """Folder names that do not identify a model; the name of the parent folder does."""
 STATES = {"final", "best", "last"}
@@ -104,11 +93,6 @@ def model_name(name: str) -> str:
         return parts[-2]
     vague = last in STATES or re.fullmatch(r"(checkpoint|step|epoch)[-_]?\d+", parts[-1])
     return "/".join(parts[-2:]) if vague else parts[-1]
-
-
-def rank_share(head: HeadRecord) -> float:
-    """Return the rank (of a matrix with signs, the relative rank) over min(T, S); NaN without tokens."""
-    return RANK.value(head)
 
 
 def count(number: int, singular: str, many: str = "") -> str:

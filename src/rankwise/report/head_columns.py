@@ -10,6 +10,7 @@ from statistics import quantiles
 from typing import Any
 
 from rankwise._internals.records import format_number
+from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, NULLS, HeadMeasure, Measure, share
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.report.format import count, round_for_page
@@ -104,7 +105,7 @@ class Column:
         return {
             "name": "at initialization" if reference.over_seeds else reference.short_title.lower(),
             "note": reference.note,
-            "at": round_for_page(sum(known) / len(known)),
+            "at": round_for_page(mean(known)),
             "label": "–".join(dict.fromkeys(ends)),
         }
 
@@ -123,7 +124,7 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
 
 def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
     """Return a row of the table of measures as a column."""
-    references = [*_at_initialization(measure, heads), *_reference_ranks(measure, heads)]
+    references = [_at_initialization(measure, heads), *_reference_ranks(measure, heads)]
     return Column(
         name=measure.name,
         share=measure.share,
@@ -159,30 +160,28 @@ def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[
     ]
 
 
-def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[Column]:
+def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
     """Return the measure at initialization: mean and standard deviation over seeds."""
     pairs: list[tuple[float, float]] = []
     for head in heads:
-        mean, std = math.nan, math.nan
+        middle, std = math.nan, math.nan
         if head.baseline is not None:
             name = measure.shown_field(head)
-            mean, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
-        pairs.append((share(mean, head), share(std, head)) if measure.share else (mean, std))
+            middle, std = (of.get(name, math.nan) for of in (head.baseline.mean, head.baseline.seed_std))
+        pairs.append((share(middle, head), share(std, head)) if measure.share else (middle, std))
     seeds = max((head.baseline.seeds for head in heads if head.baseline is not None), default=0)
-    return [
-        Column(
-            name=f"{INITIAL}{measure.name}",
-            share=measure.share,
-            title=f"{measure.title} at initialization",
-            short_title=f"{measure.head} at initialization",
-            digits=measure.digits,
-            values=[mean for mean, _ in pairs],
-            spread=[std for _, std in pairs],
-            over_seeds=True,
-            note="The same heads of the same architecture before training, on the same data, mean over "
-            f"{count(seeds, 'seed')}: the start of training, not a target.",
-        )
-    ]
+    return Column(
+        name=f"{INITIAL}{measure.name}",
+        share=measure.share,
+        title=f"{measure.title} at initialization",
+        short_title=f"{measure.head} at initialization",
+        digits=measure.digits,
+        values=[middle for middle, _ in pairs],
+        spread=[std for _, std in pairs],
+        over_seeds=True,
+        note="The same heads of the same architecture before training, on the same data, mean over "
+        f"{count(seeds, 'seed')}: the start of training, not a target.",
+    )
 
 
 def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:
@@ -223,11 +222,11 @@ def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
         "nonfinite": "Not finite",
     }
     columns = [(name, title, 0, [getattr(y, name) for y in layers]) for name, title in counts.items()]
-    measured = [(m.name, m.head, m.digits, [m.value(y) for y in layers]) for m in LAYER_MEASURES]
+    columns[2:2] = [(m.name, m.head, m.digits, [m.value(y) for y in layers]) for m in LAYER_MEASURES]
     return [
         {"name": "stack", "short_title": "Stack", "texts": [layer.stack for layer in layers]},
         *(
             {"name": name, "short_title": title, "digits": digits, "values": values}
-            for name, title, digits, values in (*columns[:2], *measured, *columns[2:])
+            for name, title, digits, values in columns
         ),
     ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rankwise.auditing.records import AttentionMap, HeadRecord
 from rankwise.auditing.result import Audit
-from rankwise.report.format import rank_share, round_for_page
+from rankwise.report.format import RANK, round_for_page
 
 SMALLEST = 1e-12
 """Share of the largest singular value below which float64 values are rounding noise, and are not drawn."""
@@ -63,15 +63,11 @@ def pack_attention_maps(
     """
     room = MAP_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
-    sequences = [
-        [audit.heads[index].attention_map for index in order],
-        [audit.heads[index].second_attention_map for index in order],
-    ]
     kept = [
         (at, index, picture)
-        for at, pictures in enumerate(sequences)
-        for index, picture in zip(order, pictures, strict=True)
-        if picture is not None
+        for at, field in enumerate(("attention_map", "second_attention_map"))
+        for index in order
+        if (picture := getattr(audit.heads[index], field)) is not None
     ]
     packed: list[dict[str, Any]] = []
     for side, steps in RESOLUTIONS:
@@ -142,13 +138,7 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
 
 def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
     """Return the head to open first: with a map and a finding, a map, a finding, or of the lowest rank."""
-    mapped = [at for at, head in enumerate(heads) if head.attention_map is not None]
-    both = [at for at in flagged if heads[at].attention_map is not None]
-    known = [at for at, head in enumerate(heads) if math.isfinite(rank_share(head))]
-    lowest = sorted(known, key=lambda at: rank_share(heads[at]))
-    found = [*both, *sorted(mapped, key=lambda at: _nan_last(rank_share(heads[at]))), *flagged, *lowest]
-    return found[0] if found else 0 if heads else None
-
-
-def _nan_last(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+    ranks = [value if math.isfinite(value := RANK.value(head)) else math.inf for head in heads]
+    lowest = sorted(range(len(heads)), key=ranks.__getitem__)
+    mapped = [at for at in (*flagged, *lowest) if heads[at].attention_map is not None]
+    return next(iter([*mapped, *flagged, *lowest]), None)

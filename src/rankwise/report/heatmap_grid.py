@@ -97,21 +97,19 @@ class HeadIndex:
 
     def __init__(self, heads: Sequence[HeadId]) -> None:
         self._heads = heads
-        self._layers: dict[int | None, list[int]] = {}
-        self._numbers: dict[tuple[int | None, int | None], list[int]] = {}
+        self._near: dict[tuple[int | None, int | None], list[int]] = {}
         for index, head in enumerate(heads):
-            self._layers.setdefault(head.layer, []).append(index)
-            self._numbers.setdefault((head.layer, head.head), []).append(index)
+            for number in {head.head, None}:
+                self._near.setdefault((head.layer, number), []).append(index)
 
     def at(self, place: HeadId) -> list[int]:
         """Return indices of the heads at a place; every head matches the parts that the place leaves open."""
         near: Sequence[int] = range(len(self._heads))
         if place.layer is not None:
-            layer = self._layers.get(place.layer, [])
-            near = layer if place.head is None else self._numbers.get((place.layer, place.head), [])
-        parts = {"stack": place.stack or None, "site": place.site or None, "head": place.head}
-        wanted = {name: value for name, value in parts.items() if value is not None}
-        return [i for i in near if all(getattr(self._heads[i], name) == wanted[name] for name in wanted)]
+            near = self._near.get((place.layer, place.head), [])
+        parts = ((name, getattr(place, name)) for name in ("stack", "site", "head"))
+        wanted = [(name, part) for name, part in parts if part not in ("", None)]
+        return [i for i in near if all(getattr(self._heads[i], name) == part for name, part in wanted)]
 
 
 def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:

@@ -6,13 +6,14 @@ from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise._internals.records import format_number
+from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure, Measure
 from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, one_of
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map
-from rankwise.report.format import RANK, count, mean, model_name
+from rankwise.report.format import RANK, count, model_name
 from rankwise.report.head_columns import measure_column
 from rankwise.report.heatmap_grid import Grid, Row, grids_of
 from rankwise.report.page import without_nan
@@ -118,7 +119,8 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     column = measure_column(_named(measure, HEAD_MEASURES), audit.heads)
     _need(audit.heads, "heads", "No mixing operator was captured: see `audit.uncaptured`.")
     maps = [heat_map(grid, column, audit.heads) for grid in grids_of(audit.heads)]
-    figure = _subplots(maps, rows=len(maps), columns=1, heights=[drawn.layout["height"] for drawn in maps])
+    heights = [drawn.layout["height"] for drawn in maps]
+    figure = _subplots(maps, rows=len(maps), columns=1, heights=heights)
     count_beyond, (low, high) = len(column.beyond), column.limits
     beyond = f" ({count_beyond} beyond the scale, up to {max(column.beyond):.3g})" if count_beyond else ""
     title = f"{column.title}, {escape(model_name(audit.provenance.model))}{beyond}"
@@ -128,8 +130,7 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
         "cmax": high,
         "colorbar": {"title": {"text": column.short_title}},
     }
-    height = min(sum(drawn.layout["height"] for drawn in maps) + 120, _TALLEST)
-    figure.update_layout(title=title, height=height, coloraxis=colors)
+    figure.update_layout(title=title, height=min(sum(heights) + 120, _TALLEST), coloraxis=colors)
     return figure
 
 

@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import format_number, grouped
+from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.plan.record import HeadDimPlan, TrainedWidth
+from rankwise.plan.record import HeadDimPlan
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import banded_line
 
@@ -128,15 +129,11 @@ def _costs(plan: HeadDimPlan) -> Table:
 
 
 def _trained(plan: HeadDimPlan) -> Table:
-    layers: dict[str, list[TrainedWidth]] = {}
-    for one in plan.trained:
-        layers.setdefault(str(one.head.at(None)), []).append(one)
     rows = []
-    for layer, heads in layers.items():
+    for layer, heads in grouped(plan.trained, lambda one: str(one.head.at(None))).items():
         required = [one.required for one in heads if math.isfinite(one.required)] or [math.nan]
-        least, most, mean = min(required), max(required), sum(required) / len(required)
-        span = f"{format_number(least)} to {format_number(most)}"
-        rows.append([layer, str(len(heads)), str(heads[0].width), span, format_number(mean, 1)])
+        span = f"{format_number(min(required))} to {format_number(max(required))}"
+        rows.append([layer, str(len(heads)), str(heads[0].width), span, format_number(mean(required), 1)])
     return Table(
         "Widths that trained heads require",
         ["layer", "heads", "K", "required K", "mean"],

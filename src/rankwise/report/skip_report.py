@@ -14,10 +14,11 @@ def skip_document(
     """Describe λ-skips before and after a fit: λ of each site, μ/‖Y‖ by layer (`collapse`), and `loss`."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
     states = report["collapse"]
+    times = (", before", ", after") if len(states) > 1 else ("",)
     spread = [
-        [f"{stack or 'model'}{when if len(states) > 1 else ''}", _numbers(stacks[stack])]
+        [f"{stack or 'model'}{when}", " ".join(f"{number:.2f}" for number in stacks[stack])]
         for stack in states[0]
-        for when, stacks in zip((", before", ", after"), states, strict=False)
+        for when, stacks in zip(times, states, strict=True)
     ]
     loss = "loss, held out: {:.4f} → {:.4f}".format(*report["loss"]) if "loss" in report else ""
     tables = [
@@ -34,23 +35,11 @@ def skip_document(
     )
 
 
-def _numbers(numbers: Sequence[float]) -> str:
-    return " ".join(f"{number:.2f}" for number in numbers)
-
-
 def certificate_document(certificate: SkipCertificate) -> Document:
     """Describe a certificate: what each layer keeps, and the |λ| that each bound requires."""
     root = f"√a = {certificate.a**0.5:.2f}"
-    measured = [
-        "lambda_value",
-        "norm",
-        "kept",
-        "kept_lower_bound",
-        "mixing_share",
-        "mixing_norm",
-        "value_norm",
-    ]
-    least = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
+    measured = "lambda_value", "norm", "kept", "kept_lower_bound", "mixing_share", "mixing_norm", "value_norm"
+    least = "min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"
     rows = [
         [[layer.site, *(_cell(getattr(layer, name)) for name in names)] for layer in certificate.layers]
         for names in (measured, least)
