@@ -1,5 +1,6 @@
 """What a request to compress is told: refusals that name the cause, and notes where little came of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,3 +179,31 @@ def test_a_part_is_named_once() -> None:
 def test_targets_that_do_not_fit_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(CompressionError, match=said):
         rw.compress(gpt2(), [ids()], **asked, **QUICK)
+
+
+def attention(model: nn.Module, kind: str) -> nn.Module:
+    model.set_attn_implementation(kind)  # type: ignore[operator]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "remedy", "other", "others"),
+    [
+        (gpt2, ["rotary"], "the part `qk` may do", gpt2, ["qk"]),
+        (llama, ["qk"], "use `compress` with the part `rotary`", llama, ["rotary"]),
+        (bert, ["qk", "kv"], "Remove `kv` from the parts", bert, ["qk"]),
+        (
+            lambda: attention(llama(), "eager"), ["rotary"], "load the model with attn_implementation='sdpa'",
+            lambda: attention(llama(), "sdpa"), ["rotary"],
+        ),
+    ],
+    ids=["qk", "rotary", "without kv", "sdpa"],
+)  # fmt: skip
+def test_the_remedy_of_a_refusal_helps(
+    model: Callable[[], nn.Module], parts: list[str], remedy: str,
+    other: Callable[[], nn.Module], others: list[str],
+) -> None:  # fmt: skip
+    with pytest.raises(CompressionError, match=remedy):
+        rw.compress(model(), [ids()], keep=0.5, parts=parts, **QUICK)
+    done = rw.compress(other(), [ids()], keep=0.5, parts=others, **QUICK)
+    assert done.parameters_after < done.parameters_before

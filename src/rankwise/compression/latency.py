@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import first_sequences, run_model, tensors_of
+from rankwise._internals.forward import batch_size, first_sequences, run_model
 from rankwise.compression.outputs import is_decoder
 from rankwise.compression.records import Latency
 
@@ -60,7 +60,7 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is None:
         alone = first_sequences(batch, 1)
-        return [(alone, 1), (batch, next(iter(_sizes(batch)), 1))]
+        return [(alone, 1), (batch, batch_size(batch))]
     longest = min(longest_input(model) or LONGEST, LONGEST)
     made = []
     for divisor in LENGTHS:
@@ -85,10 +85,6 @@ def longest_input(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return positions - 2 if isinstance(positions, int) and positions > 4 else None
-
-
-def _sizes(batch: Any) -> list[int]:
-    return [tensor.shape[0] for tensor in tensors_of(batch).values() if tensor.dim()]
 
 
 def _decode(
