@@ -150,7 +150,7 @@ def _check(
 
 
 def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -> tuple[list[Any], list[Any]]:
-    """Batches to learn on, and batches to measure on: every fifth sequence."""
+    """Return batches to learn on, and batches to measure on: every fifth sequence."""
     import torch
 
     from rankwise.errors import InputError
@@ -187,7 +187,7 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
 
 
 def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[str] | None) -> "Skips":
-    """λ-skips of which those chosen, all by default, can learn."""
+    """Return the λ-skips of a model; the chosen ones, by default all, can learn."""
     import torch
 
     from rankwise.errors import InputError
@@ -255,7 +255,7 @@ def _fit(
 
 
 def _write(subject: "Subject", out: Path, report: dict[str, Any]) -> list[Path]:
-    """Write the skips, and the model without them: they are then no longer in it."""
+    """Write the λ-skips, remove them from the model, write the model, and return the paths."""
     from rankwise.skips import remove_lambda_skip, save_skips
 
     written = [*save_skips(subject.model, out, fitted=report)]

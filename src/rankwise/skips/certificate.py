@@ -141,19 +141,16 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
     """Return a file of version 1 with the current names, without fields that were removed."""
     if content["schema_version"] == 2:
         return content
-    kinds: dict[str, type[Record]] = {"layers": LayerCertificate, "stacks": StackCertificate}
     known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
-    for part, kind in kinds.items():
-        if not isinstance(content.get(part), list):
-            continue
-        known[part] = [
-            {
-                RENAMED.get(name, name): value
-                for name, value in one.items()
-                if RENAMED.get(name, name) in kind.model_fields
-            }
-            if isinstance(one, dict)
-            else one
-            for one in content[part]
-        ]
+    for part, kind in (("layers", LayerCertificate), ("stacks", StackCertificate)):
+        if isinstance(known.get(part), list):
+            known[part] = [_renamed(one, kind) for one in known[part]]
     return known | {"schema_version": 2}
+
+
+def _renamed(one: Any, kind: type[Record]) -> Any:
+    """Return a layer or stack with the current names; what is not an object stays, for the error about it."""
+    if not isinstance(one, dict):
+        return one
+    new = {RENAMED.get(name, name): value for name, value in one.items()}
+    return {name: value for name, value in new.items() if name in kind.model_fields}

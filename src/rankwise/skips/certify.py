@@ -369,7 +369,7 @@ def _notes(
 
 
 def _grouped(what: str, reasons: Mapping[str, str]) -> list[str]:
-    """One note for each reason, with the first site it is given for."""
+    """Return one note per reason, with the first site that has it."""
     sites: dict[str, list[str]] = {}
     for site, reason in reasons.items():
         sites.setdefault(reason, []).append(site)
@@ -380,7 +380,7 @@ def _grouped(what: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 def _padding_notes(batch: Batch) -> list[str]:
-    """Of masks of torch's own layers, whose names and signs vary, nothing but that they are not read."""
+    """Return a note for each padding mask of torch's own layers: names and signs vary, so it is not read."""
     given = batch if isinstance(batch, Mapping) else {}
     return [
         f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one length "

@@ -298,10 +298,10 @@ class ReplaceSums(TorchFunctionMode):
 
 @no_type_check
 def operands(func, args, kwargs):
-    """The two operands of a plain sum that is a state by its axes; None for anything else.
+    """Return the two operands of a plain sum that is a state by its axes; None for anything else.
 
-    Sums that spread one operand over the other count as well: positions + words are such a sum or none by
-    the number of sequences alone, and the others must keep their numbers.
+    Sums that broadcast one operand count as well: positions + words broadcasts or not by the number of
+    sequences alone, and the names of the other sums must not depend on it.
     """
     if func not in SUMS or kwargs.get("alpha", 1) != 1:
         return None
