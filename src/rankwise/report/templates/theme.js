@@ -5,7 +5,6 @@ const narrow = matchMedia("(max-width: 640px)");
 const wide = matchMedia("(min-width: 1100px)"); // room for a head wide the map; else it is a sheet below
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const SERIES = 6;
-const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
 const find = (selector, within = document) => within.querySelector(selector);
