@@ -10,6 +10,8 @@ from rankwise.plan.record import HeadDimPlan
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import banded_line
 
+_SPREAD = "± one standard deviation over trials."
+
 
 def plan_document(plan: HeadDimPlan) -> Document:
     """Describe a plan: K*, rank against width, costs, and widths that trained heads require."""
@@ -82,8 +84,7 @@ def _figure(plan: HeadDimPlan) -> Figure:
         "yaxis": {"title": {"text": "rank/T"}, "rangemode": "tozero", "automargin": True},
         "showlegend": True,
     }
-    caption = "± one standard deviation over trials."
-    return Figure("curve", "Rank/T against width", data, layout, caption)
+    return Figure("curve", "Rank/T against width", data, layout, _SPREAD)
 
 
 def _line(plan: HeadDimPlan) -> list[dict[str, Any]]:
@@ -99,8 +100,7 @@ def _line(plan: HeadDimPlan) -> list[dict[str, Any]]:
 def _curve(plan: HeadDimPlan) -> Table:
     shown = {2**power for power in range(10)} | {plan.head_dim, plan.curve[0][0], plan.curve[-1][0]}
     rows = [[str(k), f"{mean:.3f} ± {format_number(std, 3)}"] for k, mean, std in plan.curve if k in shown]
-    note = "± one standard deviation over trials."
-    return Table("Rank/T at random weights", ["K", "rank/T"], rows, note=note)
+    return Table("Rank/T at random weights", ["K", "rank/T"], rows, note=_SPREAD)
 
 
 def _costs(plan: HeadDimPlan) -> Table:
