@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +65,46 @@ def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.M
     assert sum(one.numel() for one in model.parameters()) == record.parameters_after
     again = run("own.py:build", "--out", "half")
     assert "new or empty" in str(again.exception)
+
+
+def test_the_next_steps_load_and_audit_the_model_whatever_its_folder_is_called(run: Run) -> None:
+    from transformers import ByT5Tokenizer
+
+    torch.manual_seed(0)
+    model = gpt2()
+    model.resize_token_embeddings(400)
+    model.save_pretrained("model")
+    ByT5Tokenizer().save_pretrained("model")
+    done = run(
+        "model", "--text", "text.txt", "--width", 3, "--tokens", 32, "--sequences", 4, "--no-time",
+        "--no-nulls", "--out", 'the "small" one',
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    load, audit = (
+        next(line for line in done.output.splitlines() if line.startswith(start))
+        for start in ("model = ", "rankwise audit ")
+    )
+    scope = {"rankwise": rw}
+    exec(load, scope)
+    record = Compression.load('the "small" one')
+    assert sum(one.numel() for one in scope["model"].parameters()) == record.parameters_after
+    program, *arguments = shlex.split(audit.replace("FILE", "text.txt"), comments=True)
+    assert program == "rankwise"
+    audited = CliRunner().invoke(app, [*arguments, "--tokens", "32", "--out", "seen"])
+    assert audited.exit_code == 0, audited.output
+
+
+def test_without_a_model_there_are_no_next_steps_and_a_lower_share_writes_one(run: Run) -> None:
+    few = ("own.py:build", "--parts", "heads", "--no-time", "--no-nulls", "--out", "new")
+    done = run(*few, "--keep", 0.99)
+    assert "lower --keep" in str(done.exception)
+    assert "Nothing was written" in str(done.exception)
+    assert "Price" in done.output
+    assert "load_compressed" not in done.output
+    assert not Path("new").exists()
+    done = run(*few, "--keep", 0.5)
+    assert done.exit_code == 0, done.output
+    assert "load_compressed" in done.output
 
 
 def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def _data(
 
 def _show(record: "Compression", written: list[Path]) -> None:
     from contextlib import suppress
+    from dataclasses import replace
 
     from rich.console import Console
 
@@ -203,7 +204,10 @@ def _show(record: "Compression", written: list[Path]) -> None:
     from rankwise.report.compression_report import compression_document
 
     console = Console()
+    document = compression_document(record)
+    if not written:  # the next steps need the folder
+        document = replace(document, sections=[x for x in document.sections if x.name != "next"])
     with suppress(BrokenPipeError):
-        print_document(compression_document(record), console)
+        print_document(document, console)
         for kind, path in zip(("model", "page"), written, strict=False):
             console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,9 @@
 """Describe a compression."""
 
 import html
+import json
 import math
+import shlex
 
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
@@ -196,9 +198,8 @@ def _layers(record: Compression) -> Table:
 
 def _next_steps(record: Compression) -> str:
     folder = record.about.get("folder", "DIR")
-    model = record.about.get("source", "the original")
     return (
-        f'model = rankwise.load_compressed("{folder}")\n'
-        f"rankwise audit {folder} --text FILE   # then: rankwise compare BEFORE AFTER\n"
-        f"# back: {model} is unchanged, load it instead"
+        f"model = rankwise.load_compressed({json.dumps(folder, ensure_ascii=False)})\n"
+        f"rankwise audit {shlex.quote(folder)} --text FILE   # then: rankwise compare BEFORE AFTER\n"
+        f"# back: {record.about.get('source', 'the original')} is unchanged, load it instead"
     )
