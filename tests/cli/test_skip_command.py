@@ -132,6 +132,13 @@ def test_sites_that_have_no_saved_skip_get_one(run: Run, folder: Path) -> None:
     assert "Known: model.layers.0, model.layers.1" in str(result.exception)
 
 
+def test_a_negative_number_is_set(run: Run, folder: Path) -> None:
+    """The remedy of a COLLAPSE has one if λ is negative."""
+    result = run(folder, "--init", -2, "--text", "text.txt", "--out", "new", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert numbers("new") == {"0": -2, "1": -2}
+
+
 @pytest.mark.parametrize("start", ["saved", "new"])
 def test_sites_are_fitted_alone(run: Run, folder: Path, start: str) -> None:
     fit = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, *SMALL)

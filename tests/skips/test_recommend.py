@@ -267,6 +267,15 @@ def test_a_stack_next_to_another_one_gets_a_call_of_its_own() -> None:
     assert collapse_of(rw.audit(model, [START])) == []
 
 
+def test_skips_of_another_stack_are_not_tried() -> None:
+    model = Two().eval()
+    rw.add_lambda_skip(model, sites="first", example=START)
+    assert choose_lambda(model, START, "second").sites == []
+    (finding,) = collapse_of(advised(model, START))
+    assert finding.remedy == recommendation.BY_HAND
+    assert "lambda_proved" not in finding.evidence
+
+
 def test_a_command_names_a_stack_next_to_another_one() -> None:
     model = Two().eval()
     (finding,) = collapse_of(advised(model, {"x": START}))

@@ -84,7 +84,6 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     check_traceable(model)
     sites, inside = _sites_of(model, batch, stack)
     if not inside:
-        _collapse(model, batch, stack)  # refuses a stack that the model does not have
         return LambdaChoice(
             stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
             mixing_share=math.nan,
@@ -203,10 +202,15 @@ def _collapse(model: nn.Module, batch: Batch, stack: str) -> tuple[Finding | Non
 
 
 def _sites_of(model: nn.Module, batch: Batch, stack: str) -> tuple[list[SkipSite], list[SkipSite]]:
-    """Return all sites of a model, and the sites of a stack; all if the stack has no name of its own."""
+    """Return all sites of a model, and those of a stack; if none has its name, those of no other stack."""
     sites, _ = sites_in(model, batch)
     inside = [site for site in sites if site.name.startswith(f"{stack}.")]
-    return sites, inside or sites
+    if not inside:
+        stacks = {layer.stack for layer in _layers(model, [batch])}
+        one_of("`stack`", stack, stacks)
+        others = tuple(f"{other}." for other in stacks - {stack})
+        inside = [site for site in sites if not site.name.startswith(others)]
+    return sites, inside
 
 
 def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
