@@ -8,6 +8,7 @@ from tests.compression.compression_cases import bigcode, ids
 
 import rankwise as rw
 from rankwise.compression.factors import joint_components, key_components
+from rankwise.compression.layers import rank_notes
 from rankwise.compression.qk_modules import HeadFactors, narrow_linear
 from rankwise.compression.qk_solve import hull, widths_for_tolerance, widths_under_budget
 from rankwise.compression.qk_statistics import Sample, divergence, head_divergence, width_curves
@@ -154,3 +155,10 @@ def test_keys_that_a_mask_makes_copies_of_are_those_of_one_head() -> None:
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
     assert [head.kl for head in other.heads] == pytest.approx([head.kl for head in one.heads], rel=1e-3)
     assert other.kl == pytest.approx(one.kl, rel=1e-3)
+
+
+def test_second_moments_of_several_widths_share_one_note_on_rank() -> None:
+    full, singular = torch.eye(3, dtype=torch.float64), torch.zeros(5, 5, dtype=torch.float64)
+    assert rank_notes([full, full], "keys", 9) == []
+    [note] = rank_notes([full, singular, full.expand(2, 3, 3)], "keys", 9)
+    assert note.startswith("1 second moments of keys do not have full rank on 9 tokens")

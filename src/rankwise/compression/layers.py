@@ -199,7 +199,7 @@ def check_tokens(tokens: int, width: int) -> None:
         )
 
 
-def rank_notes(moments: Iterable[Float64[Tensor, "*G K K"]], kinds: str, tokens: int) -> list[str]:
+def rank_notes(moments: Iterable[Float64[Tensor, "..."]], kinds: str, tokens: int) -> list[str]:
     """Return a note if second moments do not have full rank."""
     ranks = [torch.linalg.matrix_rank(moment, hermitian=True) < moment.shape[-1] for moment in moments]
     singular = sum(int(below.sum()) for below in ranks)
