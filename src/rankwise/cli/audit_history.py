@@ -76,6 +76,7 @@ def write_history_page(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> N
     from rich.console import Console
 
     from rankwise.auditing import History
+    from rankwise.cli.output import print_path
     from rankwise.report import print_document, write_page
     from rankwise.report.comparison_report import history_document
 
@@ -88,4 +89,4 @@ def write_history_page(done: "Sequence[tuple[str, str, Audit]]", out: Path) -> N
         ("history", write_page(document, out / "index.html")),
         ("table", history.to_csv(out / "history.csv")),
     ):
-        console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+        print_path(kind, path, console)

@@ -1,12 +1,9 @@
 """`rankwise compare`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 HELP = """Show what changed from one audit to another, or over any number of them.
 
@@ -38,6 +35,7 @@ def command(
 
     from rankwise._internals.files import write_file
     from rankwise.auditing import Audit, History, compare
+    from rankwise.cli.output import print_path
     from rankwise.report import print_document
     from rankwise.report.comparison_report import comparison_document, history_document
 
@@ -53,12 +51,13 @@ def command(
                 written = comparison.to_html(path)
             else:
                 written = write_file(path, comparison.model_dump_json(indent=1), "comparison")
-            _say("comparison", written, console)
+            print_path("comparison", written, console)
         return
     history = History.of([Audit.load(path) for path in paths], _names(paths))
     print_document(history_document(history), console)
     for path in out or []:
-        _say("history", history.to_html(path) if path.suffix == ".html" else history.to_csv(path), console)
+        written = history.to_html(path) if path.suffix == ".html" else history.to_csv(path)
+        print_path("history", written, console)
 
 
 def _paths(given: list[Path]) -> list[Path]:
@@ -97,7 +96,3 @@ def _check_ending(path: Path, known: tuple[str, ...]) -> None:
             got=path.suffix or "no ending",
             fix=f"For instance --out {path.with_suffix(known[0])}.",
         )
-
-
-def _say(kind: str, path: Path, console: "Console") -> None:
-    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)

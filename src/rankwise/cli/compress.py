@@ -148,7 +148,8 @@ def command(
 def _check(
     out: Path, keep: float | None, tolerance: float | None, width: float | None, parts: tuple[str, ...]
 ) -> None:
-    from rankwise.errors import CompressionError, InputError
+    from rankwise.cli.output import check_unused
+    from rankwise.errors import CompressionError
 
     given = [
         f"--{name}"
@@ -163,13 +164,7 @@ def _check(
         raise CompressionError(
             "--width", expected="the part qk alone", got=",".join(parts), fix="Use --keep or --tolerance."
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(
-            f"--out {out}",
-            expected="a folder that is new or empty",
-            got="one with files in it" if out.is_dir() else "a file",
-            fix="Choose another name.",
-        )
+    check_unused(out)
 
 
 def _data(
@@ -200,6 +195,7 @@ def _show(record: "Compression", written: list[Path]) -> None:
 
     from rich.console import Console
 
+    from rankwise.cli.output import print_path
     from rankwise.report import print_document
     from rankwise.report.compression_report import compression_document
 
@@ -210,4 +206,4 @@ def _show(record: "Compression", written: list[Path]) -> None:
     with suppress(BrokenPipeError):
         print_document(document, console)
         for kind, path in zip(("model", "page"), written, strict=False):
-            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+            print_path(kind, path, console)

@@ -42,6 +42,22 @@ def new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
+def check_unused(folder: Path, fix: str = "Choose another name.") -> None:
+    """Raise InputError if `--out` is a file or a folder with files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            f"--out {folder}",
+            expected="a folder that is new or empty",
+            got="one with files in it" if folder.is_dir() else "a file",
+            fix=fix,
+        )
+
+
+def print_path(kind: str, path: Path, console: Console) -> None:
+    """Print where a file was written, in one line that can be copied."""
+    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
 def command_line() -> str:
     """The command that is running, for the record of what it made."""
     return shlex.join(["rankwise", *sys.argv[1:]])
@@ -111,5 +127,4 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
             return
         print_document(audit_document(audit), console)
         for path in written:
-            kind = _KINDS[path.suffix]
-            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+            print_path(_KINDS[path.suffix], path, console)

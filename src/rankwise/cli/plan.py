@@ -143,13 +143,10 @@ def command(
 def _check_data(
     out: Path, overwrite: bool, model: str | None, text: Path | None, images: Path | None
 ) -> None:
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(
-            f"--out {out}",
-            expected="a folder that is new or empty",
-            got="one with files in it" if out.is_dir() else "a file",
-            fix="Choose another name, or add --overwrite.",
-        )
+    from rankwise.cli.output import check_unused
+
+    if not overwrite:
+        check_unused(out, "Choose another name, or add --overwrite.")
     if model is not None and text is None and images is None:
         raise InputError(
             "--model", expected="data for the model", got="none", fix="Pass --text FILE or --images DIR."
@@ -195,6 +192,7 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
 
     from rich.console import Console
 
+    from rankwise.cli.output import print_path
     from rankwise.report import print_document
     from rankwise.report.plan_report import plan_document
 
@@ -202,8 +200,7 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
     with suppress(BrokenPipeError):
         print_document(plan_document(plan), console)
         for path in written:
-            kind = "page" if path.suffix == ".html" else "plan"
-            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+            print_path("page" if path.suffix == ".html" else "plan", path, console)
 
 
 def attention_of(subject: "Subject", width: int | None = None) -> dict[str, Any]:
