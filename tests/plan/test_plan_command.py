@@ -1,14 +1,19 @@
 """`rankwise plan` as its user meets it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from rankwise.cli import app
-from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.cli.load_model import demo_model, demo_text, load_subject
+from rankwise.cli.plan import model_states
+from rankwise.errors import InputError
 from rankwise.plan import HeadDimPlan
 
 LATENT = """
@@ -47,6 +52,25 @@ def test_it_says_what_it_found_and_wrote(run: Run) -> None:
     assert Path("here/index.html").read_text().startswith("<!doctype html>")
     again = run("--tokens", 64, "--out", "here")
     assert "--overwrite" in str(again.exception)
+    again = run(*few, "--overwrite")
+    assert again.exit_code == 0, again.output
+
+
+def test_the_length_that_is_named_for_short_texts_is_possible(run: Run) -> None:
+    Path("short.jsonl").write_text('{"text": "to be or not to be"}\n{"text": "to be"}\n')
+    few = ("--model", demo_model(), "--text", "short.jsonl", "--trials", 2)
+    refused = str(run(*few, "--tokens", 64).exception)
+    named = re.search(r"Pass a longer text, or --tokens (\d+)", refused)
+    assert named
+    done = run(*few, "--tokens", named[1], "--overwrite")
+    assert done.exit_code == 0, done.output
+
+
+def test_for_texts_of_one_token_no_length_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SimpleNamespace(batches=[{"input_ids": torch.tensor([[5]])}], notes=[], data="a text")
+    monkeypatch.setattr("rankwise.cli.load_data.inputs_for", lambda *_, **__: given)
+    with pytest.raises(InputError, match=r"got at most 1\. Pass a longer text\.$"):
+        model_states(load_subject(str(demo_model())), Path("short.txt"), None, 64, 1)
 
 
 def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:

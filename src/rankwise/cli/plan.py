@@ -284,7 +284,7 @@ def model_states(
             f"--text {text}",
             expected=f"a sequence of {tokens} tokens",
             got=f"at most {longest}",
-            fix=f"Pass a longer text, or --tokens {max(longest, 2)}.",
+            fix="Pass a longer text" + (f", or --tokens {longest}." if longest >= 2 else "."),
         )
     states = torch.stack([row for row in rows if len(row) == longest])
     data = f"token states of {subject.name} on {inputs.data} ({len(states)} sequences)"
