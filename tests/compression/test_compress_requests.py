@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, llama
+from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
 
@@ -115,12 +116,13 @@ def test_what_is_no_number_is_refused(asked: dict[str, Any], said: str) -> None:
         ({"keep": {}}, "`parts`: expected names of parts, got none"),
         ({"keep": {"qk": 0.5}, "tolerance": {"qk": 0.1}}, "part 'qk': .* got both. Omit one"),
         ({"keep": {"qk": 0.5}, "tolerance": 0.1}, "`tolerance`: expected a mapping of parts.* got 0.1"),
+        ({"keep": {"qk": None}}, "part 'qk': expected a share or a tolerance, got None. Omit a part"),
         ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance, got both"),
         ({"keep": {"qk": 0.5, "kv": 1.5}}, "`keep`: expected a share above 0 and below 1, got 1.5"),
     ],
 )
 def test_each_part_has_one_known_target(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(CompressionError, match=said):
+    with unchecked(), pytest.raises(CompressionError, match=said):
         rw.compress(gpt2(), [ids()], **asked, **QUICK)
 
 
@@ -177,7 +179,7 @@ def test_a_part_is_named_once() -> None:
     ],
 )
 def test_targets_that_do_not_fit_are_refused(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(CompressionError, match=said):
+    with unchecked(), pytest.raises(CompressionError, match=said):
         rw.compress(gpt2(), [ids()], **asked, **QUICK)
 
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 DELTA = 1e-2
-"""Default threshold δ of the numerical rank, relative to the largest singular value σ_max. With eps·σ_max as
-the threshold, rounding errors of the matrix's dtype would count as directions; with 1e-2 they do not."""
+"""Default threshold δ: values σ ≥ δ count in the numerical rank, values σ ≥ δ·σ_max in the relative rank.
+With eps·σ_max as the threshold, rounding errors of the matrix's dtype would count as directions."""
 WIDTH_TOLERANCE = 0.01
 """Largest KL divergence, in nats, that `required_head_dim` allows between attention rows before and after.
 By Pinsker's inequality at most √(0.01/2) = 7 % of the attention weight in a row then moves."""

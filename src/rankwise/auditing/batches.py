@@ -31,9 +31,8 @@ def check_rows(model: nn.Module, batch: Any, number: int) -> None:
     tensors = tensors_of(batch)
     fix = "Leave it out: an empty text is the usual cause."
     if tensors and not any(tensor.numel() for tensor in tensors.values()):
-        expected = "at least one sequence, of at least one token"
         got = f"the shape {tuple(next(iter(tensors.values())).shape)}"
-        raise InputError(f"batch {number}", expected=expected, got=got, fix=fix)
+        raise InputError(f"batch {number}", expected="one or more sequences with tokens", got=got, fix=fix)
     mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
     if getattr(without_copies(model), "config", None) is None or mask is None or ids is None:
         return
@@ -58,8 +57,9 @@ def from_texts(
 ) -> tuple[Iterable[Batch], list[str]]:
     """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
-        fix = "Audit them one after the other."
-        raise InputError("`batches` and `texts`", expected="one of them", got="both", fix=fix)
+        raise InputError(
+            "`batches` and `texts`", expected="one of them", got="both", fix="Audit each by itself."
+        )
     several, tokenizer = checked_texts(texts, tokenizer)
     return model_batches(
         model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size

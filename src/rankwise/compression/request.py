@@ -75,6 +75,10 @@ def targets_of(
             got="both",
             fix="Omit one of them.",
         )
+    for name, value in {**shares, **tolerances}.items():
+        if value is None:
+            fix = "Omit a part that should not be compressed."
+            raise CompressionError(f"part {name!r}", expected="a share or a tolerance", got="None", fix=fix)
     return {name: (shares.get(name), tolerances.get(name)) for name in chosen_parts([*shares, *tolerances])}
 
 
