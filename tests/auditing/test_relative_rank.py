@@ -15,7 +15,6 @@ from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.report import document_text
 from rankwise.report.audit_report import audit_document
-from rankwise.report.format import rank_share
 from rankwise.tracing import MixerSite
 
 RANK = next(one for one in HEAD_MEASURES if one.name == "numerical_rank")
@@ -75,7 +74,7 @@ def test_a_signed_mixer_is_shown_at_any_scale_alike_and_a_softmax_by_its_absolut
     small, large = (record("selective", DenseMixing(scale * matrix), method) for scale in (1e-4, 1e3))
     assert small.relative_rank == large.relative_rank > 0
     assert small.numerical_rank < large.numerical_rank
-    assert RANK.value(small) == rank_share(small) == RANK.value(large) == small.relative_rank / 40
+    assert RANK.value(small) == RANK.value(large) == small.relative_rank / 40
     softmax = record("softmax", DenseMixing(1e-4 * matrix), method)
     assert RANK.value(softmax) == softmax.numerical_rank / 40
 
