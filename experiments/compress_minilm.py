@@ -74,10 +74,10 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
     for width in recipe.widths:
         first = width == recipe.widths[0]
         model = load(folder)
-        record = rw.compression.compress_qk(
+        record = rw.compress(
             model,
             calibration,
-            width=width,
+            keep=width / 32,
             calibrate=recipe.calibrate,
             held_out=held_out,
             nulls=first,

@@ -26,7 +26,7 @@ from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
 from rankwise.compression.removed_heads import EmptyLinear
 from rankwise.errors import CompressionError
 
-QUICK: dict[str, Any] = {"time": False, "nulls": False, "parts": ("heads",)}
+QUICK: dict[str, Any] = {"parts": ("heads",)}
 EPS = torch.finfo(torch.float32).eps
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -233,7 +233,7 @@ def test_empty_layers_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_training_audits_and_narrowing_go_on() -> None:
     model, batch = gpt2(), ids(8, 30)
-    done = compress(model, [batch], keep=0.5, parts=("qk", "heads"), time=False, nulls=False)
+    done = compress(model, [batch], keep=0.5, parts=("qk", "heads"))
     assert done.parts == ["heads", "qk"]  # in the order they are done
     heads = rw.audit(model, [batch]).heads
     left = sum(head.width > 0 for head in done.heads if head.part == "heads")

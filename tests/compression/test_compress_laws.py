@@ -147,10 +147,7 @@ def test_keys_that_a_mask_makes_copies_of_are_those_of_one_head() -> None:
     """Multi-query attention repeats its keys for each query head as soon as the batch has a mask."""
     plain = ids(6, 30)
     masked = {**plain, "attention_mask": torch.ones(6, 30, dtype=torch.long)}
-    one, other = (
-        rw.compression.compress_qk(bigcode(), [batch], width=4, time=False, nulls=False)
-        for batch in (plain, masked)
-    )
+    one, other = (rw.compress(bigcode(), [batch], keep=4 / 8) for batch in (plain, masked))
     assert not other.left_out
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
     assert [head.kl for head in other.heads] == pytest.approx([head.kl for head in one.heads], rel=1e-3)

@@ -12,7 +12,6 @@ from rankwise.compression.memory import naming_layer, out_of_memory
 from rankwise.compression.qk_solve import calibrate
 from rankwise.errors import CompressionError
 
-QUICK: dict[str, Any] = {"time": False, "nulls": False}
 FULL = [
     MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
@@ -54,7 +53,7 @@ def test_a_model_that_runs_out_of_memory_names_its_layer(parts: tuple[str, ...],
     with pytest.raises(
         CompressionError, match=r"layer 'transformer\.h\.1\.attn\.c_proj': expected memory for"
     ):
-        rw.compress(model, [batch], keep=0.5, parts=parts, **QUICK)
+        rw.compress(model, [batch], keep=0.5, parts=parts)
     del inside.forward
     assert count > calls
     now = model.state_dict()
@@ -70,7 +69,7 @@ def test_layers_that_were_calibrated_stay_so(monkeypatch: pytest.MonkeyPatch) ->
         return calibrate(layer, *args, **more)
 
     monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", once)
-    done = rw.compression.compress_qk(gpt2(), [ids(6, 30)], width=3, calibrate=6, **QUICK)
+    done = rw.compress(gpt2(), [ids(6, 30)], keep=3 / 8, calibrate=6)
     assert not done.complete
     assert any(
         "for want of memory at transformer.h.1.attn: what was done is kept" in note for note in done.notes

@@ -25,7 +25,6 @@ from rankwise.compression import Compression, save_compressed
 from rankwise.compression.qk_modules import NarrowProjection
 from rankwise.errors import CompressionError, InputError
 
-QUICK: dict[str, Any] = {"time": False, "nulls": False}
 NARROWED = {**FAMILIES, **WRITTEN}
 
 
@@ -45,7 +44,7 @@ def test_attention_of_the_first_layer_is_what_the_record_says(family: str) -> No
     model = NARROWED[family]()
     batch = ids(6, 30)
     before = matrices(model, batch)[0]
-    done = rw.compression.compress_qk(model, [batch], width=4, **QUICK)
+    done = rw.compress(model, [batch], keep=4 / 8)
     after = matrices(model, batch)[0]
     terms = torch.where(before > 0, before * (before.log() - after.log()), 0).sum(-1)
     assert terms.mean().item() == pytest.approx(done.layers[0].kl, rel=1e-3, abs=1e-6)
@@ -67,7 +66,7 @@ def test_queries_of_low_rank_lose_nothing() -> None:
                 query.bias[rows] = basis @ basis.mT @ query.bias[rows]
     batch = ids()
     before = output(model, batch)
-    rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+    rw.compress(model, [batch], keep=3 / 8)
     assert {
         one.narrow.out_features for _, one in model.named_modules() if isinstance(one, NarrowProjection)
     } == {12}
@@ -79,7 +78,7 @@ def test_queries_of_low_rank_lose_nothing() -> None:
 @pytest.mark.parametrize("family", [*DECODERS, "bloom"])
 def test_it_generates_with_a_cache_of_narrow_keys(family: str) -> None:
     model, batch = NARROWED[family](), ids(2, 12)
-    done = rw.compression.compress_qk(model, [ids(6, 30)], width=3, **QUICK)
+    done = rw.compress(model, [ids(6, 30)], keep=3 / 8)
     with torch.no_grad():
         whole = model(**batch).logits
         start = model(batch["input_ids"][:, :5], use_cache=True)
@@ -108,7 +107,7 @@ def test_it_is_saved_twice_and_loaded_by_everyone(family: str, tmp_path: Path) -
     from transformers import AutoModel
 
     model, batch = NARROWED[family](), ids()
-    done = rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+    done = rw.compress(model, [batch], keep=3 / 8)
     expected = output(model, batch)
     save_compressed(model, tmp_path / "one", done)
     first = rw.load_compressed(tmp_path / "one")
@@ -132,7 +131,7 @@ def test_it_is_saved_twice_and_loaded_by_everyone(family: str, tmp_path: Path) -
 def test_families_that_initialise_projections_by_name_are_loaded(family: Any, tmp_path: Path) -> None:
     pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     model, batch = family(), ids() if family is t5 else {"pixel_values": pixels}
-    rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+    rw.compress(model, [batch], keep=3 / 8)
     save_compressed(model, tmp_path / "one")
     loaded = rw.load_compressed(tmp_path / "one")
     assert torch.equal(output(loaded, batch), output(model, batch))
@@ -154,7 +153,7 @@ def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     model, x = Own(), torch.randn(3, 20, 16)
-    rw.compression.compress_qk(model, [x], width=3, **QUICK)
+    rw.compress(model, [x], keep=3 / 8)
     save_compressed(model, tmp_path / "own")
     again = rw.load_compressed(tmp_path / "own", model=Own())
     assert torch.equal(again(x), model(x))
@@ -162,7 +161,7 @@ def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_training_and_audits_go_on() -> None:
     model, batch = gpt2(), ids()
-    rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+    rw.compress(model, [batch], keep=3 / 8)
     audit = rw.audit(model, [batch])
     assert len(audit.heads) == 8
     loss = model(**batch, labels=batch["input_ids"]).loss
@@ -175,8 +174,8 @@ def test_training_and_audits_go_on() -> None:
 
 def test_calibration_lowers_attention_kl() -> None:
     batches, held_out = [ids(8, 30, seed) for seed in range(3)], [ids(8, 30, 9)]
-    plain = rw.compression.compress_qk(bert(), batches, width=3, held_out=held_out, **QUICK)
-    done = rw.compression.compress_qk(bert(), batches, width=3, calibrate=40, held_out=held_out, **QUICK)
+    plain = rw.compress(bert(), batches, keep=3 / 8, held_out=held_out)
+    done = rw.compress(bert(), batches, keep=3 / 8, calibrate=40, held_out=held_out)
     assert done.kl < plain.kl
     assert [head.width for head in done.heads] == [head.width for head in plain.heads]
     assert all(
@@ -191,7 +190,7 @@ def test_ctrl_c_while_calibrating_keeps_what_is_done() -> None:
             raise KeyboardInterrupt
 
     model = bert()
-    done = rw.compression.compress_qk(model, [ids()], width=3, calibrate=30, on_step=stop, **QUICK)
+    done = rw.compress(model, [ids()], keep=3 / 8, calibrate=30, on_step=stop)
     assert not done.complete
     assert any("Ctrl-C" in note for note in done.notes)
     assert done.mean_width == 3
@@ -201,7 +200,7 @@ def test_ctrl_c_while_calibrating_keeps_what_is_done() -> None:
 def test_a_tolerance_is_kept_and_tighter_ones_cost_more() -> None:
     widths = []
     for tolerance in (0.3, 0.03, 0.003):
-        done = rw.compression.compress_qk(bert(), [ids(8, 30)], tolerance=tolerance, **QUICK)
+        done = rw.compress(bert(), [ids(8, 30)], tolerance=tolerance)
         assert sum(head.kl for head in done.heads) / len(done.heads) <= tolerance * 1.001
         widths.append(done.mean_width)
     assert widths == sorted(widths)
@@ -211,50 +210,38 @@ def test_a_tolerance_is_kept_and_tighter_ones_cost_more() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"width": 8}, "below the present 8"),
-        ({"width": 0}, "at least 1"),
-        ({"width": float("nan")}, "at least 1"),
-        ({"width": 3, "tolerance": 0.1}, "both"),
         ({"tolerance": 0}, "above 0"),
-        ({"width": 3, "calibrate": -1}, "0 or more"),
-    ],
-)
-def test_requests_that_fit_nothing(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(CompressionError, match=said):
-        rw.compression.compress_qk(bert(), [ids()], **options, **QUICK)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+        ({"calibrate": -1}, "0 or more"),
         ({"keep": 0}, "above 0"),
+        ({"keep": float("nan")}, "above 0"),
+        ({"keep": 0.05}, "a width of at least 1 on average"),
         ({"keep": 1}, "below 1"),
         ({"parts": ("qks",)}, "Did you mean qk"),
         ({"parts": ()}, "none"),
     ],
 )
-def test_budgets_and_parts_that_there_are_not(options: dict[str, Any], said: str) -> None:
+def test_requests_that_fit_nothing(options: dict[str, Any], said: str) -> None:
     with pytest.raises(CompressionError, match=said):
-        rw.compress(bert(), [ids()], **options, **QUICK)
+        rw.compress(bert(), [ids()], **options)
 
 
 def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
     model, batch = llama(), ids()
     before = output(model, batch)
     with pytest.raises(CompressionError, match="positions are rotated in"):
-        rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+        rw.compress(model, [batch], keep=3 / 8)
     assert torch.equal(output(model, batch), before)
     with pytest.raises(CompressionError, match="plus what all sequences share"):
-        rw.compression.compress_qk(deberta(), [batch], width=3, **QUICK)
+        rw.compress(deberta(), [batch], keep=3 / 8)
     model = bert()
     with pytest.raises(CompressionError, match="Give more text"):
-        rw.compression.compress_qk(model, [ids(1, 3)], width=3, **QUICK)
+        rw.compress(model, [ids(1, 3)], keep=3 / 8)
     with pytest.raises(InputError, match="a batch or more"):
-        rw.compression.compress_qk(model, [], width=3, **QUICK)
-    done = rw.compression.compress_qk(model, [ids(1, 6)], width=3, **QUICK)
+        rw.compress(model, [], keep=3 / 8)
+    done = rw.compress(model, [ids(1, 6)], keep=3 / 8)
     assert any("do not have full rank" in note for note in done.notes)
     with pytest.raises(CompressionError, match="not compressed yet"):
-        rw.compression.compress_qk(model, [batch], width=2, **QUICK)
+        rw.compress(model, [batch], keep=2 / 8)
     with pytest.raises(CompressionError, match="Compress it first"):
         save_compressed(bert(), "nowhere")
 
@@ -264,7 +251,7 @@ def test_nan_is_refused_by_name() -> None:
     with torch.no_grad():
         model.encoder.layer[1].attention.self.query.weight[8:16] = float("nan")
     with pytest.raises(CompressionError, match="NaN"):
-        rw.compression.compress_qk(model, [ids()], width=3, **QUICK)
+        rw.compress(model, [ids()], keep=3 / 8)
 
 
 def test_written_and_fused_attention_give_the_same_factors() -> None:
@@ -273,7 +260,7 @@ def test_written_and_fused_attention_give_the_same_factors() -> None:
     batch = ids(6, 30)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][::2, 20:] = 0
-    one, other = (rw.compression.compress_qk(model, [batch], width=3, **QUICK) for model in (fused, written))
+    one, other = (rw.compress(model, [batch], keep=3 / 8) for model in (fused, written))
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
     assert one.kl == pytest.approx(other.kl, rel=1e-3)
 
@@ -285,15 +272,15 @@ def test_padding_changes_no_factor() -> None:
         "attention_mask": torch.ones(4, 29, dtype=torch.long),
     }
     padded["attention_mask"][:, 20:] = 0
-    one, other = (rw.compression.compress_qk(bert(), [batch], width=3, **QUICK) for batch in (short, padded))
+    one, other = (rw.compress(bert(), [batch], keep=3 / 8) for batch in (short, padded))
     assert [head.width for head in one.heads] == [head.width for head in other.heads]
     assert [head.kl for head in one.heads] == pytest.approx([head.kl for head in other.heads], rel=1e-3)
 
 
 def test_half_precision_is_narrowed_too() -> None:
     model, batch = bert().to(torch.bfloat16), ids(8, 30)
-    done = rw.compression.compress_qk(model, [batch], width=3, **QUICK)
-    whole = rw.compression.compress_qk(bert(), [batch], width=3, **QUICK)
+    done = rw.compress(model, [batch], keep=3 / 8)
+    whole = rw.compress(bert(), [batch], keep=3 / 8)
     assert done.kl == pytest.approx(whole.kl, rel=0.2)  # rounding of 2⁻⁸ of logits of some units
     assert next(model.parameters()).dtype == torch.bfloat16
 
@@ -306,7 +293,7 @@ def test_a_layer_without_memory_is_named_and_nothing_changes(monkeypatch: pytest
     model, batch = bert(), ids()
     before = output(model, batch)
     with pytest.raises(CompressionError, match=r"encoder\.layer\.0\.attention\.self.*the model is unchanged"):
-        rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+        rw.compress(model, [batch], keep=3 / 8)
     assert torch.equal(output(model, batch), before)
 
 
@@ -318,7 +305,7 @@ def test_what_fails_after_the_change_takes_it_back(monkeypatch: pytest.MonkeyPat
     model, batch = gpt2(), ids()
     before = output(model, batch)
     with pytest.raises(KeyboardInterrupt):
-        rw.compression.compress_qk(model, [batch], width=3, **QUICK)
+        rw.compress(model, [batch], keep=3 / 8)
     assert torch.equal(output(model, batch), before)
     assert not any(isinstance(one, NarrowProjection) for one in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -16,8 +16,6 @@ from rankwise.compression.remarks import slower
 from rankwise.compression.request import check_budget
 from rankwise.errors import CompressionError, InputError
 
-QUICK: dict[str, Any] = {"time": False, "nulls": False}
-
 
 def short_gpt2(positions: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -35,7 +33,7 @@ def test_decoding_is_timed_where_the_context_has_room(
     positions: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankwise.compression.latency.SECONDS", 0.0)
-    done = rw.compression.compress_qk(short_gpt2(positions), [ids(4, 16)], width=3, nulls=False)
+    done = rw.compress(short_gpt2(positions), [ids(4, 16)], keep=3 / 8, time=True)
     assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
     assert sum(one.phase == "prefill" for one in done.latency) == 2
     assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
@@ -48,23 +46,23 @@ def test_nan_is_named_where_it_lies(part: str) -> None:
     with torch.no_grad():
         model.get_submodule(name).weight[:8, :8] = float("nan")
     with pytest.raises(CompressionError) as caught:
-        rw.compress(model, [ids()], keep=0.5, parts=part, **QUICK)
+        rw.compress(model, [ids()], keep=0.5, parts=part)
     assert f"layer '{name}': expected finite weights, got NaN or infinity in 64 of" in str(caught.value)
 
 
 def test_a_request_that_takes_nothing_away_says_so() -> None:
     for done in (
-        rw.compress(gpt2(), [ids()], tolerance=1e-12, **QUICK),
-        rw.compression.compress_qk(gpt2(), [ids()], width=7.999, **QUICK),
+        rw.compress(gpt2(), [ids()], tolerance=1e-12),
+        rw.compress(gpt2(), [ids()], keep=0.9999),
     ):
         assert done.parameters_after == done.parameters_before
         assert any("qk: nothing was narrowed" in note for note in done.notes)
-    done = rw.compression.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    done = rw.compress(gpt2(), [ids()], keep=5 / 8)
     assert not any("nothing was narrowed" in note for note in done.notes)
 
 
 def test_slower_says_what_was_won() -> None:
-    done = rw.compression.compress_qk(gpt2(), [ids()], width=5, **QUICK)
+    done = rw.compress(gpt2(), [ids()], keep=5 / 8)
     late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
     assert "fewer parameters and bytes of the cache, but no time" in slower(late, done)
     same = done.model_copy(
@@ -79,12 +77,12 @@ def test_slower_says_what_was_won() -> None:
 @pytest.mark.parametrize("part", ["heads", "kv"])
 def test_calibration_that_a_part_does_not_take_is_noted(part: str) -> None:
     model = gpt2() if part == "heads" else llama()
-    done = rw.compress(model, [ids()], keep=0.5, parts=part, calibrate=3, **QUICK)
+    done = rw.compress(model, [ids()], keep=0.5, parts=part, calibrate=3)
     assert any("steps of calibration are for qk and rotary alone" in note for note in done.notes)
 
 
 def test_latents_that_add_parameters_say_so() -> None:
-    done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv", **QUICK)
+    done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv")
     assert done.parameters_after > done.parameters_before
     [said] = [note for note in done.notes if "more parameters" in note]
     assert f"{done.parameters_after:,} after {done.parameters_before:,}" in said
@@ -96,14 +94,13 @@ def test_latents_that_add_parameters_say_so() -> None:
     [
         ({"calibrate": 1.5}, "`calibrate`: expected 0 or more steps, a whole number, got 1.5"),
         ({"calibrate": True}, "got True"),
-        ({"width": "4"}, "`width`: expected a mean width of at least 1, got '4'"),
-        ({"width": True}, "got True"),
+        ({"keep": True}, "got True"),
         ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
         ({"keep": "half"}, "`keep`.*got 'half'"),
     ],
 )
 def test_what_is_no_number_is_refused(asked: dict[str, Any], said: str) -> None:
-    nothing: dict[str, Any] = {"keep": None, "tolerance": None, "width": None, "calibrate": 0}
+    nothing: dict[str, Any] = {"keep": None, "tolerance": None, "calibrate": 0}
     check_budget(**nothing)
     with pytest.raises(CompressionError, match=said):
         check_budget(**{**nothing, **asked})
@@ -123,7 +120,7 @@ def test_what_is_no_number_is_refused(asked: dict[str, Any], said: str) -> None:
 )
 def test_each_part_has_one_known_target(asked: dict[str, Any], said: str) -> None:
     with unchecked(), pytest.raises(CompressionError, match=said):
-        rw.compress(gpt2(), [ids()], **asked, **QUICK)
+        rw.compress(gpt2(), [ids()], **asked)
 
 
 @pytest.mark.parametrize("name", ["batches", "held_out"])
@@ -131,7 +128,7 @@ def test_one_batch_alone_is_named_with_the_cure(name: str) -> None:
     for batch in (ids()["input_ids"], ids()):
         given = {"batches": [ids()], name: batch}
         with pytest.raises(InputError, match=rf"`{name}`.*\[batch\]"):
-            rw.compression.compress_qk(bert(), **given, width=3, **QUICK)
+            rw.compress(bert(), **given, keep=3 / 8)
 
 
 def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
@@ -150,16 +147,8 @@ def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
             logits = model(batch["input_ids"]).logits[:, :-1]
         total += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
         count += int((labels != -100).sum())
-    done = rw.compression.compress_qk(model, batches, width=3, **QUICK)
+    done = rw.compress(model, batches, keep=3 / 8)
     assert done.loss_before == pytest.approx(total / count, rel=1e-5)
-
-
-def test_a_width_is_of_queries_and_keys_alone() -> None:
-    done = rw.compress(bert(), [ids()], width=4, time=False, nulls=False)
-    assert done.mean_width == 4
-    for wrong in ({"keep": 0.5}, {"parts": ("heads",)}):
-        with pytest.raises(CompressionError, match="qk alone"):
-            rw.compress(bert(), [ids()], width=4, **wrong)
 
 
 def test_a_part_is_named_once() -> None:
@@ -180,7 +169,7 @@ def test_a_part_is_named_once() -> None:
 )
 def test_targets_that_do_not_fit_are_refused(asked: dict[str, Any], said: str) -> None:
     with unchecked(), pytest.raises(CompressionError, match=said):
-        rw.compress(gpt2(), [ids()], **asked, **QUICK)
+        rw.compress(gpt2(), [ids()], **asked)
 
 
 def attention(model: nn.Module, kind: str) -> nn.Module:
@@ -206,6 +195,6 @@ def test_the_remedy_of_a_refusal_helps(
     other: Callable[[], nn.Module], others: list[str],
 ) -> None:  # fmt: skip
     with pytest.raises(CompressionError, match=remedy):
-        rw.compress(model(), [ids()], keep=0.5, parts=parts, **QUICK)
-    done = rw.compress(other(), [ids()], keep=0.5, parts=others, **QUICK)
+        rw.compress(model(), [ids()], keep=0.5, parts=parts)
+    done = rw.compress(other(), [ids()], keep=0.5, parts=others)
     assert done.parameters_after < done.parameters_before

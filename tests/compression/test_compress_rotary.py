@@ -18,7 +18,7 @@ from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import along, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
 
-QUICK: dict[str, Any] = {"time": False, "nulls": False, "parts": ("rotary",)}
+QUICK: dict[str, Any] = {"parts": ("rotary",)}
 EPS = torch.finfo(torch.float32).eps
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -176,7 +176,7 @@ def test_calibration_lowers_attention_kl_on_other_tokens() -> None:
 
 
 def test_curves_of_other_pairs_are_measured_beside() -> None:
-    done = compress(FAMILIES["llama, grouped"](), [ids(6, 30)], tolerance=0.05, parts=("rotary",), time=False)
+    done = compress(FAMILIES["llama, grouped"](), [ids(6, 30)], tolerance=0.05, parts=("rotary",), nulls=True)
     assert sum(head.kl for head in done.heads) / len(done.heads) <= 0.05 * 1.001
     methods = {curve.method: curve.points for curve in done.curves}
     assert len(methods) == 6
@@ -206,7 +206,7 @@ def test_nan_is_refused_by_name(part: str) -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[0] = float("nan")
     with pytest.raises(CompressionError, match=r"layers\.1\.self_attn.*NaN"):
-        compress(model, [ids()], keep=0.5, time=False, nulls=False, parts=(part,))
+        compress(model, [ids()], keep=0.5, parts=(part,))
 
 
 def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:

@@ -33,7 +33,7 @@ from rankwise.compression.kv_solve import (
 )
 from rankwise.errors import CompressionError
 
-QUICK: dict[str, Any] = {"parts": ("kv",), "time": False, "nulls": False}
+QUICK: dict[str, Any] = {"parts": ("kv",)}
 
 
 def qwen3() -> nn.Module:
@@ -280,7 +280,7 @@ def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     before = logits(model, batch)
     from rankwise.compression.parts import Job
 
-    job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4, nulls=False)
+    job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4)
     result = factor_keys_values(job)
     changed = logits(model, batch)
     result.undo()
@@ -308,7 +308,7 @@ def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> No
     model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
     batches, held_out = [{"input_ids": tokens[:20]}], [{"input_ids": tokens[20:]}]
-    done = rw.compress(model, batches, keep=0.25, parts=("kv",), held_out=held_out, time=False)
+    done = rw.compress(model, batches, keep=0.25, parts=("kv",), held_out=held_out, nulls=True)
     assert done.cache_bytes_after * 4 == done.cache_bytes_before == 4096
     assert done.loss_after <= done.loss_before + 0.017
     for at in range(2):  # at a half nothing is lost: tokens have 128 channels, keys and values 256
@@ -415,7 +415,7 @@ llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, intermediate_size=48, **size
 gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4, n_positions=64)).eval()
 ids = torch.randint(0, 61, (8, 30))
 for model, parts in ((llama, ("kv",)), (gpt2, ("qk", "kv"))):
-    rw.compress(model, [{"input_ids": ids}], keep=0.4, parts=parts, time=False, nulls=False)
+    rw.compress(model, [{"input_ids": ids}], keep=0.4, parts=parts)
     compiled = torch.compile(model, backend="eager")
     found = []
     for run in (model, compiled):

@@ -34,7 +34,7 @@ def off(after: torch.Tensor, before: torch.Tensor) -> float:
 
 
 def job(model: nn.Module) -> Job:
-    return Job(model, [ids(8, 30)], [ids(4, 30, 1)], keep=0.5, nulls=False)
+    return Job(model, [ids(8, 30)], [ids(4, 30, 1)], keep=0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

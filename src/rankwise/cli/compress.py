@@ -28,7 +28,7 @@ what is done.
 
   rankwise compress ./my-llama --text book.txt --keep 0.25 --parts kv
 
-  rankwise compress ./my-vit --images photos/ --width 16
+  rankwise compress ./my-vit --images photos/ --keep 0.75
 """
 
 
@@ -51,7 +51,6 @@ def command(
             "outputs in nats; heads, a share of the loss."
         ),
     ] = None,
-    width: Annotated[float | None, typer.Option(help="Or: mean query/key width of a head.")] = None,
     parts: Annotated[str, typer.Option(help="Parts, with commas between.")] = "qk",
     calibrate: Annotated[
         int, typer.Option(help="Steps of Adam for each layer, of qk and rotary; 200 is good.")
@@ -61,8 +60,7 @@ def command(
         int, typer.Option(min=1, help="Sequences to calibrate on, and as many held out.")
     ] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
-    nulls: Annotated[bool, typer.Option(help="Measure other ways beside.")] = True,
-    time: Annotated[bool, typer.Option(help="Measure latency before and after.")] = True,
+    time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of calibration and random directions.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
@@ -77,41 +75,34 @@ def command(
     """Compress a model; see `HELP`."""
     from rankwise.cli.load_model import load_subject
     from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
-    from rankwise.compression import compress, compress_qk, save_compressed
+    from rankwise.compression import compress, save_compressed
     from rankwise.compression.companions import copy_companions
     from rankwise.compression.store import RECORD
     from rankwise.compression.structure import structure_of
     from rankwise.errors import CompressionError
 
     names = tuple(name.strip() for name in parts.split(",") if name.strip())
-    _check(out, keep, tolerance, width, names)
+    _check(out, keep, tolerance)
     with new_folder(out):
         quiet_libraries()
         subject = load_subject(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
-        common: dict[str, Any] = {
-            "calibrate": calibrate,
-            "held_out": held_out or None,
-            "nulls": nulls,
-            "time": time,
-            "seed": seed,
-        }
         with show_progress() as on_step, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*became slower")  # the record's notes say so, too
-            if width is not None:
-                record = compress_qk(subject.model, batches, width=width, on_step=on_step, **common)
-            else:
-                record = compress(
-                    subject.model,
-                    batches,
-                    keep=keep,
-                    tolerance=tolerance,
-                    parts=names,
-                    on_step=on_step,
-                    **common,
-                )
+            record = compress(
+                subject.model,
+                batches,
+                keep=keep,
+                tolerance=tolerance,
+                parts=names,
+                calibrate=calibrate,
+                held_out=held_out or None,
+                time=time,
+                seed=seed,
+                on_step=on_step,
+            )
         about = {
             **record.about,
             "command": command_line(),
@@ -145,24 +136,13 @@ def command(
             raise typer.Exit(130)
 
 
-def _check(
-    out: Path, keep: float | None, tolerance: float | None, width: float | None, parts: tuple[str, ...]
-) -> None:
+def _check(out: Path, keep: float | None, tolerance: float | None) -> None:
     from rankwise.cli.output import check_unused
     from rankwise.errors import CompressionError
 
-    given = [
-        f"--{name}"
-        for name, value in (("keep", keep), ("tolerance", tolerance), ("width", width))
-        if value is not None
-    ]
-    if len(given) > 1:
+    if keep is not None and tolerance is not None:
         raise CompressionError(
-            " and ".join(given), expected="one of them", got=f"{len(given)}", fix="Leave the others out."
-        )
-    if width is not None and parts != ("qk",):
-        raise CompressionError(
-            "--width", expected="the part qk alone", got=",".join(parts), fix="Use --keep or --tolerance."
+            "--keep and --tolerance", expected="one of them", got="2", fix="Leave the other out."
         )
     check_unused(out)
 

@@ -13,7 +13,7 @@ from rankwise.compression.records import (
     LatentRank,
     LayerPrice,
 )
-from rankwise.compression.run import compress, compress_qk
+from rankwise.compression.run import compress
 from rankwise.compression.store import load_compressed, save_compressed
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "LayerPrice",
     "PartResult",
     "compress",
-    "compress_qk",
     "load_compressed",
     "save_compressed",
 ]

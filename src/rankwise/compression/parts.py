@@ -22,12 +22,10 @@ class Job:
     keep: float | int | None = None
     """Share of the part to keep, in its own unit, 0 < keep < 1."""
     tolerance: float | int | None = None
-    """Attention KL that it may cost, nats; one of ``keep``, ``tolerance`` and ``width`` is given."""
-    width: float | int | None = None
-    """Mean width of a head."""
+    """Attention KL that it may cost, nats; one of ``keep`` and ``tolerance`` is given."""
     calibrate: int = 0
     """Steps of Adam for each layer."""
-    nulls: bool = True
+    nulls: bool = False
     """Whether to measure curves of other ways beside ours."""
     seed: int = 0
     on_step: Callable[[str], None] = lambda what: None

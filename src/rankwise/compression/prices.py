@@ -1,6 +1,5 @@
 """What a compression costs and gains, measured on the model as it was and as it is."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
-from rankwise.compression.end_to_end import attention_moves, softmax_sites
 from rankwise.compression.latency import measure_latency
 from rankwise.compression.output_price import compared_batches, log_probabilities, output_kl
 from rankwise.compression.outputs import cache_bytes, main_output, relative_error
@@ -24,8 +22,6 @@ class Prices:
 
     fields: dict[str, Any]
     layer_errors: dict[str, float] = field(default_factory=dict)
-    layer_moves: dict[str, float] = field(default_factory=dict)
-    """Attention KL of each layer, end to end."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -39,7 +35,8 @@ class _Seen:
     """Of the first batch."""
     task: Task
     """Over all batches."""
-    attention: dict[str, list[MixerSite]]
+    stacks: dict[str, str]
+    """Stack of each mixer, by name."""
     parameters: int
     cache: int
     """Bytes of keys and values for each token."""
@@ -88,16 +85,13 @@ def measure_prices(
         after()
     places = {head.site: (head.stack, head.layer) for result in done for head in result.heads}
     for latent in (latent for result in done for latent in result.latents):
-        calls = old.attention.get(latent.site, [])
-        places[latent.site] = (calls[0].stack if calls else "", latent.layer)
+        places[latent.site] = (old.stacks.get(latent.site, ""), latent.layer)
     errors = {
         site: relative_error(new.states[stack, layer + 1], old.states[stack, layer + 1])
         for site, (stack, layer) in places.items()
         if (stack, layer + 1) in old.states and (stack, layer + 1) in new.states
     }
-    moves = attention_moves(old.attention, new.attention, [head for result in done for head in result.heads])
     fields: dict[str, Any] = {
-        "kl_end_to_end": sum(moves.values()) / len(moves) if moves else math.nan,
         "output_kl": output_kl(pair(batch) for batch in compared_batches(model, moved_batches)),
         "output_error": relative_error(new.output, old.output),
         "loss_before": old.task.loss,
@@ -113,18 +107,22 @@ def measure_prices(
     if time:
         on_step("measuring latency")
         fields["latency"], notes = measure_latency(model, moved_batches[0], before, after)
-        return Prices(fields, errors, moves, notes)
-    return Prices(fields, errors, moves)
+        return Prices(fields, errors, notes)
+    return Prices(fields, errors)
 
 
 def _look(model: nn.Module, batches: list[Any]) -> _Seen:
     states: dict[tuple[str, int], Tensor] = {}
+    stacks: dict[str, str] = {}
 
     def keep(site: StateSite) -> None:
         real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
         states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
 
-    with torch.no_grad(), capture(model, on_state=keep, on_mixer=lambda site: None):
+    def note(site: MixerSite) -> None:
+        stacks.setdefault(site.name, site.stack)
+
+    with torch.no_grad(), capture(model, on_state=keep, on_mixer=note):
         run_model(model, batches[0])
     mask = batches[0].get("attention_mask") if isinstance(batches[0], dict) else None
     output = main_output(model, batches[0])
@@ -135,7 +133,7 @@ def _look(model: nn.Module, batches: list[Any]) -> _Seen:
         states,
         output.float().cpu(),
         measure_task(model, batches),
-        softmax_sites(model, batches[0]),
+        stacks,
         parameters,
         cache_bytes(model, batches[0]),
     )

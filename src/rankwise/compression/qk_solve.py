@@ -46,14 +46,6 @@ Nulls = Callable[[list[QueryKeyStatistics]], list[BudgetCurve]]
 def narrow_query_keys(job: Job) -> PartResult:
     """Narrow queries and keys: closed form, widths under one budget, calibration, in that order."""
     found, left_out = find_query_key_layers(job.model, job.batches[0])
-    least = min(layer.width for layer in found)
-    if job.width is not None and job.width >= least:
-        raise CompressionError(
-            "`width`",
-            expected=f"a mean width below the present {least}",
-            got=f"{job.width:g}",
-            fix="Ask for less.",
-        )
     seen = collect_statistics(job.model, found, job.batches, job.on_step)
     layers, left_out = finite_layers(seen, left_out)
     tokens = min(layer.tokens for layer in layers)
@@ -65,7 +57,7 @@ def narrow_query_keys(job: Job) -> PartResult:
         with naming_layer(layer.found.name):
             curves += head_curves(layer, job.on_step)
     mean_width = sum(layer.found.width * layer.found.key_heads for layer in layers) / len(curves)
-    width = job.width if job.keep is None else job.keep * mean_width
+    width = None if job.keep is None else job.keep * mean_width
     left = iter(chosen_widths(curves, job.tolerance, width))
     starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
 

@@ -77,15 +77,14 @@ class LatentCurve(Record):
 
 
 class LayerPrice(Record):
-    """What one layer pays."""
+    """Costs of one layer; fields that older versions wrote are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     site: str
     layer: int
     kl: Number
     """Nats: attention KL, each layer given what the original gave it; NaN where its part measures none."""
-    kl_end_to_end: Number = float("nan")
-    """Nats: attention KL in the compressed model, all layers before compressed too, over heads that are left;
-    up to 2 sequences."""
     output_error: Number = float("nan")
     """‖y' − y‖/‖y‖ of the layer's block in the compressed model, all layers before compressed too."""
 
@@ -130,9 +129,6 @@ class Compression(Record):
     kl: Number
     """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it; NaN where
     no part that was done measures it."""
-    kl_end_to_end: Number = float("nan")
-    """Nats: the same in the compressed model, all layers before compressed too, over the heads that are left;
-    measured for every part, on up to 2 sequences."""
     output_kl: Number = float("nan")
     """KL(p‖p′) of the outputs in nats, mean over real tokens of up to 16 sequences, p the original's; NaN if
     the model returns no logits."""

@@ -97,19 +97,17 @@ def check_untouched(model: nn.Module) -> None:
         )
 
 
-def check_budget(keep: Any, tolerance: Any, width: Any, calibrate: Any) -> None:
+def check_budget(keep: Any, tolerance: Any, calibrate: Any) -> None:
     """Refuse what is no number, or a number out of range.
 
     Args:
         keep: share to keep, or None.
         tolerance: nats, or None.
-        width: mean width, or None.
         calibrate: steps.
     """
     asked = [
         ("`keep`", "a share above 0 and below 1", keep, _real(keep) and 0 < keep < 1),
         ("`tolerance`", "nats above 0", tolerance, _real(tolerance) and 0 < tolerance < float("inf")),
-        ("`width`", "a mean width of at least 1", width, _real(width) and width >= 1),
     ]
     wrong = [(name, wanted, got) for name, wanted, got, good in asked if got is not None and not good]
     if isinstance(calibrate, bool) or not isinstance(calibrate, Integral) or int(calibrate) < 0:

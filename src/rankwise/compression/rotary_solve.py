@@ -54,7 +54,7 @@ def narrow_rotary(job: Job) -> PartResult:
 
     Pairs are chosen for each key head; the query heads that read it keep the same. A pair that goes is zero
     in queries and keys, so that it adds nothing to any logit, and is neither computed nor cached. Channels
-    that are not rotated get the closed form of `compress_qk`. With ``calibrate``, what kept pairs carry
+    that are not rotated get the closed form of the part ``qk``. With ``calibrate``, what kept pairs carry
     before the rotation becomes any linear map of the head's channels, by steps of Adam.
     """
     found, left_out = find_rotary_layers(job.model, job.batches[0])

@@ -41,7 +41,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             f"model {type(model).__name__}",
             expected="a compressed model",
             got="one without narrowed layers",
-            fix="Compress it first: `rw.compression.compress_qk(model, batches)`.",
+            fix="Compress it first: `rw.compress(model, batches)`.",
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(
@@ -95,7 +95,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> ids = torch.randint(0, 50, (2, 24))
-        >>> done = rw.compression.compress_qk(model, [{"input_ids": ids}], width=8, time=False, nulls=False)
+        >>> done = rw.compress(model, [{"input_ids": ids}], keep=0.5)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     model.save_pretrained(folder)
         ...     again = rw.load_compressed(folder)

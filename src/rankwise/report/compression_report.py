@@ -70,7 +70,6 @@ def _price(record: Compression) -> Table:
         [name, "0", format_number(value, 4)]
         for name, value in (
             ("attention KL, nats", record.kl),
-            ("attention KL end to end, nats", record.kl_end_to_end),
             ("KL of the outputs, nats", record.output_kl),
             ("error of the output, ‖y′ − y‖/‖y‖", record.output_error),
         )
@@ -87,8 +86,7 @@ def _price(record: Compression) -> Table:
         ["", "before", "after"],
         rows,
         note=f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean "
-        "over rows, heads and layers, each layer with the inputs of the original; end to end, with the "
-        "inputs of the compressed model, on up to 2 sequences and over the remaining heads.",
+        "over rows, heads and layers, each layer with the inputs of the original.",
     )
 
 
@@ -185,14 +183,13 @@ def _layers(record: Compression) -> Table:
         words += [f"latent of {latent.rank}"] if latent is not None else []
         name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
         average = f"{mean(widths):.1f}" if widths else ""
-        costs = (format_number(cost, 4) for cost in (layer.kl, layer.kl_end_to_end, layer.output_error))
+        costs = (format_number(cost, 4) for cost in (layer.kl, layer.output_error))
         rows.append([name, ", ".join(words), average, *costs])
     return Table(
         "Layers",
-        ["layer", "widths of its heads", "mean", "attention KL", "end to end", "error of states"],
+        ["layer", "widths of its heads", "mean", "attention KL", "error of states"],
         rows,
-        note="End to end: attention KL in the compressed model, over the heads that are left. Error of "
-        "states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
+        note="Error of states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
     )
 
 
