@@ -2,7 +2,7 @@
 
     python -m experiments.early
 
-reads experiments/results/train/*.json. A row counts if it is a recipe with arguments alone: whatever else was
+reads experiments/results/*.jsonl. A row counts if it is a recipe with arguments alone: whatever else was
 changed has other losses. Where an experiment has the row on several data, the first one counts.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.experiment import RESULTS
+from experiments.results import RESULTS
 from experiments.trained import EXPERIMENTS
 from rankwise._internals.files import write_file
 from rankwise.train.early import KEPT
@@ -31,9 +31,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     """Early losses of every recipe with arguments alone that has kept runs."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for experiment in EXPERIMENTS.values():
-        for row in experiment.table("small", folder).values():
+        for row in experiment.table(folder).values():
             for run in row.runs:
-                made = Recipe.model_validate(run["configuration"])
+                made = Recipe.model_validate(run["settings"])
                 function = RECIPES[made.name]
                 own = {"size", "seed", "task.path", *made.variant}
                 if (
@@ -44,8 +44,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     kept = []
     for key, runs in found.items():
         name, variant = json.loads(key)
-        data = runs[0]["data"]["sha256"]
-        curves = [dict(map(tuple, run["curve"])) for run in runs if run["data"]["sha256"] == data]
+        data = runs[0]["values"]["data"]["sha256"]
+        values = [run["values"] for run in runs if run["values"]["data"]["sha256"] == data]
+        curves = [dict(map(tuple, one["curve"])) for one in values]
         losses = [
             [step, round(statistics.fmean(values), 2), round(tolerance(values), 2)]
             for step in STEPS

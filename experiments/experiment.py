@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.kept import SameData, differing, read
+from experiments.results import RESULTS, Run, changed_fields, check_same_data, read_runs
 from rankwise.errors import RecordError
 from rankwise.train import Recipe, recipe
 
-RESULTS = Path(__file__).with_name("results") / "train"
 SEEDS = (0, 1, 2)
 BYTE_LOSS = "loss a byte"
 NORMAL = 1.96
@@ -24,7 +23,7 @@ class Row:
     """One row of a table: runs that differ in their seed alone."""
 
     label: str
-    runs: Sequence[Mapping[str, Any]]
+    runs: Sequence[Run]
 
     def scores(self, name: str) -> list[float]:
         """A score of every run: ``loss``, ``accuracy``, or a number beside them such as ``parameters``.
@@ -32,8 +31,8 @@ class Row:
         `BYTE_LOSS` is the loss for each byte of the text, of models of tokens as well.
         """
         if name == BYTE_LOSS:
-            return [run["scores"]["loss"] / (run.get("bytes_per_token") or 1) for run in self.runs]
-        return [run["scores"].get(name, run.get(name)) for run in self.runs]
+            return [run["values"]["scores"]["loss"] / bytes_per_token(run) for run in self.runs]
+        return [run["values"]["scores"].get(name, run["values"].get(name)) for run in self.runs]
 
     def mean(self, name: str) -> float:
         return statistics.fmean(self.scores(name))
@@ -42,6 +41,11 @@ class Row:
         """Standard deviation over seeds; 0 for one seed, which the table says."""
         values = self.scores(name)
         return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def bytes_per_token(run: Run) -> float:
+    """Return the bytes per token of the held-out text; 1 for runs from before it was kept."""
+    return run["values"].get("bytes_per_token") or 1.0
 
 
 Table = Mapping[str, Row]
@@ -70,7 +74,7 @@ class Experiment:
     """Who claims it, and where."""
     recipe: str
     rows: Mapping[str, Mapping[str, Any]]
-    """By label, what the recipe is given; ``size`` and ``seed`` come beside it."""
+    """By label, what the recipe is given; ``seed`` comes beside it."""
     metric: str = "loss"
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's number by label, in words where the setting is another."""
@@ -81,45 +85,40 @@ class Experiment:
     more: Callable[[Table], str] | None = None
     """Markdown after the table, from the runs: learned λ by depth, curves."""
 
-    def configuration(self, label: str, size: str, seed: int, **given: Any) -> Recipe:
+    def configuration(self, label: str, seed: int, **given: Any) -> Recipe:
         """The configuration of one run."""
-        return recipe(self.recipe, **{"size": size, "seed": seed, **self.rows[label], **given})
+        return recipe(self.recipe, **{"seed": seed, **self.rows[label], **given})
 
-    def table(self, size: str, folder: Path = RESULTS) -> Table:
-        """Every row that has a run of this size, its runs by seed.
+    def path(self, folder: Path = RESULTS) -> Path:
+        """Return the file of the runs."""
+        return folder / f"{self.name}.jsonl"
+
+    def table(self, folder: Path = RESULTS) -> Table:
+        """Return every row that has a run, its runs by seed.
 
         Raises:
-            RecordError: for a file that is no results, or those of another configuration than its name says,
-                or of other data than the runs beside it.
+            RecordError: if a line is not a run, is of another configuration than its row, or of other data
+                than the runs next to it.
         """
-        found = {}
-        same = SameData()
-        for label in self.rows:
-            start = run_id(self, label, size, "")
-            names = (path.stem.removeprefix(start) for path in folder.glob(f"{start}*.json"))
-            seeds = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
-            if seeds:
-                found[label] = Row(label, [self._kept(label, size, seed, folder, same) for seed in seeds])
-        return found
-
-    def _kept(self, label: str, size: str, seed: int, folder: Path, same: SameData) -> dict[str, Any]:
-        path = folder / f"{run_id(self, label, size, seed)}.json"
-        run = read(path)
-        same.check(path, run["data"])
-        if different := differing(run, self.configuration(label, size, seed)):
-            raise RecordError(
-                str(path),
-                expected=f"the row “{label}” of {self.name} at seed {seed}",
-                got=f"another {', '.join(different)}",
-                fix="Move it away, or give it the name of its own row.",
-            )
-        return run
-
-
-def run_id(experiment: Experiment, label: str, size: str, seed: int | str) -> str:
-    """Name of a run's file: experiment, row, size where it is not the small one, seed."""
-    words = [experiment.name, label, *([size] if size != "small" else []), f"seed{seed}"]
-    return "-".join(words).replace(" ", "_").replace("/", "_")
+        path = self.path(folder)
+        runs = read_runs(path)
+        check_same_data(path, runs)
+        for run in runs:
+            label, seed = run["row"], run["seed"]
+            known = label in self.rows
+            if not known or (changed := changed_fields(run, self.configuration(label, seed))):
+                raise RecordError(
+                    str(path),
+                    expected=f"the row “{label}” of {self.name} at seed {seed}",
+                    got=f"another {', '.join(changed)}" if known else "no such row",
+                    fix="Remove the line, or change its row to the one that it is of.",
+                )
+        found = {label: [run for run in runs if run["row"] == label] for label in self.rows}
+        return {
+            label: Row(label, sorted(some, key=lambda run: run["seed"]))
+            for label, some in found.items()
+            if some
+        }
 
 
 def margin(rows: Sequence[Row], metric: str, table: Table) -> float:
@@ -151,15 +150,17 @@ def has_learned(rows: Sequence[Row], metric: str, floor: float = -math.inf) -> b
     """
     best = max(rows, key=lambda row: row.mean(metric))
     if metric == "accuracy":
-        for chance in (run["chance"] for row in rows for run in row.runs if run["chance"] is not None):
+        for chance in (
+            told for row in rows for run in row.runs if (told := run["values"]["chance"]) is not None
+        ):
             floor = max(floor, chance + NORMAL * math.sqrt(chance * (1 - chance) / judged(best.runs[0])))
     return best.mean(metric) > floor
 
 
-def judged(run: Mapping[str, Any]) -> int:
+def judged(run: Run) -> int:
     """How many held-out examples a run's score is of."""
-    most: int | None = run["configuration"]["evaluation"]["examples"]
-    test: int = run["data"]["test"]
+    most: int | None = run["settings"]["evaluation"]["examples"]
+    test: int = run["values"]["data"]["test"]
     return test if most is None else min(most, test)
 
 

@@ -1,161 +1,117 @@
-"""Write docs/results.md: every experiment on training, ours beside the paper's, what does not hold first.
+"""Results of experiments: JSON Lines, one file per experiment, one line per row and seed."""
 
-    python -m experiments.results
-
-reads experiments/results/train/*.json, which `python -m experiments.run` writes.
-"""
-
-import argparse
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from experiments.experiment import BYTE_LOSS, RESULTS, Experiment, Row, Table, judged
-from experiments.trained import EXPERIMENTS
-from rankwise._internals.files import write_file
-from rankwise.errors import RecordError
+from filelock import FileLock
+from pydantic import ValidationError
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
-INTRODUCTION = Path(__file__).with_name("results_page.md")
-HOLDS = {False: "no", None: "unclear", True: "yes"}
-"""Words for a verdict, in the order of the page."""
-HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s", "minutes", "memory")
+from rankwise._internals.files import parse_json, write_file
+from rankwise.errors import RecordError, first_line
+from rankwise.train import Recipe
+from rankwise.train.overrides import fields
+from rankwise.train.provenance import shown
 
-
-def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
-    """The whole page."""
-    small = {experiment.name: experiment.table("small", folder) for experiment in experiments}
-    parts = [INTRODUCTION.read_text(encoding="utf-8"), verdicts(experiments, small)]
-    for experiment in experiments:
-        for size, table in (("small", small[experiment.name]), ("paper", experiment.table("paper", folder))):
-            if table:
-                parts.append(section(experiment, size, table))
-    return "\n".join(parts)
+RESULTS = Path(__file__).with_name("results")
+WITHOUT_EFFECT = {"task.path", "device", "claim", "early", "early_data", "when_early_fails"}
+"""Settings that change no result of a run."""
 
 
-def verdicts(experiments: Sequence[Experiment], tables: Mapping[str, Table]) -> str:
-    """Expectations of small runs: those that do not hold, unclear ones, those that hold; those not run."""
-    rows: list[tuple[bool | None, str]] = []
-    missing: Counter[str] = Counter()
-    for experiment in experiments:
-        table = tables[experiment.name]
-        for one in experiment.expectations:
-            if not all(label in table for label in one.needs):
-                missing[experiment.name] += 1
-                continue
-            holds, numbers = one.judge(table)
-            seeds = " and ".join(dict.fromkeys(str(len(table[label].runs)) for label in one.needs))
-            cells = (experiment.title, one.says, HOLDS[holds], numbers, seeds)
-            rows.append((holds, f"| {' | '.join(cells)} |"))
-    rows.sort(key=lambda row: list(HOLDS).index(row[0]))
-    head = "| experiment | expected | holds | numbers | seeds |\n| --- | --- | --- | --- | --- |\n"
-    waiting = ", ".join(f"{name} ({count})" for name, count in missing.items())
-    tail = f"\nExpectations that wait for runs, by experiment: {waiting}.\n" if missing else ""
-    return head + "\n".join(line for _, line in rows) + "\n" + tail
+class Run(TypedDict):
+    """One line of results/NAME.jsonl."""
+
+    row: str
+    seed: int
+    settings: dict[str, Any]
+    values: dict[str, Any]
+    provenance: dict[str, Any]
 
 
-def section(experiment: Experiment, size: str, table: Table) -> str:
-    """One experiment at one size."""
-    lines = [f"## {experiment.title}, {size}", "", f"Source: {experiment.source}.", "", experiment.notes, ""]
-    lines += [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
-    lines += [line(row, experiment.paper.get(label, "–")) for label, row in table.items()]
-    lines += ["", *commands(table), ""]
-    if missing := [label for label in experiment.rows if label not in table]:
-        lines += [f"Without a run: {'; '.join(missing)}.", ""]
-    if experiment.more is not None and (more := experiment.more(table)):
-        lines += [more, ""]
-    return "\n".join(lines)
+def read_runs(path: Path) -> list[Run]:
+    """Return the runs of a file; an absent file has none.
+
+    Raises:
+        RecordError: if a line is not a run.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
-def line(row: Row, paper: str) -> str:
-    """One row of a table."""
-    cells = (
-        row.label,
-        loss(row),
-        spread(row, "accuracy", 3),
-        paper,
-        ", ".join(str(run["provenance"]["seed"]) for run in row.runs),
-        f"{row.mean('parameters'):,.0f}",
-        f"{speed(row):,.0f}",
-        f"{row.mean('cpu_seconds') / 60:.1f}",
-        f"{row.mean('peak_memory') / 2**20:,.0f} MiB",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def speed(row: Row) -> float:
-    """Tokens per second of training, of CPU time where there is no GPU: other programs change it less."""
-    tokens = [run["tokens_per_second"] * run["seconds"] for run in row.runs]
-    spent = ["seconds" if "gpu" in run["provenance"]["hardware"] else "cpu_seconds" for run in row.runs]
-    return sum(tokens) / sum(run[name] for run, name in zip(row.runs, spent, strict=True))
-
-
-def spread(row: Row, name: str, digits: int) -> str:
-    """Mean ± standard deviation; the mean alone of one seed."""
-    more = f" ± {row.spread(name):.{digits}f}" if len(row.runs) > 1 else ""
-    return f"{row.mean(name):.{digits}f}{more}"
-
-
-def loss(row: Row) -> str:
-    """Nats; of a model of tokens nats a byte beside those a token."""
-    told = spread(row, "loss", 3)
-    bytes_per_token = row.runs[0].get("bytes_per_token") or 1
-    return told if bytes_per_token == 1 else f"{told} a token, {row.mean(BYTE_LOSS):.3f} a byte"
-
-
-def commands(table: Table) -> list[str]:
-    """The command of each row's first run, and what they ran on."""
-    first: Mapping[str, str] = {label: row.runs[0]["provenance"]["command"] for label, row in table.items()}
-    runs = [run["provenance"] for row in table.values() for run in row.runs]
-    machines = sorted(
-        {
-            f"{one['hardware'].get('gpu', one['hardware']['processor'])}, {one['hardware']['threads']} "
-            f"threads at most, torch {one['torch']}, transformers {one['transformers']}"
-            for one in runs
-        }
-    )
-    read = sorted({data(run) for row in table.values() for run in row.runs})
-    configured = [run["configuration"] for row in table.values() for run in row.runs]
-    trained = sorted({(one["steps"], one["batch"]) for one in configured})
-    length = "; ".join(f"{steps:,} steps of {batch}" for steps, batch in trained)
-    on = f"{length}. On {'; '.join(machines)}. Data: {'; '.join(read)}."
-    folded = [
-        '<details markdown="1"><summary>Commands</summary>',
-        "",
-        "```sh",
-        *first.values(),
-        "```",
-        "",
-        "</details>",
-    ]
-    return [*folded, "", on]
-
-
-def data(run: Mapping[str, Any]) -> str:
-    """What a run read, and how much of it."""
-    about = run["data"]
-    told = f"{about['source']}, {about['train']:,} examples to draw from, {judged(run):,} to judge by"
-    if run["chance"] is not None:
-        told += f" (always the most common answer: {run['chance']:.3f})"
-    return told
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    chosen = parser.parse_args(arguments)
-    if not any(chosen.results.glob("*.json")):
-        parser.error(f"--results {chosen.results}: no results there; `python -m experiments.run` writes them")
+def _parse(line: str, where: str) -> Run:
     try:
-        written = page(list(EXPERIMENTS.values()), chosen.results)
-    except RecordError as error:
-        parser.error(str(error))
-    write_file(chosen.page, written, "page")
-    print(f"wrote {chosen.page}")
+        run: Run = parse_json(line)
+        Recipe.model_validate(run["settings"])
+        if set(run) == Run.__required_keys__ and isinstance(run["values"], dict):
+            return run
+        got = "other JSON"
+    except ValidationError as error:
+        got = f"settings of no run: {first_line(error)}"
+    except (ValueError, TypeError, KeyError) as error:
+        got = f"{type(error).__name__}: {error}"
+    raise RecordError(
+        where, expected="a run", got=got, fix="Restore the line, or remove it and run it again."
+    )
 
 
-if __name__ == "__main__":
-    main()
+def append_run(path: Path, run: Run) -> None:
+    """Add or replace a run: locked, sorted by row and seed, written atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        others = [one for one in read_runs(path) if (one["row"], one["seed"]) != (run["row"], run["seed"])]
+        write_file(path, _lines([*others, run]), "results")
+
+
+def _lines(runs: Iterable[Run]) -> str:
+    ordered = sorted(runs, key=lambda run: (run["row"], run["seed"]))
+    return "".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) + "\n" for run in ordered)
+
+
+def audits_to_columns(audits: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the numbers of a monitor as columns: {measure: {places, steps: {step: [values]}}}.
+
+    Args:
+        audits: by step, then by the name that loggers see, `rank/MEASURE/PLACE`.
+    """
+    columns: dict[str, Any] = {}
+    for step, values in audits.items():
+        for name, value in values.items():
+            _, measure, place = name.split("/", 2)
+            column = columns.setdefault(measure, {"places": [], "steps": {}})
+            if place not in column["places"]:
+                column["places"].append(place)
+            column["steps"].setdefault(step, []).append(value)
+    return columns
+
+
+def changed_fields(run: Run, made: Recipe) -> list[str]:
+    """Return the settings that decide a run and differ between a kept run and its row today.
+
+    A setting that is newer than the run had the value that is its default now.
+    """
+    there, here = (fields(one) for one in (Recipe.model_validate(run["settings"]), made))
+    here["task.options"] = {name: shown(name, value) for name, value in made.task.options.items()}
+    return sorted(name for name in here if name not in WITHOUT_EFFECT and there[name] != here[name])
+
+
+def check_same_data(path: Path, runs: Iterable[Run]) -> None:
+    """Raise if two runs of a file read other data of the same name.
+
+    Raises:
+        RecordError: if their checksums differ.
+    """
+    seen: dict[str, Run] = {}
+    for run in runs:
+        data = run["values"]["data"]
+        first = seen.setdefault(str([data.get("name"), data.get("options")]), run)
+        wanted = first["values"]["data"]["sha256"]
+        if data["sha256"] != wanted:
+            raise RecordError(
+                f"{path}: “{run['row']}” at seed {run['seed']}",
+                expected=f"the data of “{first['row']}” at seed {first['seed']}, sha256 {wanted}",
+                got=f"sha256 {data['sha256']}",
+                fix="Run one of the two again, on the data of the other.",
+            )

@@ -4,7 +4,7 @@
 
 A run that is done is not done again; a run that was killed goes on from its last checkpoint. KEY=VALUE is
 given to every run; a result of another configuration is never taken for a run, nor written over. Results go
-to experiments/results/train/, checkpoints to --work, where --keep leaves the models too.
+to experiments/results/NAME.jsonl, checkpoints to --work, where --keep leaves the models too.
 """
 
 import argparse
@@ -17,18 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.experiment import RESULTS, Experiment, run_id
-from experiments.kept import differing, read
+from experiments.experiment import Experiment
+from experiments.results import RESULTS, Run, append_run, audits_to_columns, changed_fields, read_runs
 from experiments.trained import EXPERIMENTS
-from rankwise._internals.files import write_file
+from rankwise._internals.files import parse_json
 from rankwise.errors import RecordError
 from rankwise.train.overrides import changes, parse_pairs
 from rankwise.train.recipes import RECIPES
 
 
-def words(experiment: Experiment, label: str, size: str, seed: int, given: dict[str, Any]) -> list[str]:
+def words(experiment: Experiment, label: str, seed: int, given: dict[str, Any]) -> list[str]:
     """Arguments of `rankwise train` for one run."""
-    made = experiment.configuration(label, size, seed, **given)
+    made = experiment.configuration(label, seed, **given)
     pairs = changes(made, RECIPES[experiment.recipe])
     told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in pairs.items()}
     return ["train", experiment.recipe, *(f"{key}={value}" for key, value in told.items())]
@@ -37,7 +37,6 @@ def words(experiment: Experiment, label: str, size: str, seed: int, given: dict[
 def run(
     experiment: Experiment,
     label: str,
-    size: str,
     seed: int,
     work: Path,
     results: Path,
@@ -45,32 +44,50 @@ def run(
     keep: bool = False,
 ) -> bool:
     """Run one row at one seed, unless it is done; False where it failed or another configuration is there."""
-    name = run_id(experiment, label, size, seed)
-    kept = results / f"{name}.json"
-    made = experiment.configuration(label, size, seed, **given)
-    for there in (kept, work / name / "results.json"):
-        if there.is_file() and (different := differing(read(there), made)):
+    name = f"{experiment.name}-{label}-seed{seed}".replace(" ", "_").replace("/", "_")
+    made, path, out = experiment.configuration(label, seed, **given), experiment.path(results), work / name
+    kept = [one for one in read_runs(path) if (one["row"], one["seed"]) == (label, seed)]
+    finished = out / "results.json"
+    for there, one in [*((path, one) for one in kept), *((finished, one) for one in _read(finished, label))]:
+        if changed := changed_fields(one, made):
             print(
-                f"{name}: {there} is of another configuration ({', '.join(different)}); "
+                f"{name}: {there} is of another configuration ({', '.join(changed)}); "
                 "move it away, or choose other --results and --work",
                 file=sys.stderr,
             )
             return False
-    if kept.is_file():
+    if kept:
         print(f"{name}: done already")
         return True
-    arguments = words(experiment, label, size, seed, given)
-    out = work / name
+    arguments = words(experiment, label, seed, given)
     print(f"{name}: rankwise {shlex.join(arguments)}", flush=True)
-    if not (out / "results.json").is_file():
+    if not finished.is_file():
         done = subprocess.run([sys.executable, "-m", "rankwise", *arguments, "--out", str(out), "--resume"])
         if done.returncode:
             print(f"{name}: failed with status {done.returncode}", file=sys.stderr)
             return False
-    write_file(kept, (out / "results.json").read_text(encoding="utf-8"), "results")
+    append_run(path, *_read(finished, label))
     if not keep:
         shutil.rmtree(out)
     return True
+
+
+def _read(path: Path, label: str) -> list[Run]:
+    """Return what a training wrote, as a line of results; nothing if it has not finished."""
+    if not path.is_file():
+        return []
+    values = parse_json(path.read_text(encoding="utf-8"))
+    values["rank"] = audits_to_columns(values["rank"])
+    settings, provenance = values.pop("configuration"), values.pop("provenance")
+    return [
+        {
+            "row": label,
+            "seed": settings["seed"],
+            "settings": settings,
+            "values": values,
+            "provenance": provenance,
+        }
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pairs", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the experiment")
-    parser.add_argument("--size", choices=("small", "paper"), default="small")
     parser.add_argument("--work", type=Path, default=Path("runs"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--keep", action="store_true", help="leave the models in --work")
@@ -96,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = experiment.seeds if chosen.seeds is None else chosen.seeds
     try:
         ended = [
-            run(experiment, label, chosen.size, seed, chosen.work, chosen.results, given, chosen.keep)
+            run(experiment, label, seed, chosen.work, chosen.results, given, chosen.keep)
             for seed in seeds
             for label in labels
         ]

@@ -1,11 +1,11 @@
 """Which part brings causal ToST near the transformer: short runs on bytes, and on associative recall."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from experiments.experiment import Experiment, Table, below, within
+from experiments.results import Run
 from experiments.trained.reading import markdown
 from rankwise.data.tasks.examples import Examples
 from rankwise.data.tasks.language import BYTE_VOCABULARY
@@ -59,10 +59,10 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def state_numbers(run: Mapping[str, Any]) -> int:
+def state_numbers(run: Run) -> int:
     """Numbers that a run's model keeps for a sequence of the length it was trained on."""
-    tokens = run["configuration"]["task"]["tokens"]
-    settings = ModelSettings(**run["configuration"]["model"])
+    tokens = run["settings"]["task"]["tokens"]
+    settings = ModelSettings(**run["settings"]["model"])
     if settings.name == "transformer":
         return 2 * settings.layers * settings.width * tokens
     origin = Provenance("bytes", "none", None, 0, 0, "")

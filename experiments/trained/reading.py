@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from experiments.experiment import Row, Table
+from experiments.results import Run
 
 
 def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
@@ -18,17 +19,22 @@ def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
     """
     layers: dict[str, list[float]] = {}
     for run in row.runs:
-        at = str(max(map(int, run["rank"])) if step is None else step)
-        for name, value in run["rank"][at].items():
-            _, told, place = [*name.split("/", 2), "", ""][:3]
-            if told == measure and not place.endswith(".cross"):
+        if (column := run["values"]["rank"].get(measure)) is None:
+            continue
+        at = max(map(int, column["steps"])) if step is None else step
+        for place, value in zip(column["places"], column["steps"][str(at)], strict=True):
+            if not place.endswith(".cross"):
                 layers.setdefault(place, []).append(value)
     return [statistics.fmean(values) for _, values in sorted(layers.items())]
 
 
 def steps(row: Row) -> list[int]:
     """The steps at which every run of a row was audited."""
-    return sorted(set.intersection(*({int(step) for step in run["rank"]} for run in row.runs)))
+    return sorted(set.intersection(*(_audited(run) for run in row.runs)))
+
+
+def _audited(run: Run) -> set[int]:
+    return {int(step) for column in run["values"]["rank"].values() for step in column["steps"]}
 
 
 def collapse(table: Table) -> str:
@@ -46,7 +52,7 @@ def collapse(table: Table) -> str:
 def each_seed(table: Table) -> list[Row]:
     """A row for each run: the mean of a stack that collapsed and one that did not is neither."""
     return [
-        Row(label if len(row.runs) == 1 else f"{label}, seed {run['provenance']['seed']}", [run])
+        Row(label if len(row.runs) == 1 else f"{label}, seed {run['seed']}", [run])
         for label, row in table.items()
         for run in row.runs
     ]
@@ -60,10 +66,10 @@ def _last(row: Row, step: int) -> str:
 def learned(table: Table) -> str:
     """Learned λ by layer, of each seed; a mean over channels where each has its own."""
     rows = [
-        (row.label, str(run["provenance"]["seed"]), ", ".join(f"{value:.2f}" for value in run["lambdas"]))
+        (row.label, str(run["seed"]), ", ".join(f"{value:.2f}" for value in run["values"]["lambdas"]))
         for row in table.values()
         for run in row.runs
-        if run["lambdas"]
+        if run["values"]["lambdas"]
     ]
     if not rows:
         return ""

@@ -4,16 +4,16 @@ import json
 import math
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from experiments import early, results, run
+from experiments import early, render, run
 from experiments.experiment import (
     BYTE_LOSS,
     NORMAL,
-    RESULTS,
     STUDENT,
     Experiment,
     Row,
@@ -21,9 +21,9 @@ from experiments.experiment import (
     below,
     beyond,
     exceeds,
-    run_id,
     within,
 )
+from experiments.results import RESULTS, Run, append_run, audits_to_columns, read_runs
 from experiments.trained import EXPERIMENTS
 from experiments.trained.language_parts import frontier
 from experiments.trained.long_range import RATES, at_rate, best_rates
@@ -43,11 +43,10 @@ ALL = [(one, label) for one in EXPERIMENTS.values() for label in one.rows]
 
 
 @pytest.mark.parametrize(("experiment", "label"), ALL, ids=lambda value: getattr(value, "name", value))
-@pytest.mark.parametrize("size", ["small", "paper"])
-def test_the_command_of_a_row_makes_its_configuration(experiment: Experiment, label: str, size: str) -> None:
+def test_the_command_of_a_row_makes_its_configuration(experiment: Experiment, label: str) -> None:
     given = {"task.path": "a b.txt"}
-    _, name, *told = run.words(experiment, label, size, 1, given)
-    assert recipe(name, **parse_pairs(told)) == experiment.configuration(label, size, 1, **given)
+    _, name, *told = run.words(experiment, label, 1, given)
+    assert recipe(name, **parse_pairs(told)) == experiment.configuration(label, 1, **given)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
@@ -56,28 +55,41 @@ def test_rows_that_are_spoken_of_are_there(experiment: Experiment) -> None:
     assert spoken <= set(experiment.rows)
 
 
+def made(
+    settings: dict[str, Any] | None = None, hardware: dict[str, Any] | None = None, **values: Any
+) -> Run:
+    """Return a run of one row, of what a test reads of it."""
+    provenance = {"hardware": hardware or {"processor": "a processor", "threads": 1}}
+    return {
+        "row": "",
+        "seed": values.pop("seed", 0),
+        "settings": settings or {},
+        "values": values,
+        "provenance": provenance | {"command": "rankwise train", "torch": "2", "transformers": "5"},
+    }
+
+
 def kept(
     folder: Path, label: str, seed: int, loss: float, experiment: Experiment = LANGUAGE, **changed: Any
-) -> Path:
-    """Write a file as `experiments.run` does: the row's configuration, apart from what is ``changed``."""
-    configuration = experiment.configuration(label, "small", seed).model_dump(mode="json")
-    hardware = {"processor": "a processor", "threads": 1}
-    made = {"command": f"rankwise train language model={label}", "seed": seed, "hardware": hardware}
-    content: dict[str, Any] = {
-        "scores": {"loss": loss, "accuracy": 0.5},
-        "parameters": 1234,
-        "tokens_per_second": 500.0,
-        "seconds": 120.0,
-        "cpu_seconds": 60.0,
-        "peak_memory": 2**30,
-        "chance": None,
-        "data": {"source": "a text", "train": 1000, "test": 20, "sha256": "abc"},
-        "configuration": configuration | changed,
-        "provenance": {**made, "torch": "2", "transformers": "5"},
-    }
-    path = folder / f"{run_id(experiment, label, 'small', seed)}.json"
-    path.write_text(json.dumps(content))
-    return path
+) -> Run:
+    """Keep a run as `experiments.run` does: the row's configuration, apart from what is ``changed``."""
+    configuration = experiment.configuration(label, seed).model_dump(mode="json")
+    run = made(
+        configuration | changed,
+        seed=seed,
+        scores={"loss": loss, "accuracy": 0.5},
+        parameters=1234,
+        tokens_per_second=500.0,
+        seconds=120.0,
+        cpu_seconds=60.0,
+        peak_memory=2**30,
+        chance=None,
+        data={"source": "a text", "train": 1000, "test": 20, "sha256": "abc"},
+    )
+    run["row"] = label
+    run["provenance"] |= {"command": f"rankwise train language model={label}", "seed": seed}
+    append_run(experiment.path(folder), run)
+    return run
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
@@ -85,13 +97,13 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
         kept(tmp_path, "transformer", seed, loss)
     kept(tmp_path, "tost", 0, 1.5)
     kept(tmp_path, "tost-uniform", 0, 1.75)
-    page = results.page([LANGUAGE], tmp_path)
+    page = render.page([LANGUAGE], tmp_path)
     waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
     assert page.index("| no |") < page.index("| yes |") < waiting
     assert "\nWithout a run: softmax; softmax-rotary; tost-decayed; tost-hybrid;" in page
     kept(tmp_path, "tost", 1, 2.3)
     kept(tmp_path, "tost-uniform", 0, 40.0)
-    page_of_two = results.page([LANGUAGE], tmp_path)
+    page_of_two = render.page([LANGUAGE], tmp_path)
     said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 3 and 2 |"
     assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
     assert said in page_of_two
@@ -108,76 +120,115 @@ def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
 def test_only_runs_of_the_rows_own_configuration_are_counted(tmp_path: Path) -> None:
     for seed in (0, 100):
         kept(tmp_path, "tost", seed, 1.5)
-    assert LANGUAGE.table("small", tmp_path)["tost"].scores("loss") == [1.5, 1.5]
-    changed = kept(tmp_path, "tost", 1, 9.0, steps=20)
-    with pytest.raises(RecordError, match=r"tost-seed1.json: expected the row “tost” .* got another steps"):
-        LANGUAGE.table("small", tmp_path)
-    changed.unlink()
-    kept(tmp_path, "tost", 2, 9.0).rename(changed)
+    assert LANGUAGE.table(tmp_path)["tost"].scores("loss") == [1.5, 1.5]
+    kept(tmp_path, "tost", 1, 9.0, steps=20)
+    with pytest.raises(RecordError, match=r"language.jsonl: expected the row “tost” .* got another steps"):
+        LANGUAGE.table(tmp_path)
+    run = kept(tmp_path, "tost", 1, 9.0)
+    run["settings"]["seed"] = 2
+    append_run(LANGUAGE.path(tmp_path), run)
     with pytest.raises(RecordError, match="got another seed"):
-        LANGUAGE.table("small", tmp_path)
+        LANGUAGE.table(tmp_path)
     kept(tmp_path, "tost", 1, 9.0, monitor_tokens=16)
     with pytest.raises(RecordError, match="got another monitor_tokens"):
-        LANGUAGE.table("small", tmp_path)
+        LANGUAGE.table(tmp_path)
+    kept(tmp_path, "tost", 1, 1.5)
+    append_run(LANGUAGE.path(tmp_path), {**run, "row": "of old"})
+    with pytest.raises(RecordError, match=r"expected the row “of old” .* got no such row"):
+        LANGUAGE.table(tmp_path)
 
 
 def test_runs_on_other_data_are_not_counted(tmp_path: Path) -> None:
     kept(tmp_path, "transformer", 0, 1.5)
-    other = kept(tmp_path, "tost", 0, 1.5)
-    content = json.loads(other.read_text())
-    content["data"]["sha256"] = "def"
-    other.write_text(json.dumps(content))
-    with pytest.raises(RecordError, match=r"tost-seed0.json: expected .*transformer-seed0.json, sha256 abc"):
-        LANGUAGE.table("small", tmp_path)
+    run = kept(tmp_path, "tost", 0, 1.5)
+    run["values"]["data"]["sha256"] = "def"
+    append_run(LANGUAGE.path(tmp_path), run)
+    with pytest.raises(
+        RecordError, match=r"“transformer” at seed 0: expected .*“tost” at seed 0, sha256 def"
+    ):
+        LANGUAGE.table(tmp_path)
 
 
-EMPTY = '{"scores": {}, "data": {}, "provenance": {}, "configuration": %s}'
+def test_a_run_replaces_that_of_its_row_and_seed_and_lines_are_sorted(tmp_path: Path) -> None:
+    for seed, name, loss in ((10, "b", 1.0), (9, "b", 2.0), (0, "a", 3.0), (10, "b", 4.0)):
+        append_run(tmp_path / "x.jsonl", {**kept(tmp_path, "tost", seed, loss), "row": name})
+    found = [
+        (run["row"], run["seed"], run["values"]["scores"]["loss"]) for run in read_runs(tmp_path / "x.jsonl")
+    ]
+    assert found == [("a", 0, 3.0), ("b", 9, 2.0), ("b", 10, 4.0)]
+    assert read_runs(tmp_path / "y.jsonl") == []
+
+
+def test_processes_that_finish_at_once_lose_no_run(tmp_path: Path) -> None:
+    run = kept(tmp_path, "tost", 0, 1.0)
+    path = tmp_path / "x.jsonl"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: append_run(path, {**run, "seed": seed}), range(40)))
+    assert [one["seed"] for one in read_runs(path)] == list(range(40))
+
+
+def test_kept_files_are_as_they_would_be_written(tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS.values():
+        lines = experiment.path().read_text(encoding="utf-8").splitlines()
+        runs = read_runs(experiment.path())
+        assert [(run["row"], run["seed"]) for run in runs] == sorted(
+            (run["row"], run["seed"]) for run in runs
+        )
+        append_run(tmp_path / "one.jsonl", runs[0])
+        assert (tmp_path / "one.jsonl").read_text(encoding="utf-8") == lines[0] + "\n"
+        (tmp_path / "one.jsonl").unlink()
+
+
+EMPTY = '{"row": "", "seed": 0, "values": {}, "provenance": {}, "settings": %s}'
 
 
 @pytest.mark.parametrize(
-    "content", ["", '{"scores": {', "[]", '{"scores": {}}', EMPTY % "[]", EMPTY % "{}", EMPTY % "null"]
+    "content", ["", '{"row": {', "[]", '{"row": "tost"}', EMPTY % "[]", EMPTY % "{}", EMPTY % "null"]
 )
-def test_a_damaged_file_is_named_and_no_page_is_written(
+def test_a_damaged_line_is_named_and_no_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    damaged, page = tmp_path / f"{run_id(LANGUAGE, 'tost', 'small', 0)}.json", tmp_path / "page.md"
-    damaged.write_text(content)
+    damaged, page = LANGUAGE.path(tmp_path), tmp_path / "page.md"
+    kept(tmp_path, "tost", 0, 1.0)
+    with damaged.open("a") as file:
+        file.write(content + "\n")
     for main, arguments in (
-        (results.main, ["--page", str(page)]),
+        (render.main, ["--page", str(page)]),
         (run.main, ["language", "--rows", "tost"]),
     ):
         with pytest.raises(SystemExit):
             main([*arguments, "--results", str(tmp_path)])
-        assert str(damaged) in capsys.readouterr().err
+        assert f"{damaged}:2" in capsys.readouterr().err
     assert not page.exists()
 
 
 def test_no_page_is_made_of_no_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(SystemExit):
-            results.main(["--results", str(folder), "--page", str(tmp_path / "page.md")])
+            render.main(["--results", str(folder), "--page", str(tmp_path / "page.md")])
         assert "no results there" in capsys.readouterr().err
     assert not (tmp_path / "page.md").exists()
 
 
 def test_the_page_in_the_docs_is_of_the_kept_runs() -> None:
-    assert results.PAGE.read_text(encoding="utf-8") == results.page(list(EXPERIMENTS.values()))
+    assert render.PAGE.read_text(encoding="utf-8") == render.page(list(EXPERIMENTS.values()))
 
 
 def test_every_kept_run_is_in_the_page() -> None:
-    tables = [one.table(size) for one in EXPERIMENTS.values() for size in ("small", "paper")]
-    assert sum(len(row.runs) for table in tables for row in table.values()) == len(
-        list(RESULTS.glob("*.json"))
-    )
+    assert {one.path().name for one in EXPERIMENTS.values()} == {
+        path.name for path in RESULTS.glob("*.jsonl")
+    }
+    shown = [len(row.runs) for one in EXPERIMENTS.values() for row in one.table().values()]
+    assert sum(shown) == sum(len(path.read_text().splitlines()) for path in RESULTS.glob("*.jsonl")) >= 513
 
 
 def test_losses_a_token_are_given_a_byte_as_well() -> None:
     def told(**more: float) -> str:
-        return results.loss(Row("", [{"scores": {"loss": 3.0}, **more}]))
+        return render.loss(Row("", [made(scores={"loss": 3.0}, **more)]))
 
     assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
     assert told() == told(bytes_per_token=1.0) == "3.000"
-    runs = [{"scores": {"loss": 3.0}, "bytes_per_token": 2.0}, {"scores": {"loss": 3.0}}]
+    runs = [made(scores={"loss": 3.0}, bytes_per_token=2.0), made(scores={"loss": 3.0})]
     assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]
 
 
@@ -185,7 +236,7 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
     for seed in (0, 1):  # no spread, so that every margin is 0
         kept(tmp_path, "tost", seed, 1.5)
         kept(tmp_path, "transformer", seed, 1.25)
-    table = LANGUAGE.table("small", tmp_path)
+    table = LANGUAGE.table(tmp_path)
     assert below("transformer", "tost").judge(table)[0]
     assert not below("transformer", "tost", by=0.25).judge(table)[0]
     assert within("tost", "transformer", 0.26).judge(table) == (True, "+0.250")
@@ -198,10 +249,10 @@ def test_margins_are_held_on_their_own_side(tmp_path: Path) -> None:
 
 
 def test_a_lower_accuracy_is_worse() -> None:
-    run = {"chance": None, "data": {"test": 10**9}, "configuration": {"evaluation": {"examples": None}}}
-    shares = {"low": 0.5, "high": 0.75}
+    every = {"evaluation": {"examples": None}}
     table = {
-        label: Row(label, [{"scores": {"accuracy": share}, **run}] * 2) for label, share in shares.items()
+        label: Row(label, [made(every, scores={"accuracy": share}, chance=None, data={"test": 10**9})] * 2)
+        for label, share in {"low": 0.5, "high": 0.75}.items()
     }
     assert within("low", "high", 0.26, "accuracy").judge(table) == (True, "-0.250")
     assert within("low", "high", 0.24, "accuracy").judge(table)[0] is False
@@ -213,7 +264,7 @@ def test_a_lower_accuracy_is_worse() -> None:
 
 
 def losses(*values: float) -> Row:
-    return Row("", [{"scores": {"loss": value}} for value in values])
+    return Row("", [made(scores={"loss": value}) for value in values])
 
 
 def told(rows: list[Row], *distances: float, more: Sequence[Row] = ()) -> list[bool | None]:
@@ -258,9 +309,11 @@ def test_a_single_seed_has_the_largest_spread_of_the_others_or_none_is_known() -
 
 def test_few_examples_tell_little_of_an_accuracy() -> None:
     def rows(test: int, most: int | None, chance: float | None = None) -> list[Row]:
-        judging = {"data": {"test": test}, "configuration": {"evaluation": {"examples": most}}}
-        run = {"chance": chance, **judging}
-        return [Row("", [{"scores": {"accuracy": share}, **run}] * 2) for share in (0.5, 0.8)]
+        settings = {"evaluation": {"examples": most}}
+        return [
+            Row("", [made(settings, scores={"accuracy": share}, chance=chance, data={"test": test})] * 2)
+            for share in (0.5, 0.8)
+        ]
 
     error = NORMAL * ((0.25 + 0.16) / 400) ** 0.5  # whatever the number of seeds: their examples are the same
     for two in (rows(500, 400), rows(400, 500), rows(400, None)):
@@ -277,24 +330,23 @@ def test_few_examples_tell_little_of_an_accuracy() -> None:
 
 def test_tokens_a_second_are_of_cpu_time_and_on_a_gpu_of_the_clock() -> None:
     def row(**hardware: str) -> Row:
-        run = {"tokens_per_second": 300.0, "seconds": 10.0, "cpu_seconds": 5.0}
-        return Row("", [{**run, "provenance": {"hardware": hardware}}])
+        return Row("", [made(hardware=hardware, tokens_per_second=300.0, seconds=10.0, cpu_seconds=5.0)])
 
-    assert results.speed(row(processor="a processor")) == 600
-    assert results.speed(row(processor="a processor", gpu="a GPU")) == 300
+    assert render.speed(row(processor="a processor")) == 600
+    assert render.speed(row(processor="a processor", gpu="a GPU")) == 300
 
 
 def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None:
-    def run(seed: int, last: float) -> dict[str, Any]:
+    def run(seed: int, last: float, *more: int) -> Run:
         audits = {
             str(step): {
                 f"rank/states_{name}/layers.{layer:02}": value
                 for name in ("relative_spread", "effective_rank")
                 for layer in (0, 1)
             }
-            for step, value in ((0, 0.5), (20, last), (100, last / 2))
+            for step, value in ((0, 0.5), (20, last), *((step, last) for step in more), (100, last / 2))
         }
-        return {"rank": audits, "provenance": {"seed": seed}}
+        return made(rank=audits_to_columns(audits), seed=seed)
 
     row = Row("deep", [run(0, 1.0), run(1, 3.0)])
     assert by_layer(row, "states_effective_rank") == [1.0, 1.0]
@@ -305,10 +357,8 @@ def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None
         "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
         "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
     ]
-    often = run(0, 1.0)
-    often["rank"]["50"] = often["rank"]["20"]
-    unwatched = {"rank": {}, "provenance": {"seed": 0}}
-    several = {"unwatched": Row("unwatched", [unwatched]), "deep": row, "often": Row("often", [often])}
+    unwatched = Row("unwatched", [made(rank={})])
+    several = {"unwatched": unwatched, "deep": row, "often": Row("often", [run(0, 1.0, 50)])}
     shown = collapse(several).splitlines()
     assert shown[2] == "|  | step 0 | step 20 | step 50 | step 100 |"
     assert shown[4] == "| unwatched | – | – | – | – |"
@@ -317,7 +367,7 @@ def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None
 
 def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> None:
     def row(accuracy: float) -> Row:
-        return Row("", [{"scores": {"accuracy": accuracy}}])
+        return Row("", [made(scores={"accuracy": accuracy})])
 
     table = {"linear": row(0.2), at_rate("linear", RATES[0]): row(0.4)}
     assert best_rates(table) == ""
@@ -329,7 +379,7 @@ def test_the_frontier_holds_what_no_smaller_state_beats(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["language-parts"]
     for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
         kept(tmp_path, name, 0, loss, experiment)
-    lines = [line.split(" | ") for line in frontier(experiment.table("small", tmp_path)).splitlines()[4:]]
+    lines = [line.split(" | ") for line in frontier(experiment.table(tmp_path)).splitlines()[4:]]
     sizes = [int(cells[1].replace(",", "")) for cells in lines]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 4 * 2 * 4 * 64 * 128, "keys and values of four layers, float32"
@@ -358,16 +408,17 @@ def test_a_run_is_done_once_and_a_failed_one_is_told(
     arguments = ["language", *pairs(tmp_path), *where]
     assert run.main(["language", "task.path=missing.txt", *where]) == 1
     assert run.main(arguments) == 0
-    assert json.loads((tmp_path / "r" / "language-transformer-seed0.json").read_text())["kind"] == "language"
+    lines = tmp_path / "r" / "language.jsonl"
+    assert [one["row"] for one in read_runs(lines)] == ["transformer"]
     assert not (tmp_path / "w" / "language-transformer-seed0").exists()
     assert run.main(arguments) == 0
     assert len(calls) == 2, "the last time it was done already"
-    before = (tmp_path / "r" / "language-transformer-seed0.json").read_text()
+    before = lines.read_text()
     assert run.main(["language", *pairs(tmp_path, steps=1), *where]) == 1
     assert "another configuration (steps)" in capsys.readouterr().err
     assert run.main(["language", *where]) == 1, "the row as it is"
     assert len(calls) == 2
-    assert (tmp_path / "r" / "language-transformer-seed0.json").read_text() == before
+    assert lines.read_text() == before
     assert run.main([*arguments[:-1], str(tmp_path / "kept"), "--keep"]) == 0
     assert (tmp_path / "w" / "language-transformer-seed0" / "model").is_dir()
 
@@ -408,12 +459,14 @@ def test_flat_curves_do_not_saturate_together(
     table = {}
     for width, rank, score in zip(WIDTHS, ranks, scores, strict=True):
         # class attention has rank 1 at any width
-        found = {
-            "rank/heads_effective_rank/layers.00": rank,
-            "rank/heads_effective_rank/layers.01.cross": 1.0,
-        }
-        judged = {"configuration": {"evaluation": {"examples": None}}, "data": {"test": examples}}
-        run = {"scores": {"accuracy": score}, "rank": {"0": found}, "chance": 0.05} | judged
+        found = {"places": ["layers.00", "layers.01.cross"], "steps": {"0": [rank, 1.0]}}
+        run = made(
+            {"evaluation": {"examples": None}},
+            scores={"accuracy": score},
+            rank={"heads_effective_rank": found},
+            chance=0.05,
+            data={"test": examples},
+        )
         table[label(width, False)] = Row(label(width, False), [run] * 2)
     assert same_place(False).judge(table)[0] is holds
     assert curves(table, False) == (list(ranks), list(scores))
