@@ -1,6 +1,6 @@
-"""Run a model and return a `Trace`: the operators that mix its tokens, and its token states.
+"""Run a model and record a `Trace`: its mixing operators (such as attention maps) and its token states.
 
-Names are imported on first use: records import `rankwise.tracing.head_id` without torch.
+Names are imported on first use, so that modules of saved records can import `head_id` without torch.
 """
 
 from typing import TYPE_CHECKING

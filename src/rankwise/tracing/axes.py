@@ -1,4 +1,4 @@
-"""Axes of sequences, heads, tokens and channels in attention calls and token states."""
+"""Find which axes of attention tensors and token states hold sequences, heads, tokens and channels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from rankwise.tracing.module_calls import ModuleCall, first_tokens
 from rankwise.tracing.trace import MixerSite
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead", "num_head")
-"""Attributes with which modules count their heads."""
+"""Attribute names under which attention modules store their number of heads."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Meaning of the leading axes of attention tensors (…, T, ·): which hold sequences, which heads."""
+    """Leading axes of attention tensors (…, T, K): which of them hold sequences, and which hold heads."""
 
     axes: int
     """Number of leading axes."""
     batch: int
-    """Number of sequences (or windows) on the leading axes; the other factor is the number of heads."""
+    """Number B of sequences (or windows); the sizes of the leading axes multiply to B·H for H heads."""
     split: int = 1
-    """Number of leading axes that hold sequences, if there are three leading axes or more."""
+    """Number of leading axes that hold sequences; the leading axes after them hold heads."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return a tensor (…, T, ·) as (B, H, T, ·); grouped keys and values keep their smaller H."""
+        """Reshape a tensor (…, T, K) to (B, H, T, K); grouped keys and values keep their smaller H."""
         if self.axes == 0:
             return tensor[None, None]
         if self.axes == 1:
@@ -39,14 +39,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """Functions that convert the output of a mixer to heads (B, H, T, V), and heads to the output."""
+    """Pair of functions that convert the output of a mixer to heads (B, H, T, V), and heads to the output."""
 
     to_heads: Callable[[Tensor], Tensor]
     from_heads: Callable[[Tensor], Tensor]
 
 
 def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
-    """Return functions from an output to heads and back; ``axes``: axes of the output in order (…, T, V)."""
+    """Return `HeadAxes` for an output whose axes become (…, T, V) if permuted by ``axes``."""
     home = sorted(range(len(axes)), key=lambda at: axes[at])
     shape: list[int] = []
 
@@ -61,9 +61,9 @@ def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
 def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """Return the layout of an attention call from the shape of its queries or weights, (…, T, ·).
 
-    One leading axis holds B·H, heads innermost; the module's batch size and head count separate B from H.
-    Three or more axes hold sequences and grouped heads (B, Hkv, groups), or sequences in windows (B, windows,
-    H). The axes are groups if the module received B sequences of T tokens.
+    A single leading axis holds B·H matrices with the heads innermost. The batch size that the module received
+    and its number of heads separate B from H. Three or more axes hold either grouped heads (B, Hkv, groups)
+    or windows (B, windows, H). They hold groups if the module received B sequences of T tokens.
     """
     *leading, tokens, _ = shape
     if len(leading) == 1:
@@ -77,7 +77,7 @@ def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
 
 
 def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
-    """Return (B, T) of the states that a module received, in either order of axes; None without states."""
+    """Return (B, T) of a module's input states (B, T, D), (T, B, D) or (T, D); None if there are none."""
     given = call.tokens
     if given is None:
         flat = first_tokens(call.tensors, axes=2)
@@ -89,7 +89,7 @@ def given_shape(call: ModuleCall, tokens: int) -> tuple[int, int] | None:
 
 
 def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
-    """Return the number of heads H if one leading axis holds B·H matrices (H in an unbatched call)."""
+    """Return the number of heads H if a single leading axis holds B·H matrices."""
     given = given_shape(call, tokens)
     batch = given[0] if given else None
     counts = (getattr(call.module, name, None) for name in HEAD_COUNTS)
@@ -102,9 +102,9 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
 
 
 def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
-    """Undo transformers' packing of a single query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
+    """Undo how transformers reshapes one query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
 
-    For one token, transformers puts the query heads that share a key head on the token axis.
+    For a single token, transformers moves the query heads that share a key head (a group) to the token axis.
     """
     groups = getattr(call.module, "num_key_value_groups", 1)
     tokens = call.tokens
@@ -114,7 +114,7 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Return the number of sequences B, which is below the batch axis if sequences are cut into windows."""
+    """Return the number of sequences, which is below the operator's batch axis if it holds their windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Only inputs with three axes count, because an input with two axes may be (B, F) or (T, D).
     given = (given_shape(call, tokens) for call in calls if call.tokens is not None)
@@ -124,10 +124,10 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
 def find_batch_first(
     tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that brings the states of a block to (B, T, D), from the shapes of its mixers.
+    """Return a function that converts states of a block to (B, T, D), found from shapes of its operators.
 
-    States of a model may be (T, B, D), (T, D) without a batch, or a nested tensor. None if a tensor with two
-    axes is not (T, D).
+    The states may be (B, T, D), (T, B, D), (T, D) without a batch, or a nested tensor. Return None if states
+    with two axes are not (T, D).
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:
@@ -144,7 +144,7 @@ def find_batch_first(
 
 
 def padded(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a nested tensor as a padded tensor with its mask; any other tensor unchanged."""
+    """Return (padded tensor, mask of real tokens) of a nested tensor; (tensor, None) of any other tensor."""
     if not tokens.is_nested:
         return tokens, None
     lengths = torch.tensor([item.shape[0] for item in tokens.unbind()], device=tokens.device)

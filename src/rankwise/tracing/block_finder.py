@@ -1,4 +1,4 @@
-"""`BlockFinder` finds the repeated blocks of a model while it runs."""
+"""`BlockFinder`: find the repeated residual blocks of a model while the model runs."""
 
 import re
 from collections import Counter
@@ -33,20 +33,20 @@ class BlockCandidate:
     rank: int
     input: Tensor
     input_copy: Tensor
-    """Copy of the input, which later changes in place do not affect."""
+    """Copy of the input, taken before the block can change the input in place."""
     linked: bool
     """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
-    """True if the call starts another chain of blocks, as the second encoder of a two-tower model."""
+    """True if the call starts another chain of blocks, such as the second encoder of a two-tower model."""
     output: Tensor | None = None
     block: BlockCall | None = None
     """Record of the call as a block; None if its input and output are not states of equal shape."""
     open: list["BlockCandidate"] = field(default_factory=list)
-    """Calls inside this call that may be blocks instead of this call."""
+    """Calls inside this call that may turn out to be the blocks, in place of this call."""
     plain: set[tuple[str, type]] = field(default_factory=set)
-    """Stack and class of each call inside this call that contains no mixer."""
+    """Pairs (stack, class) of the calls inside this call that contain no mixer."""
     settled: bool = False
-    """True if calls inside this call are blocks, so that this call is not a block."""
+    """True once calls inside this call are known to be blocks, so that this call is not a block."""
 
     @property
     def kind(self) -> type:
@@ -54,15 +54,16 @@ class BlockCandidate:
         return type(self.call.module)
 
     def offered(self, stack: str) -> list["BlockCandidate"]:
-        """Return the possible blocks inside this call that belong to one stack."""
+        """Return the possible blocks inside this call that belong to one stack (chain of blocks)."""
         return [inner for inner in self.open if inner.stack == stack]
 
     def yields_to_inner(self) -> bool:
-        """Return True if possible blocks inside this call are the blocks, and this call is not.
+        """Return True if the possible blocks inside this call are the blocks, in place of this call.
 
-        A single inner call is the block if it has the input and output of this call. Several inner calls are
-        blocks if each reads the output of the previous one, as in a stage of blocks. They are not if inner
-        calls of the same class contain no mixer, as with alternating attention and feed-forward sublayers.
+        A single inner call is the block if its input and output are the input and output of this call.
+        Several inner calls are blocks if each reads the output of the previous one, as in a stage of blocks.
+        But if inner calls of the same class contain no mixer, they are sublayers (attention, feed-forward),
+        and this call is the block.
         """
         if len(self.open) == 1:
             inner = self.open[0]
@@ -73,13 +74,13 @@ class BlockCandidate:
 
 
 class BlockFinder:
-    """Finds the blocks of a running model, and reports the mixers of each.
+    """Finds the residual blocks of a running model, and the mixers in each block.
 
-    A block is an item of a list of modules of one class, such as ``encoder.layer.3``. It contains a mixer and
-    returns states of the shape of its input. If such items are nested, the inner items are blocks
-    if each reads the output of the previous item, as in stages of blocks. If inner items run in parallel, as
-    heads do, or there is only one, the outer module is the block. A module that looks like a mixer makes
-    its block count even if its operator is not captured.
+    A block is an item of a list of modules of one class, such as ``encoder.layer.3``. It contains a mixer,
+    and its output states have the shape of its input states. If such items are nested, the inner items are
+    the blocks if each reads the output of the previous item, as in stages of blocks. The outer module is the
+    block if it contains one item, or items that run in parallel, as heads do. An item with a module that
+    looks like a mixer is a block even if the operator of the mixer is not captured.
     """
 
     def __init__(
@@ -95,36 +96,38 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
-        """By stack inside a possible block: True if its modules are the blocks, False if the outer one is."""
+        """By stack of inner modules: True if these modules are the blocks, False if the module around them
+        is.
+        """
         self._barren: set[str] = set()
         """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
-        """By stack, the output of the last module of the stack that contains blocks."""
+        """By stack of outer modules, such as stages: output of the last module in which blocks were found."""
 
     def may_be(self, name: str) -> bool:
         """Return True if a module of this name may be a block."""
         return name in self._rank
 
     def add(self, mixer: MixerSite) -> None:
-        """Keep a mixer until the block around it is known; report it now if no block is around it."""
+        """Keep a mixer until the block around it is known; report the mixer at once if there is no block."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
     def finish(self) -> None:
-        """End the forward pass."""
+        """End the forward pass: report the last state of each stack, and forget all candidates."""
         self._candidates.clear()
         self._gave.clear()
         self._stacks.close()
         self._stacks.forget()
 
-    # --- calls --------------------------------------------------------------------------------------------
+    # --- beginning and end of calls -----------------------------------------------------------------------
 
     def arguments_known(self, call: ModuleCall) -> None:
-        """Handle a call of PyTorch's own layer when it ends: its named arguments are known only then."""
+        """Register a finished call of PyTorch's own layer: keyword arguments are known only at its end."""
         if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
             self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
-        """Register a call that begins as a candidate, if its module may be a block."""
+        """Register a starting call as a candidate if its module may be a block."""
         self._drop_stale()
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
@@ -150,7 +153,7 @@ class BlockFinder:
         )
 
     def left(self, call: ModuleCall) -> None:
-        """Decide whether a call that has ended is a block, because all mixers inside it are known now."""
+        """Decide if a finished call is a block; all mixers inside the call are known now."""
         self._drop_stale()
         candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
         if call.raised:
@@ -183,7 +186,7 @@ class BlockFinder:
             self._offer(outer, candidate)
 
     def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
-        """Register a module without a mixer, which may lie on the residual stream between two blocks."""
+        """Register a module without a mixer, such as a norm, which may carry the stream between blocks."""
         gave = candidate.output
         if outer is not None:
             outer.plain.add((candidate.stack, candidate.kind))
@@ -194,7 +197,7 @@ class BlockFinder:
             blocks.carry(candidate.input, gave, candidate.kind)
 
     def _block(self, candidate: BlockCandidate) -> BlockCall | None:
-        """Return the call as a block; None if its input and output are not states of equal shape."""
+        """Return a candidate as a `BlockCall`; None if its input and output are not states of equal shape."""
         call, gave = candidate.call, candidate.output
         if candidate.settled or gave is None:
             return None
@@ -226,17 +229,17 @@ class BlockFinder:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
-        """Keep a possible block inside another candidate; a second inner block, or the end, decides."""
+        """Keep an inner candidate until a second inner candidate, or the end of the outer call, decides."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
-        if any(same(other.input, candidate.input) for other in others):  # inner calls run in parallel
+        if any(same(other.input, candidate.input) for other in others):  # parallel inner calls, such as heads
             self._inner[candidate.stack] = False
             outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
-        elif others and outer.rank > 0:  # inner calls run in sequence, and the outer is in no list
+        elif others and outer.rank > 0:  # a chain of inner blocks; the outer is not in a uniform list
             self._settle_inside(outer)
 
     def _yield(self, candidate: BlockCandidate) -> None:
-        """Make the inner calls blocks; mixers outside of them belong to the module around them."""
+        """Make the inner candidates blocks, and pass mixers outside of them to the module around."""
         self._candidates.append(candidate)
         self._settle_inside(candidate)
         self._candidates.pop()
@@ -267,7 +270,7 @@ class BlockFinder:
         elif mixers:
             self._stacks.add_bare(mixers, stack, owner)
 
-    # --- what is around -----------------------------------------------------------------------------------
+    # --- calls around the current call --------------------------------------------------------------------
 
     def _drop_stale(self) -> None:
         """Drop candidates that are no longer running, because their calls raised."""
@@ -286,11 +289,11 @@ class BlockFinder:
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
-    """Return the names that may be blocks, with their rank; a lower rank takes precedence.
+    """Return a rank for each module name that may be a block; lower ranks take precedence.
 
-    Rank 0: items of a list in which their class recurs (or with one item), and names chosen by the user.
-    Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: items of a list of mixed
-    classes, such as the alternating layers of a hybrid.
+    Rank 0: items of a list that holds several modules of their class, or one module; also names that match
+    the user's pattern. Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: items of a
+    list of mixed classes, such as the alternating layers of a hybrid model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if pattern is not None:
@@ -310,16 +313,16 @@ def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a name fits a pattern with wildcards; a ``*`` stays within one part of the name."""
+    """Return True if a module name matches a pattern; a ``*`` matches within one part between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def stack_of(name: str, owner: str = "") -> str:
-    """Return the stack of a block: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
+    """Return the stack name of a block: ``encoder.layer.3`` → ``encoder.layer``, ``block2`` → ``block*``.
 
-    Numbers of outer lists become ``*``: ``stages.1.blocks.0`` → ``stages.*.blocks``. Numbers in ``owner``,
-    the name of the module that runs the blocks, are kept.
+    Numbers of outer lists become ``*``: ``stages.1.blocks.0`` → ``stages.*.blocks``. Numbers that are part of
+    ``owner``, the name of the module that runs the blocks, are kept.
     """
     *outer, last = name.split(".")
     known = len(owner.split(".")) if owner else 0

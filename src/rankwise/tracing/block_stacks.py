@@ -1,4 +1,4 @@
-"""Stacks (chains of blocks that run in sequence): layer numbers, and the token states between blocks."""
+"""Stacks (chains of blocks): number the layers, and report the mixers and the token states between blocks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from rankwise.tracing.module_calls import same, snapshot
 from rankwise.tracing.trace import MixerSite, StateSite
 
 BY_HAND = -1
-"""Owner of blocks that the user calls one by one."""
+"""Owner of blocks that no module of the model runs, because the user calls them one by one."""
 OUTSIDE = (
     "{stack}: the output of a block is not the input of the next block, so the residual is added outside; "
     "token states are the inputs of the blocks, and the last state is missing"
@@ -32,31 +32,31 @@ class BlockCall:
     owner: int
     """Serial number of the call that runs the blocks in sequence; `BY_HAND` if the user calls them."""
     input_copy: Tensor
-    """Copy of the input, which later changes in place do not affect."""
+    """Copy of the input, taken before the block can change the input in place."""
     output: Tensor
     to_batch_first: Callable[[Tensor], Tensor]
-    """Function that brings states from the model's order of axes to (B, T, D)."""
+    """Function that converts states from the model's order of axes to (B, T, D)."""
     mask: Tensor | None
     mixers: list[MixerSite]
     forward_pass: int
     linked: bool
     """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
-    """True if the block starts another chain, as the second encoder of a two-tower model."""
+    """True if the block starts another chain, such as the second encoder of a two-tower model."""
 
 
 @dataclass
 class BlockStack:
-    """Blocks of a stack that have run so far in one forward pass."""
+    """One stack in one forward pass: the number of blocks that ran, and the end of the residual stream."""
 
     stack: str
     owner: int
     layers: int = 0
     last: BlockCall | None = None
     output: Tensor | None = None
-    """Output of the last block; the next block follows it if it reads this tensor."""
+    """End of the residual stream; a block that reads this tensor is the next block of the stack."""
     snapshot: Tensor | None = None
-    """Copy of the output, which later changes in place do not affect."""
+    """Copy of `output`, which later changes in place do not affect."""
     linked: int = 0
     broken: int = 0
     read: bool = False
@@ -65,16 +65,16 @@ class BlockStack:
     carriers: set[type] = field(default_factory=set)
     """Classes of modules that carry the residual stream from one block to the next."""
     passed_on: Tensor | None = None
-    """Output of a module after the last block that may carry the stream, such as a norm between blocks."""
+    """Output of a module that may carry the stream on after the last block, such as a norm between blocks."""
     passing: set[type] = field(default_factory=set)
 
     def keep(self, output: Tensor) -> None:
-        """Set the current end of the residual stream: the output of a block or of a module after it."""
+        """Set the end of the residual stream: the output of a block, or of a module after it."""
         self.output, self.snapshot, self.read = output, snapshot(output), False
         self.passed_on, self.passing = None, set()
 
     def carry(self, input: Tensor, output: Tensor, kind: type) -> None:
-        """Register a module without a mixer whose input and output are states of the stream."""
+        """Register a module without a mixer that maps the end of the stream to states of the same shape."""
         if kind in self.carriers and same(self.output, input):
             self.keep(output)
         else:
@@ -82,15 +82,15 @@ class BlockStack:
             self.passing.add(kind)
 
     def follows(self, tokens: Tensor) -> bool:
-        """Return True if a tensor is the end of the residual stream, as the input of a next block is."""
+        """Return True if a tensor is the end of the residual stream: its reader continues the stack."""
         return same(self.output, tokens) or same(self.passed_on, tokens)
 
 
 class BlockStacks:
     """Numbers blocks as they run, and reports their mixers and the token states between them.
 
-    Layer i is a block that reads state i, so states 0, 1, … are the inputs of blocks. The last state is the
-    output of the last block, if each block reads the output of the previous block. If a stack runs again on
+    Layer i is the block that reads state i, so each state is the input of a block. The output of the last
+    block is the last state, unless the model adds residuals outside of its blocks. If a stack runs again on
     other tokens, a new forward pass begins at layer 0.
     """
 
@@ -108,15 +108,15 @@ class BlockStacks:
         self._seen: dict[str, tuple[set[str], int]] = {}
         """By stack, the names of the blocks that have run, and the index of their last forward pass."""
         self._calls: Counter[tuple[int, str, int, str]] = Counter()
-        """Number of calls of each module, by forward pass, stack and layer; kept when a stack is closed."""
+        """Number of calls so far by (forward pass, stack, layer, module); kept when a stack is closed."""
 
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
-        """Return the open stack that a block with this input continues; None if no stack ends with it."""
+        """Return the open stack that a block with this input continues; None if the input ends no stack."""
         blocks = self._open.get(stack)
         return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
 
     def reads(self, tensors: list[Tensor]) -> None:
-        """Register the arguments of a module call: a module may read the output of a stack's last block."""
+        """Mark the stacks whose last output is among the arguments of a module call."""
         for blocks in self._open.values():
             if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
                 blocks.read = True
@@ -138,7 +138,7 @@ class BlockStacks:
         blocks.last = replace(block, mixers=[], input_copy=block.output)
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """Report mixers outside of blocks as a layer of a stack without token states."""
+        """Report mixers that are in no block as one layer of a stack; this layer has no token states."""
         blocks = self._open.setdefault(stack, BlockStack(stack, owner))
         for mixer in mixers:
             self._place(mixer, blocks)
@@ -163,7 +163,7 @@ class BlockStacks:
         self._calls.clear()
 
     def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
-        """Report a mixer as part of the layer that a stack runs now."""
+        """Report a mixer as part of the current layer of a stack."""
         key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
         self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
         self._calls[key] += 1
@@ -173,9 +173,9 @@ class BlockStacks:
         if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
             return blocks
         stack, seen = block.stack, self._seen.get(block.stack)
-        if seen is not None and block.name not in seen[0]:  # a second tower
+        if seen is not None and block.name not in seen[0]:  # a second tower: name the stack by its list
             stack = block.name.rpartition(".")[0]
-        elif seen is not None and block.forward_pass == seen[1]:  # the same blocks again, on other tokens
+        elif seen is not None and block.forward_pass == seen[1]:  # the same blocks run again
             self.forward_pass += 1
             block.forward_pass = self.forward_pass
             block.mixers = [replace(mixer, forward_pass=block.forward_pass) for mixer in block.mixers]
@@ -186,7 +186,7 @@ class BlockStacks:
         return blocks
 
     def _last_state(self, blocks: BlockStack) -> None:
-        """Report the output of a stack's last block as its last state, or add a note why it is left out."""
+        """Report the output of a stack's last block as the last state, or add a note that it is missing."""
         if blocks.last is None or blocks.snapshot is None:
             return
         read = blocks.read or blocks.owner == BY_HAND

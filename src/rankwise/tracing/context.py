@@ -1,19 +1,19 @@
-"""`capture`: records the mixing operators and token states of a model while it runs.
+"""`capture`: context manager that records the mixing operators and token states of a running model.
 
-A call of a module passes these steps. Each step writes the fields of `ModuleCall` that are named in it:
+A module call goes through five steps. Each step sets the fields of `ModuleCall` that are named in it:
 
 1. The call begins. `ModuleCalls` sets name, module, args, kwargs, serial, and the parent's ``called_inside``.
 2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
-   the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``; `BlockFinder.entered`
-   registers possible blocks.
-3. The module runs. `AttentionMode` reports attention, and `capture._add` makes a site (operator and address)
-   of it, and sets ``mixed_inside``; `BlockFinder.add` extends ``unplaced_mixers``. Mixing without attention
-   extends ``other_mixing``.
+   the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``. `BlockFinder.entered`
+   registers the call if its module may be a block.
+3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a site (operator with
+   address) of each and sets ``mixed_inside``; `BlockFinder.add` extends ``unplaced_mixers``. Functions that
+   mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
 5. `capture._left` runs `BlockFinder.arguments_known` and `Substitution.left`. `capture._read` makes a site if
-   ``sites=``, an adapter or PyTorch's own layer determines the operator; it records the call in ``inner`` if
-   an adapter of an outer call reads it. `BlockFinder.left` assigns ``unplaced_mixers`` to a block, and
-   `BlockStacks` reports the sites and states of the block.
+   ``sites=``, an adapter or PyTorch's own layer determines the operator. If an adapter of an outer call reads
+   this call, `_read` records it in the outer call's ``inner``. `BlockFinder.left` assigns ``unplaced_mixers``
+   to a block, and `BlockStacks` reports the sites and states of the block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,32 +53,33 @@ from rankwise.tracing.trace import MixerSite, StateSite, Trace
 from rankwise.tracing.uncaptured import Sightings, mixer_like, uncaptured_modules, whose_tokens
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
-"""Function of a module, its arguments and its output that returns the operator of the call."""
+"""Function (module, args, kwargs, output) that returns the operator of the finished call."""
 
 
 class _Added(NamedTuple):
-    """A captured attention call and the `MixerSite` (operator and address) made of it."""
+    """A captured attention call and the `MixerSite` (operator with address) made from it."""
 
     mixing: MixingCall
     site: MixerSite
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
-    r"""Record every mixing operator and every token state of a model while it runs.
+    """Record every mixing operator and every token state of a model while it runs.
 
     The computation is unchanged: outputs are bit-identical with and without a capture, and the attention
-    backend is not switched. However the block ends, all hooks are removed.
+    backend is not switched. All hooks are removed when the block ends, also after an error.
 
     Args:
         model: any `torch.nn.Module`.
-        on_mixer: called with each `MixerSite` as soon as its block has run; the trace then keeps no mixers.
-        on_state: called with each `StateSite`; the trace then keeps no states.
-        sites: functions by module name that return the operator of a call, of shape (B, H, T, S), from
-            (module, args, kwargs, output).
-        blocks: names of the residual blocks, with wildcards (``"decoder.layers.*"``), if they are not found.
-        values: keep the input and output of each operator.
-        intervention: replaces outputs of heads and blocks; the computation is then another, and PyTorch's
-            own layers leave their inference fast path.
+        on_mixer: function that receives each `MixerSite` as soon as its block has run; ``trace.mixers`` then
+            stays empty.
+        on_state: function that receives each `StateSite`; ``trace.states`` then stays empty.
+        sites: functions by module name, for mixers that are not found: each returns the operator of a call,
+            of shape (B, H, T, S), from (module, args, kwargs, output).
+        blocks: pattern of the names of the residual blocks (``"decoder.layers.*"``), if they are not found.
+        values: also keep the values V and the product M V of each operator.
+        intervention: object that replaces outputs of heads and blocks. The model's outputs then change, and
+            PyTorch's own layers do not use their inference fast path.
 
     Raises:
         CaptureError: on entry, if the model is compiled or scripted, or its layers are split over processes;
@@ -108,7 +109,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         intervention: Intervention | None = None,
     ) -> None:
         model_checks.check_capturable(model)
-        # With compilation turned off, a compiled model runs its original module, which carries the hooks.
+        # If the user turns compilation off, PyTorch runs the original module, so the hooks are added there.
         self._model = original_of(model)
         self._sites = dict(sites or {})
         model_checks.check_sites(self._model, self._sites, blocks)
@@ -160,7 +161,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove the hooks and list the modules that were not captured."""
+        """Remove the hooks, list the modules that were not captured, and raise if no mixer was found."""
         self._stack.close()
         self._mode.weights.clear()
         if kind is None:
@@ -178,7 +179,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if kind is None and not self._mixers:
             raise model_checks.nothing_found(self._model, self._trace, self._calls, bool(seen.captured))
 
-    # --- what the hooks and the mode report ---------------------------------------------------------------
+    # --- callbacks of the hooks and of the function mode --------------------------------------------------
 
     def _entered(self, call: ModuleCall) -> None:
         if len(self._calls.running) == 1:
@@ -206,7 +207,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if not call.raised:
             self._read(call)
             self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
-        # last, because a mixer may itself be a block
+        # Blocks come last, because a module may be both a mixer and a block.
         self._blocks.left(call)
 
     def _read(self, call: ModuleCall) -> None:
@@ -230,7 +231,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
 
     def _up_to_torch_layer(self) -> list[ModuleCall]:
-        """Return the running calls down to the outermost of PyTorch's own layers, which is the mixer."""
+        """Return the running calls from the model down to the first PyTorch layer, which is the mixer."""
         running = self._calls.running
         own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
         return running[: own + 1]
@@ -251,7 +252,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._try(partial(torch_layers.functional_mixing, args, kwargs, call), *call.tensors[:1])
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `multi_head_attention_forward` with the heads that the intervention returns."""
+        """Run `multi_head_attention_forward`, and let the intervention replace the outputs of heads."""
         if self._mode_ignores():
             return functional.multi_head_attention_forward(*args, **kwargs)
         calls = self._up_to_torch_layer()
@@ -274,7 +275,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return None
 
     def _replace(self, added: _Added | None, output: Tensor) -> Tensor | None:
-        """Return the mixer's output with the heads that the intervention returns; None keeps the output."""
+        """Return the mixer's output after the intervention has replaced heads; None if it replaced none."""
         axes = None if added is None else added.mixing.axes
         if axes is None or not self._substitution.on:
             return None
@@ -291,13 +292,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if reader is not None:
             reader.other_mixing.setdefault(self._calls.running[-1].name, what)
 
-    # --- from a call to a site ----------------------------------------------------------------------------
+    # --- from an operator to its site ---------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
         return any(call.name in self._sites for call in self._calls.running)
 
     def _mode_ignores(self) -> bool:
-        """Return True inside calls that an adapter or `sites` reads as a whole, so the mode ignores them."""
+        """Return True outside of the model, and in calls that an adapter or ``sites=`` reads as a whole."""
         return not self._calls.running or self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:
@@ -324,7 +325,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             raise
         except (ShapeError, RuntimeError) as error:
             why = str(error)
-            if isinstance(error, ShapeError):  # without the fix, which is for callers of operators
+            if isinstance(error, ShapeError):  # leave out the fix, which addresses users who build operators
                 why = f"{error.subject}: expected {error.expected}, got {error.got}"
             self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None
@@ -357,7 +358,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._on_state(state)
 
     def _outside_model(self, device: torch.device | None) -> ExitStack:
-        """Return a context without function mode, hooks and gradients; with a device, also no autocast."""
+        """Return a context without function modes, hooks and gradients; autocast is off on ``device``."""
         stack = ExitStack()
         for context in (self._calls.paused(), without_torch_function(), torch.no_grad()):
             stack.enter_context(context)

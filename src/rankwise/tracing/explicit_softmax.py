@@ -1,4 +1,4 @@
-"""Attention written as softmax and matrix product: follow the result of a softmax to its product with V."""
+"""Detect attention written as softmax and product: follow each softmax to its product with the values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,16 +30,16 @@ KEEPS_VALUES = {
     *named_functions(Tensor, "clone reshape flatten unsqueeze squeeze view unflatten contiguous detach"),
     *named_functions(Tensor, "to type type_as float half bfloat16 double"),
 }
-"""Casts, dropout and reshapes: the result still has the softmax's weights, apart from dropout's rescaling."""
+"""Casts, dropout and reshapes: their result still holds the weights of the softmax."""
 PRODUCTS = {*named_functions(torch, "matmul bmm mm"), *named_functions(Tensor, "matmul __matmul__ bmm mm")}
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
 STARTS_ANEW = {
     torch.addmm,
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
 }
-"""Layers with weights, such as linear: their output is no longer scores, even if the input was."""
+"""Layers with parameters: their output no longer counts as attention scores, even if their input did."""
 RECOMBINES = STARTS_ANEW | PRODUCTS | {torch.einsum}
-"""Functions that combine several entries into one, so that hidden entries cannot be followed further."""
+"""Functions that sum over several entries, so that masked entries cannot be followed to their output."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Weights:
     probabilities: Tensor | None
     """Result of the softmax, before casts and dropout; None if the tensor itself is the result."""
     allowed: Entries | None
-    """True at weights that no mask has hidden; None if unknown."""
+    """True at weights that no mask hides; None if unknown."""
     compared: bool
     """True if the scores are a product of two activations, as in Q Kᵀ."""
     intact: bool = True
@@ -75,7 +75,7 @@ class SoftmaxProduct:
     values_learned: bool
     """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
-    """For each axis of ``output``, the axis of the function's result; None if they do not correspond."""
+    """For each axis of ``output``, its index among the axes of the function's result; None if they differ."""
 
 
 class SoftmaxFollower:
@@ -94,7 +94,7 @@ class SoftmaxFollower:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> SoftmaxProduct | None:
-        """Register a call of a torch function; return the product if it multiplies weights by values."""
+        """Register a call of a torch function; return a `SoftmaxProduct` if it multiplies weights by V."""
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
         if not isinstance(out, Tensor):
@@ -235,7 +235,7 @@ class SoftmaxFollower:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return all tensors among the arguments, also those in lists, as `torch.cat` takes."""
+    """Return all tensors among the arguments, including tensors in lists, as in `torch.cat`."""
     given = (*args, *kwargs.values())
     listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
     return [value for values in listed for value in values if isinstance(value, Tensor)]
@@ -256,7 +256,7 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
 
 
 def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out: Tensor) -> Entries | None:
-    """Return the allowed entries without those that a boolean mask sets to zero after the softmax."""
+    """Return ``allowed`` without the entries that a boolean mask sets to zero after the softmax."""
     masks = [arg for arg in args[1:2] if isinstance(arg, Tensor) and arg.dtype == torch.bool]
     if allowed is None or not masks:
         return allowed
@@ -268,13 +268,13 @@ def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out:
 
 
 def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
-    """Return True if a function swaps the last two axes; a meta tensor's strides show the swap."""
+    """Return True if a call swaps the last two axes, which the strides of a small test tensor show."""
     empty = torch.empty([2] * source.dim(), device="meta")
     return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
-    """Return True if a result computed from attention weights still is a matrix of attention weights."""
+    """Return True if a tensor computed from attention weights has the shape of attention weights too."""
     if out.dim() < 2 or not out.is_floating_point():
         return False
     if func in MOVES_AXES:
@@ -297,14 +297,16 @@ class Contraction:
     """Letters of an einsum that multiplies matrices (…, T, S) by values."""
 
     axes: str
-    """Letters of the leading axes of the matrices; below, letters of T, S and the value width V."""
+    """Letters of the leading axes of the matrices; `row`, `source`, `channel`: letters of T, S and value
+    width V.
+    """
     row: str
     source: str
     channel: str
 
 
 def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
-    """Return the einsum of ``torch.einsum(*args)``; None unless it has two operands and ``->``."""
+    """Parse the arguments of `torch.einsum`; None unless the equation has two operands and ``->``."""
     equation = args[0] if args and isinstance(args[0], str) else ""
     tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     inputs, _, result = equation.replace(" ", "").partition("->")
@@ -314,7 +316,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
     named = [len(mine.replace("...", "")) for mine in letters]
-    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]  # 0 without "..."
+    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]  # axes of "..."
     free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden)]
     first, second = (
         mine.replace("...", free[len(free) - count :]) for mine, count in zip(letters, hidden, strict=True)
@@ -323,7 +325,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
 
 
 def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """Return the letters if operand ``at``, (…, T, S), multiplies the other operand; otherwise None."""
+    """Return the axis letters if operand ``at`` is a matrix (…, T, S) times the other operand; else None."""
     mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
     if len(mine) < 2:
         return None
@@ -336,7 +338,7 @@ def contraction(einsum: Einsum, at: int) -> Contraction | None:
 
 
 def compares(einsum: Einsum) -> bool:
-    """Return True if an einsum may compute scores, as Q Kᵀ: a batch axis is shared, or there is none."""
+    """Return True if an einsum may compute scores Q Kᵀ: its operands share a batch axis, or have none."""
     first, second = einsum.letters
     shared = set(first) & set(second) & set(einsum.result)
     return bool(shared) or len(first) == len(second) == 2

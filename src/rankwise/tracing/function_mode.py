@@ -1,4 +1,4 @@
-"""Torch function mode that observes the functions a model calls, and changes none of their results."""
+"""Torch function mode that reports the attention functions and other token mixing of a running model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,12 +21,13 @@ OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
-    """Torch function mode that runs every function unchanged, then calls a listener with the call.
+    """Torch function mode that runs each function of a model and reports token mixing to listeners.
 
-    If a listener returns a tensor, it replaces the result of the function. ``on_product`` receives each
-    product of an explicit softmax with values. ``on_other`` receives functions that mix without attention: a
-    description and the lengths of the mixed axes. ``by_heads`` runs in place of
-    `multi_head_attention_forward`, if its heads may be replaced.
+    ``on_fused`` receives calls of `scaled_dot_product_attention`, ``on_functional`` calls of
+    `multi_head_attention_forward`, and ``on_product`` each product of a written-out softmax with values. A
+    tensor that these return replaces the function's result. ``on_other`` receives a description of a function
+    that mixes tokens without attention, and the lengths of the mixed axes. ``by_heads``, if given, runs in
+    place of `multi_head_attention_forward`, so that heads can be replaced.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class AttentionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the function without this mode, then pass the call to a listener."""
+        """Run the function with this mode off, then report the call to the listener for it."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward and self._by_heads is not None:
             return self._by_heads(args, kwargs)
@@ -80,10 +81,10 @@ class AttentionMode(TorchFunctionMode):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Context manager that removes the mode from torch's stack of function modes, or restores it.
+        """Context manager that puts the mode on torch's stack of function modes, or takes it off the stack.
 
-        PyTorch leaves its inference fast path if any function mode is active. So PyTorch's own layers must
-        run without this mode, but with the modes of the user.
+        PyTorch skips its inference fast path if any function mode is active. So PyTorch's own layers run with
+        this mode off the stack, while the user's modes stay on it.
         """
         if on != self.lifted:
             yield
@@ -100,7 +101,7 @@ class AttentionMode(TorchFunctionMode):
             self.lifted = False
         elif not on:
             depth = pop_mode(self)
-            if depth is not None:  # None inside our own handler, where the mode is off
+            if depth is not None:  # None inside `__torch_function__`: torch has taken the mode off already
                 self._depth, self.lifted = depth, True
 
     def __exit__(

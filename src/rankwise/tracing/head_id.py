@@ -1,4 +1,4 @@
-"""Addresses of heads and of calls of modules; records use them, so this module imports no torch."""
+"""Addresses of heads and of module calls; saved records use them, so this module imports no torch."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ Index = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True)
 class HeadId:
-    """Address of a head, which is equal in every batch, run and saved file.
+    """Address of a head: equal in every batch, run and saved file.
 
-    Fields left at None or "" widen the address to a whole mixer, layer, stack or model.
+    A field at its default (None or "") widens the address to a whole mixer, layer, stack or model.
 
     Examples:
         >>> head = HeadId("encoder.layer", 3, "encoder.layer.3.attention.self", head=7)
@@ -32,11 +32,12 @@ class HeadId:
     site: str = ""
     """Name of the module that mixes tokens."""
     call: Index = 0
-    """Index of the call of the module in its layer: 0, unless the module runs several times there."""
+    """Index among the calls of the module in this layer, from 0; above 0 only if the module is called again.
+    """
     head: Index | None = None
 
     def at(self, head: int | None) -> "HeadId":
-        """Return the address of another head of the same call; None addresses the call."""
+        """Return the address of another head of the same mixer call; None addresses the whole call."""
         return replace(self, head=head)
 
     @property
@@ -56,11 +57,11 @@ class HeadId:
 
 @dataclass(frozen=True)
 class CallId:
-    """Address of a call of a module in one forward pass, usable before the layer of the module is known."""
+    """Address of a module call in one forward pass; unlike `HeadId`, it contains no layer index."""
 
     module: str
     index: int
-    """Index of the call among all calls of the module, from 0."""
+    """Index among all calls of the module in the forward pass, from 0."""
 
 
 class CallCounter(Counter[str]):

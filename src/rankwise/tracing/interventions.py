@@ -1,4 +1,4 @@
-"""Interventions replace outputs of heads and blocks before the model continues from them."""
+"""Interventions: replace outputs of heads and blocks before the model uses them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """Outputs M V of all heads of a mixer, before the model continues from them.
+    """Outputs M V (mixing matrix times values) of all heads of one mixer call.
 
     For a state-space mixer, `values` are the input of its output projection: M V after the skip D·x, the gate
-    and the norm, per head or channel.
+    and the norm, split into heads or channels.
     """
 
     call_id: CallId
-    """Call of the mixer, as in its `MixerSite`; if PyTorch's layers are nested, the outermost."""
+    """Address of the mixer call, as in its `MixerSite`; in nested PyTorch layers, of the outermost layer."""
     values: Float[Tensor, "B H T V"]
     valid_tokens: Bool[Tensor, "B T"]
     """True for real tokens, False for padding."""
@@ -30,7 +30,7 @@ class HeadOutputs:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """Input and output of a block on the residual stream, in the model's own order of axes."""
+    """Input and output of a residual block, in the model's own order of axes, such as (B, T, D)."""
 
     call_id: CallId
     input: Tensor
@@ -38,17 +38,17 @@ class BlockOutput:
 
 
 class Intervention:
-    """Base class: replace outputs of heads and blocks while the model runs; this class replaces nothing."""
+    """Base class of objects that replace outputs of heads and blocks; this class replaces nothing."""
 
     blocks: frozenset[str] = frozenset()
     """Names of the blocks for which `on_block` is called."""
 
     def on_heads(self, heads: HeadOutputs) -> Float[Tensor, "B H T V"] | None:
-        """Return replacements of the head outputs of a mixer; None keeps the outputs."""
+        """Return new outputs of all heads of a mixer; None keeps the outputs."""
         return None
 
     def on_block(self, block: BlockOutput) -> Tensor | None:
-        """Return a replacement of the output of a block, of the same shape; None keeps the output."""
+        """Return a new output of a block, of the same shape; None keeps the output."""
         return None
 
 
@@ -61,25 +61,26 @@ class Substitution:
 
     @property
     def on(self) -> bool:
-        """True if an output may be replaced."""
+        """True if there is an intervention, so that outputs may be replaced."""
         return self._intervention is not None
 
     def heads(self, outputs: HeadOutputs) -> Tensor | None:
-        """Return the intervention's replacement of the head outputs of a mixer; None keeps the outputs."""
+        """Return the intervention's new outputs for the heads of a mixer; None keeps the outputs."""
         return None if self._intervention is None else self._intervention.on_heads(outputs)
 
     def new_pass(self) -> None:
-        """Reset the numbers of calls to 0 before a new forward pass."""
+        """Restart the numbering of calls at 0 for a new forward pass."""
         self._counter.clear()
         self._block_counter.clear()
 
     def entered(self, call: ModuleCall) -> None:
-        """Replace the arguments of a starting call if it is the output projection of a mixer."""
+        """Replace heads in the input of a starting output projection; copy the input of a starting block."""
         if self._intervention is None:
             return
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
-        # The output projection of the innermost mixer with an adapter reads the concatenated heads.
+        # The concatenated heads are visible as the input of the mixer's output projection, so they are
+        # replaced there.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
         at = None if mixer is None else _joined_at(mixer)
         if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
@@ -92,7 +93,7 @@ class Substitution:
             call.changed_arguments = True
 
     def left(self, call: ModuleCall) -> None:
-        """Replace the output of a finished call if it is a block, or if it returns concatenated heads."""
+        """Replace the output of a finished call of a block, or of a mixer that returns concatenated heads."""
         if self._intervention is None:
             return
         at, joined = _joined_at(call), first_tokens(call.output)
@@ -129,7 +130,7 @@ def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:
-    """Return a copy of nested dicts, tuples and lists with one tensor replaced by another."""
+    """Return nested dicts, tuples and lists with the tensor ``old`` replaced by ``new``."""
     if values is old:
         return new
     if isinstance(values, Mapping):

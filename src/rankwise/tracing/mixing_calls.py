@@ -33,7 +33,7 @@ CROSS_ARGUMENTS = (
     *("encoder_hidden_states", "key_value_states", "memory", "context"),
     *("cross_attention_states", "encoder_output"),
 )
-"""Arguments with which an attention module receives keys from another sequence."""
+"""Names of arguments that pass another sequence, the source of keys, to an attention module."""
 CACHE_ARGUMENTS = (
     *("past_key_values", "past_key_value", "layer_past", "past"),
     *("cache_params", "kv_cache", "cache"),
@@ -52,15 +52,16 @@ class MixingCall:
     cross: bool | None = None
     """True if keys come from another sequence than queries (cross-attention); None if not yet decided."""
     lengths: Tensor | None = None
-    """Mask (B, T), True for real tokens, if the self-attention module itself has one."""
+    """Mask (B, T) that the self-attention module itself received, True for real tokens; None without one."""
     whole: bool = False
     """True if the batch axis is known to hold whole sequences instead of windows."""
     apply_output: Callable[[Tensor], Tensor] | None = None
-    """Function from M V to the output of the module, if known."""
+    """Function from M V to the output of the module (gate, norm, output projection); None if unknown."""
     axes: HeadAxes | None = None
-    """Conversion between the attention output in the model and heads (B, H, T, V); None if not visible."""
+    """Conversion between the model's attention output and heads (B, H, T, V); None if no such output is seen.
+    """
     projection: Tensor | None = None
-    """Tokens in the subspaces of the heads (B, H, T, K), if the mixer has subspaces."""
+    """Tokens projected to the subspace of each head (B, H, T, K); None if heads have no subspaces."""
 
 
 def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -92,12 +93,13 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
 
 
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
-    """Return the operator that a written-out softmax applied."""
+    """Return the operator of attention that the model computes as softmax and matrix product."""
     layout = layout_of(mixed.matrix.shape, call)
     matrix, allowed = mixed.matrix.detach(), None
     if mixed.allowed is not None:
         allowed = mixed.allowed.of(matrix.shape)
-        # Entries may be zero by underflow although no mask hides them: one True says that nothing is masked.
+        # One True stands for "nothing is masked": zeros in such a matrix come from underflow, not from a
+        # mask.
         allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
     axes = None if mixed.axes is None else permuted(mixed.axes, layout)
@@ -107,9 +109,9 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
     """Return why a product of a softmax with values does not mix tokens; None if it does.
 
-    Routers, linear attention, channel attention and code books also multiply a softmax by values. In a mixer
-    of tokens, either the scores compare queries with keys (and not channels), or the number of columns is the
-    number of tokens in the input of an enclosing module.
+    Routers, linear attention, channel attention and code books also multiply a softmax by values. A product
+    mixes tokens if its scores compare queries of tokens with keys of tokens (not channels), or if its number
+    of columns is the number of tokens in the input of an enclosing module.
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
@@ -132,7 +134,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
 
 
 def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if each token has a matrix of its own over several vectors (streams) of that token."""
+    """Return True if each token has its own matrix, which mixes several vectors (streams) of that token."""
     leading, columns = matrix.shape[:-2], matrix.shape[-1]
     given = _plain_tensors(calls)
     each_token = any(
@@ -143,9 +145,9 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if the columns of a matrix are channels: columns times heads equal a width of states.
+    """Return True if the columns of a matrix are channels: columns times heads equal the width of an input.
 
-    False if the values' width times heads equals one too, or if the matrix has one row per input token.
+    False if value width times heads equals such a width too, or if the matrix has one row per input token.
     """
     if _for_each_token(mixed.matrix, calls):
         return False
@@ -157,7 +159,7 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
 
 
 def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if the matrix has one row per token in the input of the innermost module with states."""
+    """Return True if the matrix has one row per token of the innermost module's input (B, T, D)."""
     given = next((call.tokens for call in reversed(calls) if call.tokens is not None), None)
     if given is None or given.is_nested:
         return False
@@ -182,7 +184,7 @@ def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values with leading axes broadcast; grouped heads keep their number."""
+    """Broadcast the leading axes of queries, keys and values; keys of grouped heads keep their number."""
     tensors = query, key, value
     if query.dim() > 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         return tensors
@@ -199,7 +201,7 @@ def mixer_site(
     values: bool,
     call_id: CallId,
 ) -> MixerSite:
-    """Return the site of a call, still without stack and layer; ``values`` keeps copies of V and M V."""
+    """Return the `MixerSite` of a call, yet without stack and layer; ``values``: keep copies of V and M V."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -243,11 +245,11 @@ def has_cache(calls: Sequence[ModuleCall]) -> bool:
 def valid_positions(
     calls: Sequence[ModuleCall], operator: MixingOperator, cross: bool
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B S"]]:
-    """Return the real rows and columns of an operator of shape (B, H, T, S).
+    """Return masks of the real (not padding) rows and columns of an operator (B, H, T, S).
 
     A two-axis ``attention_mask`` of an enclosing module decides. Without a mask, a column that no row of any
-    head may see is padding. In self-attention the row of such a token is padding too, unless the module
-    received a second tensor of states, from which its keys may come.
+    head may see is padding. In self-attention, the row of a padding column is padding too. An exception is a
+    module that received a second tensor of states, because its keys may come from this tensor.
     """
     batch, _, tokens, sources = operator.shape
     columns = find_token_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
@@ -258,7 +260,7 @@ def valid_positions(
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
     elif tokens == sources and (told or not _has_second_stream(calls[-1])):
         rows = columns
-    elif tokens == sources:  # keys may come from the second stream
+    elif tokens == sources:  # unknown: keys may come from the second stream
         rows = None
     else:  # with a cache, rows are the last tokens of the mask
         rows = find_token_mask(calls, OWN_MASK, batch, at_least=tokens)
@@ -276,8 +278,8 @@ def find_token_mask(
 ) -> Bool[Tensor, "B T"] | None:
     """Return the two-axis mask of a given name and shape from the innermost module that has one.
 
-    With ``at_least``, a longer mask fits too, and its last entries are returned. With ``past_none``, the
-    search continues in enclosing modules if a module received None.
+    ``at_least``: accept a mask with at least so many tokens, and return its last entries. ``past_none``: if a
+    module received None, search the modules around it too.
     """
     for at in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)
@@ -299,7 +301,7 @@ def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
 
 
 def _speaks_of_tokens(mask: Tensor) -> bool:
-    """Return True for a mask of zeros and ones with at least one 1 per sequence, and not an additive bias."""
+    """Return True for a 0/1 mask with at least one 1 per sequence; False for an additive bias."""
     return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
 
 

@@ -1,4 +1,4 @@
-"""Checks for models that cannot be captured, notes for users, and wrappers of distributed models."""
+"""Refuse models that cannot be captured, write notes for users, and unwrap or reshard DDP and FSDP models."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ OTHER_THREAD = (
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Raise `CaptureError` if a model is not an `nn.Module`, or is compiled, scripted or sharded by layer."""
+    """Raise `CaptureError` if a model is no `nn.Module`, or is compiled, scripted or split over processes."""
     fix = "Pass the model itself; of a pipeline, its `.model`."
     model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
     if isinstance(model, torch.jit.ScriptModule):
@@ -53,7 +53,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def checked_operator(given: object, site: str) -> MixingCall:
-    """Return the result of a function of ``sites`` as a call; raise `CaptureError` if no operator."""
+    """Return a `MixingCall` of the result of a ``sites=`` function; raise if it is not an operator."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
     shape = getattr(given, "shape", None)
@@ -105,12 +105,12 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
 
 
 def _some(names: list[str]) -> str:
-    """Return the first names of a list, joined for an error message."""
+    """Return at most three names of a list, joined for an error message, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
-    """Raise `InputError` for names of modules that the model does not have."""
+    """Raise `InputError` if a name in ``sites`` or the pattern ``blocks`` matches no module of the model."""
     known = [name for name, _ in model.named_modules()]
     for name in sites:
         if name not in known:
@@ -140,7 +140,7 @@ def training_notes(model: nn.Module) -> list[str]:
 
 
 def dropout_note(where: str) -> str:
-    """Return the text of the note on active dropout, with the place it was found."""
+    """Return the text of the note that dropout is active; ``where`` says in which modules."""
     return (
         f"dropout was on in {where}: operators are shown as they are before it, token states "
         "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
@@ -153,7 +153,7 @@ SHARD = "it works on sharded tensors (DTensor), of which this process holds a pa
 def check_whole(model: nn.Module) -> None:
     """Raise `CaptureError` if a layer is split over processes.
 
-    Under tensor parallelism each process computes some heads, which would be reported as all heads. FSDP
+    Under tensor parallelism each process computes only some heads, and would report them as all heads. FSDP
     gathers each layer before it runs, and DDP copies the model, so both can be captured.
     """
     split = split_modules(model)
@@ -196,7 +196,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
-    """Return the number of processes over which a DTensor is split, without the axis that FSDP gathers."""
+    """Return over how many processes a DTensor is split; if ``gathered``, without FSDP's axis."""
     if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def _processes(tensor: Tensor, gathered: bool = False) -> int:
 
 
 def _marked(module: nn.Module) -> str | None:
-    """Return a description if a library marks a module as split but keeps plain tensors; otherwise None."""
+    """Return how a library such as transformers has split a module into plain tensors; None if it has not."""
     plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
     if plan is not None and (mesh is None or mesh.size() > 1):
         return f"{plan}"
@@ -217,7 +217,7 @@ def _marked(module: nn.Module) -> str | None:
 
 
 def is_of(thing: object, package: str, name: str) -> bool:
-    """Return True if an object has class ``name`` of ``torch.distributed.{package}``, without an import."""
+    """Return True if an object is a ``torch.distributed.{package}.{name}``, without importing the package."""
     kind = getattr(sys.modules.get(f"torch.distributed.{package}"), name, None)
     return kind is not None and isinstance(thing, kind)
 

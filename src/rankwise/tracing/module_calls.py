@@ -1,4 +1,4 @@
-"""Follow the module calls of a running model by hooks, and record calls; hooks are always removed."""
+"""Follow or record the calls of a model's modules by hooks, which are always removed at the end."""
 
 import inspect
 import sys
@@ -49,13 +49,13 @@ class ModuleCall:
     mixed_inside: bool = False
     """True if a mixer was captured during the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """By name, modules that mixed the call's tokens without attention, each with a description."""
+    """By module name, descriptions of functions that mixed the call's tokens without attention."""
     adapter: Any = None
     """`Adapter` that reads the operator of this call when the call ends; None without an adapter."""
     input_copy: Tensor | None = None
     """Copy of the block's input, if an intervention may replace the block's output."""
     call_id: CallId | None = None
-    """Address of the call as a mixer, set early if an intervention sees its heads before it ends."""
+    """Address of this mixer call, set before the call ends if an intervention receives its heads."""
     changed: bool = False
     """True if an intervention replaced the output."""
     changed_arguments: bool = False
@@ -70,7 +70,7 @@ class ModuleCall:
 
     @property
     def tokens(self) -> Tensor | None:
-        """First argument of shape (B, T, D); None if there is none."""
+        """First floating-point argument of shape (B, T, D); None if there is none."""
         return first_tokens(self.tensors)
 
     @property
@@ -88,12 +88,12 @@ class ModuleCall:
 
 
 def holds(outer: str, inner: str) -> bool:
-    """Return True if module ``outer`` is ``inner`` or contains it, by name; the name "" contains all."""
+    """Return True if the module named ``outer`` is or contains the module ``inner``; "" names the model."""
     return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
 def first_tokens(values: object, axes: int = 3) -> Tensor | None:
-    """Return the first floating-point tensor with that many axes among values, also a nested tensor."""
+    """Return the first floating-point tensor, nested or not, with ``axes`` axes; None if there is none."""
     tensors = (value for value in tensors_of(values) if value.is_floating_point() and value.dim() == axes)
     return next(tensors, None)
 
@@ -119,11 +119,11 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class ModuleCalls:
-    """Stack of the running module calls of a model; reports each call when it begins and when it has ended.
+    """Stack of the running module calls of a model; calls listeners when a module call begins and ends.
 
-    Each module gets hooks, except the modules named in ``hookless``, inside PyTorch's own attention layers. A
-    hook there would turn off the inference fast path and change the computation. Global hooks, which the fast
-    path ignores, follow these modules.
+    Each module gets hooks, except the modules named in ``hookless``: PyTorch's own attention layers and the
+    modules inside them. Hooks on these would turn off the inference fast path and change the computation.
+    Global hooks, which the fast path ignores, follow these modules.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ModuleCalls:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager that ignores calls, because a callback may run parts of the model."""
+        """Context manager in which module calls are ignored, because callbacks may run parts of the model."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -243,7 +243,7 @@ class Hook:
 
     @no_type_check  # torch.compile inside the model traces this method, but cannot trace type checks
     def __call__(self, *given: Any) -> Any:
-        """Call the function with the arguments of the hook."""
+        """Call the function with the arguments of the hook, except while `torch.compile` traces the model."""
         return None if torch.compiler.is_dynamo_compiling() else self._call(*given)
 
     def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
@@ -252,7 +252,7 @@ class Hook:
 
 
 def _ignore(*given: Any) -> None:
-    """Do nothing."""
+    """Do nothing, in place of a hook in a copy of a module."""
 
 
 def same(known: Tensor | None, tensor: Tensor) -> bool:
@@ -270,7 +270,7 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
 
 
 def snapshot(tokens: Tensor) -> Tensor:
-    """Return a detached copy, which later changes in place do not affect."""
+    """Return a detached copy of a tensor, which later changes in place do not affect."""
     with torch.no_grad():
         return tokens.detach().clone()
 

@@ -1,4 +1,4 @@
-"""Find the linear layer whose output is the queries, keys or values of a head, by comparing numbers."""
+"""Find the linear layer that computes queries, keys or values, by comparing its output with the heads."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 CLOSE = 64
-"""Allowed difference of queries and linear output, in units of eps of the dtype times the largest value."""
+"""Largest allowed difference of heads and linear output, in units of the dtype's eps times the largest entry.
+"""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer whose output contains the queries, keys or values, and the output channels per head."""
+    """A linear layer that computes queries, keys or values, and the output channels that form each head."""
 
     module: str
     """Name of the linear layer in the model."""
     channels: Int[Tensor, "H K"]
-    """``captured[..., h, :, i] = factor · output[..., channels[h, i]]``."""
+    """Output channels of each head: ``heads[..., h, :, i] = factor · output[..., channels[h, i]]``."""
     factor: float = 1.0
     """Factor that the model multiplies the output by before attention, such as 1/√K in OPT."""
 
@@ -36,25 +37,25 @@ def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor,
 
 
 def is_linear(_name: str, module: nn.Module) -> bool:
-    """Return True for a linear layer; this function selects modules in `record_calls`."""
+    """Return True for a linear layer; used as the filter of modules in `record_calls`."""
     return linear_parts(module) is not None
 
 
 def find_projection(
     heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Float[Tensor, "B T O"]]
 ) -> Projection | None:
-    """Return the linear layer whose output, cut into heads, is ``heads`` up to one factor.
+    """Return the linear layer whose output, cut into heads, equals ``heads`` up to a constant factor.
 
-    Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``, or
-    at ``h·g·K + j·K``, if g parts (queries, keys, values) of each head are adjacent.
+    Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``. Or
+    they begin at ``(h·g + j)·K``, if each head has g adjacent parts (queries, keys, values) and j is the
+    part.
 
     Args:
         heads: queries, keys or values in attention.
         outputs: output of each linear layer in the same call, by name.
 
     Returns:
-        The projection; None if no output fits: positions are rotated in, a norm follows, or the weights
-        belong to no linear layer.
+        The projection. None if no output fits: for example, rotary positions or a norm follow the layer.
     """
     batch, count, tokens, width = heads.shape
     flat = heads.transpose(1, 2).reshape(batch * tokens, count, width).double()
@@ -78,7 +79,7 @@ def side_of(output: Float[Tensor, "B T O"], side: Projection) -> Float[Tensor, "
 
 
 def head_layouts(heads: int, width: int, outputs: int) -> list[Int[Tensor, "H K"]]:
-    """Return all layouts, as channels per head, of H heads of width K in a linear output."""
+    """Return the channels (H, K) of each possible layout of H heads of width K in a linear output."""
     head, dim = torch.arange(heads)[:, None], torch.arange(width)
     blocks = [start + head * width + dim for start in range(0, outputs - heads * width + 1, width)]
     group = outputs // (heads * width)
@@ -99,7 +100,7 @@ def _factor(heads: Tensor, candidate: Tensor, dtype: torch.dtype) -> float | Non
 
 
 def each_once(heads: Float[Tensor, "B H S K"]) -> Float[Tensor, "B G S K"]:
-    """Return the G different key or value heads, if attention code repeats each for a group of queries."""
+    """Return the G distinct key or value heads, which attention code may repeat for groups of queries."""
     count = heads.shape[1]
     for group in range(count, 1, -1):
         if count % group == 0:

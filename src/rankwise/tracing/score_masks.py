@@ -1,4 +1,4 @@
-"""Attention scores that a mask hides before a softmax."""
+"""Find the attention scores that a mask hides before the softmax."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Function = Callable[..., Any]
 
 
 def named_functions(home: Any, names: str) -> set[Function]:
-    """Return functions of a module or class by name."""
+    """Return the functions of a module or class whose names are listed in a string."""
     return {getattr(home, name) for name in names.split()}
 
 
 NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
-"""A score this far (−87.3) below the largest of its row has a weight below the least normal float32."""
+"""−87.3: a score this far below the largest of its row has a weight below the least normal float32."""
 MOVES_AXES = {
     *named_functions(torch, "transpose permute swapaxes movedim"),
     *named_functions(Tensor, "transpose permute swapaxes movedim"),
@@ -33,7 +33,7 @@ SUBTRACTS = {torch.sub, Tensor.sub, Tensor.sub_, Tensor.__isub__, Tensor.__sub__
 FILLS = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 WHERES = {torch.where, Tensor.where}
 ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
-"""Scores = bias + Q Kᵀ in one call."""
+"""Functions that compute scores as bias + Q Kᵀ in one call."""
 CUTS = {Tensor.__getitem__}
 
 
@@ -52,7 +52,7 @@ class Entries:
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """Return the booleans for the output of a function of the tensor; None if the shapes do not fit."""
+        """Return the booleans of a call's output, computed from ``source``; None if the shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
@@ -66,10 +66,11 @@ class Entries:
 
 
 class Masks:
-    """Record of the scores that the model hides between Q Kᵀ and the softmax.
+    """Record of the scores that a model hides between Q Kᵀ and the softmax.
 
-    Only operations on scores hide them: a fill with a low number, or an added bias that is not a product of
-    activations. A low score alone does not, because sharp attention has scores as low as a mask.
+    A score is hidden only by an operation: a fill with a very negative number, or an added bias that is not a
+    product of activations. A very negative score alone does not count, because sharp attention has such
+    scores too.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Masks:
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
-        """Register a function that returned scores; tensors in ``compared`` are scores, others masks."""
+        """Register a call that returned scores; arguments in ``compared`` are scores, others are masks."""
         sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
         parts = [
             moved
@@ -101,9 +102,10 @@ class Masks:
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
-        """Return True at the scores that no mask hides, so that their softmax weight may be positive."""
+        """Return booleans, True at scores that no mask hides, so that their weight may be positive."""
         parts = self._hidden.get(scores, ())
-        # No product Q Kᵀ is near the least number of a dtype. Scores of unknown origin use a higher limit.
+        # Products Q Kᵀ are never near the least number of a dtype. Scores of unknown origin use a higher
+        # limit.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
 
         def make() -> Tensor:
@@ -116,12 +118,12 @@ class Masks:
 
 
 def hidden_by(bias: Tensor) -> Tensor:
-    r"""Return the entries that a bias hides when it is added to scores.
+    """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
 
-    An entry is hidden if it is below −9000. It is also hidden if it is more than 87.3 below the largest entry
-    of its row and a gap of 43.7 separates such entries from the others. Thus −100 in shifted windows hides,
-    but the even descent of ALiBi does not. The second rule hides no column from every row, because such a
-    column would count as padding.
+    An entry of at most −9000 hides its score. An entry also hides its score if it is more than 87.3 below the
+    largest entry of its row and a gap of 43.7 separates such entries from the others. Thus −100 in shifted
+    windows hides scores, but the evenly decreasing bias of ALiBi does not. The second rule never hides a
+    column from every row, because such a column would count as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias
@@ -139,7 +141,7 @@ def _newly_hidden(
     if func in FILLS and len(args) > 1 and _low(args[2] if len(args) > 2 else kwargs.get("value")):
         return lambda: args[1]
     if func in WHERES and len(args) == 3:
-        first, second, third = args  # torch.where(condition, ·, ·) or scores.where(condition, ·)
+        first, second, third = args  # torch.where(condition, a, b) or a.where(condition, b)
         condition, kept, other = (first, second, third) if func is torch.where else (second, first, third)
         if _low(other):
             return lambda: ~condition
@@ -157,7 +159,7 @@ def _newly_hidden(
 
 
 def _low(value: object) -> bool:
-    """Return True if scores filled with this value receive no weight."""
+    """Return True if scores filled with this value have no softmax weight."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.is_floating_point() and bool(value <= NO_WEIGHT)
     return isinstance(value, Number) and not isinstance(value, complex) and value <= NO_WEIGHT  # type: ignore[operator]

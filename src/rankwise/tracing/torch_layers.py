@@ -1,4 +1,4 @@
-"""Operators of PyTorch's own attention layers, from inputs and weights, also on the inference fast path."""
+"""Compute operators of PyTorch's attention layers from inputs and weights, even on the fast path."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ ATTRIBUTES = (
 )
 """Arguments of `multi_head_attention_forward` that are attributes of `nn.MultiheadAttention`."""
 Attention = nn.MultiheadAttention | SimpleNamespace
-"""`nn.MultiheadAttention`, or arguments of `multi_head_attention_forward` as attributes."""
+"""`nn.MultiheadAttention`, or an object with the arguments of `multi_head_attention_forward`."""
 
 
 def is_torch_layer(module: nn.Module) -> bool:
-    """Return True for one of PyTorch's attention layers whose ``forward`` is not overridden."""
+    """Return True for `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` with torch's ``forward``."""
     return any(
         isinstance(module, kind) and type(module).forward is kind.forward
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -88,10 +88,11 @@ def functional_mixing(args: tuple[Any, ...], kwargs: dict[str, Any], outer: Modu
 def attention_by_heads(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor | None]
 ) -> Any:
-    """Run `multi_head_attention_forward` with its head outputs (B, H, T, V) replaced; None keeps them.
+    """Run `multi_head_attention_forward` and replace its head outputs (B, H, T, V) by ``change(heads)``.
 
-    The function applies the output projection itself. Here it projects with the identity, which keeps every
-    finite number; after the replacement of heads the model's own projection is applied.
+    The function includes the output projection. So it runs with the identity as projection, which keeps every
+    finite number, and the model's own projection is applied after the replacement. If ``change`` returns
+    None, the heads are kept.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
@@ -121,7 +122,8 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
     projected = _projections(attention, query, key, value)
     q, k, v = (tensor.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for tensor in projected)
-    # If bias_k or a zero column is added, PyTorch uses `is_causal` instead of the mask: no row sees it.
+    # If bias_k or a zero column is appended, PyTorch applies a causal mask, not the given mask; the causal
+    # mask hides the appended column from all rows.
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
     causal = bool(added and hinted and not given.get("need_weights", True))
@@ -173,7 +175,7 @@ def _projections(
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Return both masks as one, (B or 1, H or 1, T, S): True = visible if both are boolean, else a bias."""
+    """Merge both masks, as (B or 1, H or 1, T, S): True = visible if both are boolean, else an added bias."""
     batch, heads, tokens, _ = q.shape
     masks = []
     if attn_mask is not None:

@@ -14,16 +14,18 @@ UNNUMBERED = CallId("", 0)
 
 @dataclass(frozen=True)
 class MixerSite:
-    """One call of a mixer (a module that mixes tokens): its operator (mixing matrix) and real tokens."""
+    """One call of a mixer (a module that mixes tokens): its operator (mixing matrix) and padding masks."""
 
     name: str
     """Name of the module, such as ``encoder.layer.0.attention.self``."""
     layer: int
-    """Index of the block in the stack, from 0; the block reads state ``layer``, writes ``layer + 1``."""
+    """Index of the block in the stack, from 0; the block reads state ``layer`` and writes state ``layer +
+    1``.
+    """
     kind: str
-    """Kind of operator: softmax, semiseparable, selective, toeplitz, linear, diagonal, …"""
+    """Kind of operator, such as softmax, semiseparable, selective, toeplitz, linear or diagonal."""
     operator: MixingOperator
-    """Shape (B, H, T, S)."""
+    """Mixing matrices (B, H, T, S): B sequences, H heads, T rows (tokens), S columns (sources)."""
     valid_tokens: Bool[Tensor, "B T"]
     """True for rows of real tokens, False for padding."""
     valid_sources: Bool[Tensor, "B S"]
@@ -33,26 +35,26 @@ class MixerSite:
     cross: bool = False
     """True if queries and keys come from different sequences."""
     sequences: int = 0
-    """Number of sequences in the batch; below B if sequences are cut into windows."""
+    """Number of sequences in the batch; smaller than B if each sequence is cut into windows."""
     forward_pass: int = 0
     """Index of the forward pass in the capture, from 0."""
     call: int = 0
-    """Index of the call among the calls of the module in this layer and forward pass, from 0."""
+    """Index of this call among the module's calls in the same layer and forward pass, from 0."""
     call_id: CallId = UNNUMBERED
-    """Address of the call that an `Intervention` receives, unique in a forward pass."""
+    """Address of the call, unique in a forward pass; an `Intervention` receives this address too."""
     values: Float[Tensor, "B Hv S V"] | None = None
-    """Input V of the operator, if requested."""
+    """Values V that the operator mixes; None without ``capture(values=True)``."""
     output: Float[Tensor, "B H T V"] | None = None
-    """Output M V as the model computed it, if requested and visible."""
+    """Product M V as the model computed it; None without ``values=True``, or if a fused layer hides it."""
     apply_output: Callable[[Tensor], Tensor] | None = None
-    """Function from ``operator @ values`` to the output of a state-space layer: its D-term, gate, norm and
-    output projection. Set only if values are kept.
+    """Function that maps ``operator @ values`` to the output of a state-space layer: skip D·x, gate, norm and
+    output projection. None without ``values=True``.
     """
     projection: Float[Tensor, "B H T K"] | None = None
-    """Tokens projected to the subspace of each head, only for token statistics self-attention (TSSA)."""
+    """Tokens projected to the subspace of each head; only for token statistics self-attention (TSSA)."""
 
     def head_id(self, head: int | None = None) -> HeadId:
-        """Return the address of a head of this call; None addresses the call itself."""
+        """Return the address of a head of this call; None addresses the whole call."""
         return HeadId(self.stack, self.layer, self.name, self.call, head)
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class StateSite:
     """Token states: the residual stream (B, T, D) after ``layer`` blocks of a stack."""
 
     name: str
-    """Name of the block that wrote the state; for layer 0, of the block that reads it."""
+    """Name of the block that wrote the state; for layer 0, name of the first block, which reads the state."""
     layer: int
     """Number of blocks of the stack that ran before; state 0 is the output of the embedding."""
     tokens: Float[Tensor, "B T D"]
@@ -96,7 +98,7 @@ class Trace:
     uncaptured: list[UncapturedModule] = field(default_factory=list)
     """Modules that look like mixers but were not captured; filled when the capture ends."""
     notes: list[str] = field(default_factory=list)
-    """Notes for the user, such as that dropout was active or the model was compiled."""
+    """Notes for the user, such as that dropout was active or that no token states were found."""
 
     def __repr__(self) -> str:
         return (

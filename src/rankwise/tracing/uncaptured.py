@@ -32,7 +32,7 @@ WITHOUT_OPERATOR = {
     "PatchTSMixer": "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
     "LSTM|GRU|RNN": "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
 }
-"""By pattern of class names, why the operator of such layers cannot be captured."""
+"""By pattern of class names, the reason why the operator of such layers is not captured."""
 NO_OPERATOR = {
     "DeformableAttention$": (
         "deformable attention: each query reads its values at a few places between them, which it chooses "
@@ -59,14 +59,15 @@ NO_OPERATOR = {
         "forms the matrix of this choice"
     ),
 }
-"""By pattern of transformers class names, why the token mixing of such layers cannot be read."""
+"""By pattern of class names in transformers, the reason why the token mixing of such layers is not captured.
+"""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
     r"|Structure|Patchify|Scaler)$"
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")
-"""Pattern of classes that create tokens, and may combine several input positions per token."""
+"""Pattern of embedding classes, which may combine several input positions into one token."""
 QUERY_KEY = (
     {"q_proj", "k_proj"},
     {"query", "key"},
@@ -100,7 +101,7 @@ def mixer_like(model: nn.Module) -> set[str]:
 
 
 def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
-    """Return the innermost call of a non-torch module whose (B, T, D) input a function mixed over T."""
+    """Return the innermost call, outside of `torch.nn`, whose input (B, T, D) a function mixed along T."""
     for call in reversed(calls):
         tokens = call.tokens
         if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
@@ -118,11 +119,11 @@ class Sightings:
     captured: set[str] = field(default_factory=set)
     """Names of modules in which a mixer was captured."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """By module, the first reason why a mixer in it was seen but not captured."""
+    """By module name, the first reason why a mixer was seen but not captured."""
     not_exact: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Pairs (module, reason) for calls that no adapter could read exactly, in order."""
+    """Pairs (module, reason) for calls that no adapter could read exactly, in the order of the calls."""
     other_mixing: dict[str, str] = field(default_factory=dict)
-    """By module, how it mixed tokens without attention, such as by a convolution."""
+    """By module name, how the module mixed tokens without attention, such as by a convolution."""
 
     def leave_out(self, name: str, reason: str) -> None:
         """Register the reason why a mixer was not captured; the first reason stays."""
@@ -131,9 +132,10 @@ class Sightings:
     def note_other_mixing(self, call: ModuleCall, is_block: bool) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
 
-        They count if the call returns one vector per token that it read. They do not count if the call has a
-        captured mixer: a short convolution before a scan belongs to the mixer. But a block may hold several
-        mixers, so in a block modules next to the captured mixer count.
+        They are registered if the call returns one vector for each token that it read. They are not
+        registered if a mixer was captured in the call: a short convolution before a scan is a part of the
+        mixer. But a block may contain several mixers, so in a block the modules outside of captured mixers
+        are registered.
         """
         if not call.other_mixing or (call.mixed_inside and not is_block):
             return
@@ -201,7 +203,7 @@ def _reason(
 
 
 Reader = Callable[..., set[int]]
-"""Function of a call's output and arguments that returns the lengths of the axes that the call mixes."""
+"""Function (output, *arguments of a torch call) that returns the lengths of the axes that the call mixes."""
 
 
 def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
@@ -217,13 +219,13 @@ def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named
 
 
 def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
-    """Return the lengths of the axes that `F.pad` shifts: entries added on one side, cut on the other."""
+    """Return the lengths of axes that `F.pad` shifts: it adds entries on one side and cuts as many."""
     pairs = zip(pad[::2], pad[1::2], strict=True)
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
 
 def _along(name: str, position: int, default: Any) -> Reader:
-    """Return a `Reader` for a torch function whose mixed axes are the argument ``name``."""
+    """Return a `Reader` for a torch function whose argument ``name`` is the mixed axes."""
 
     def read(out: Tensor, input: Tensor, *args: Any, **named: Any) -> set[int]:
         dims = named.get(name, args[position] if position < len(args) else default)
@@ -235,7 +237,7 @@ def _along(name: str, position: int, default: Any) -> Reader:
 
 
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
-    """Return the input width if the last axis may be tokens, as in the token mixing of an MLP-Mixer."""
+    """Return the input width if the last axis may hold tokens, as in the token mixing of an MLP-Mixer."""
     turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
     return {input.shape[-1]} if turned else set()
 

@@ -1,4 +1,4 @@
-"""Adapters: read the operator (mixing matrix) of a layer from its weights and calls of its submodules.
+"""Adapters: read the operator (mixing matrix) of a layer from its weights and recorded submodule calls.
 
 To add an adapter, write a subclass of `Adapter` in a file here, and add an instance to `ADAPTERS`.
 """

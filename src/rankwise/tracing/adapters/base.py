@@ -50,7 +50,8 @@ class Adapter(ABC):
     inner: ClassVar[tuple[str, ...]] = ()
     """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
-    """Submodule that reads the concatenated heads (B, T, H V); "" if the mixer returns them."""
+    """Submodule that reads the concatenated heads (B, T, H·V); "" if the mixer returns them; None if neither.
+    """
     head_count: ClassVar[str] = ""
     """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
 
@@ -63,9 +64,9 @@ class Adapter(ABC):
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return the submodule that reads the concatenated heads, and their number.
+        """Return the submodule that reads the concatenated heads, and the number of heads.
 
-        The number is 0 if each channel is a head. None if concatenated heads are not visible.
+        The number is 0 if each channel is a head. Return None if concatenated heads are not visible.
         """
         if self.output_projection is None:
             return None
@@ -73,7 +74,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a finished call; with ``values`` also its input and output steps.
+        """Return the operator of a finished call; with ``values``, also V and the later steps.
 
         Raises:
             NotExactError: if the recorded calls do not determine the operator.
@@ -139,12 +140,12 @@ class ProtocolAdapter(Adapter):
         return None
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
-        """Return ``output_projection`` and ``num_heads`` of the module; 0 heads without the latter."""
+        """Return ``output_projection`` and ``num_heads`` of the module; without ``num_heads``, 0."""
         name, heads = getattr(module, "output_projection", None), getattr(module, "num_heads", 0)
         return (name, heads) if isinstance(name, str) and isinstance(heads, int) else None
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the results of the module's own methods."""
+        """Return the operator, values and projection that the module's own methods return."""
         module: Any = call.module
         with _own_random_numbers(call):
             operator = module.mixing_operator(*call.args, **call.kwargs)
@@ -197,7 +198,7 @@ class AdapterReader:
         return any(call.adapter is not None for call in self._calls.running)
 
     def entered(self, call: ModuleCall) -> None:
-        """Set the adapter of a starting call, or register why its operator cannot be exact."""
+        """Set the adapter of a starting call, or register why its operator cannot be read exactly."""
         adapter = self._adapters.get(call.name)
         if adapter is None or self.inside:
             return
@@ -225,7 +226,7 @@ class AdapterReader:
             raise
         except NotExactError as error:
             self._leave_out(call, error.reason)
-        except Exception as error:  # any error: the module may differ in another version
+        except Exception as error:  # catch all: the module may differ in other versions
             self._leave_out(call, _unreadable(error))
         return None
 

@@ -16,14 +16,14 @@ class MambaAdapter(StateSpaceAdapter):
     """Reads Mamba: one selective scan per channel; step Δ and vectors B, C come from the layer's projections.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
-    token. D·x, the gate and the output projection follow.
+    token. The layer applies D·x, the gate and the output projection after M V.
     """
 
     classes = frozenset({"MambaMixer", "FalconMambaMixer", "JambaMambaMixer"})
     inner = ("in_proj", "x_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "dt_proj")
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one selective scan per channel, for whole sequences."""
+        """Return the operator: one selective scan per channel."""
         mixer: Any = call.module
         check_on_device(mixer.A_log, mixer.D, mixer.dt_proj.weight, mixer.dt_proj.bias)
         size = mixer.ssm_state_size
@@ -70,14 +70,14 @@ class ZambaAdapter(StateSpaceAdapter):
     """Reads Zamba: one selective scan per channel; the channels of a head share the vectors B and C.
 
     Values are the channels after the short convolution, its activation and the padding mask, one number per
-    token. D·x, the gate and the output projection follow.
+    token. The layer applies D·x, the gate and the output projection after M V.
     """
 
     classes = frozenset({"ZambaMambaMixer"})
     inner = ("in_proj",)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one selective scan per channel, with B and C per head, for whole sequences."""
+        """Return the operator: one selective scan per channel, with B and C per head."""
         mixer: Any = call.module
         weights = (mixer.A_log, mixer.D, mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias)
         check_on_device(*weights, mixer.conv1d.weight, mixer.conv1d.bias)
@@ -105,8 +105,8 @@ class ZambaAdapter(StateSpaceAdapter):
 class Mamba2Adapter(StateSpaceAdapter):
     """Reads Mamba-2: one scan per head, from outputs of the input projection and the short convolution.
 
-    Values are the heads after the short convolution, its activation and the padding mask. D·x, the gate with
-    its norm and the output projection follow.
+    Values are the heads after the short convolution, its activation and the padding mask. The layer applies
+    D·x, the gate with its norm and the output projection after M V.
     """
 
     classes = frozenset(
@@ -123,7 +123,7 @@ class Mamba2Adapter(StateSpaceAdapter):
     head_count = "num_heads"
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one scan with a decay per token for each head, for whole sequences."""
+        """Return the operator: one scan per head, with one decay per token."""
         mixer: Any = call.module
         conv = mixer.conv1d
         check_on_device(mixer.A_log, mixer.D, mixer.dt_bias, conv.weight, conv.bias)
@@ -153,17 +153,17 @@ class Mamba2Adapter(StateSpaceAdapter):
 
 
 class ShortConvAdapter(StateSpaceAdapter):
-    """Reads LFM's gated convolution: one Toeplitz matrix per channel, from the weights alone.
+    """Reads the gated convolution of LFM models: one Toeplitz matrix per channel, from the weights alone.
 
-    Values are the channels after the first gate. The bias of the convolution, the second gate and the output
-    projection follow.
+    Values are the channels after the first gate. The layer applies the bias of the convolution, the second
+    gate and the output projection after M V.
     """
 
     classes = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
     inner = ("in_proj",)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the convolution of each channel, for whole sequences."""
+        """Return the operator: the convolution of each channel."""
         layer: Any = call.module
         check_on_device(layer.conv.weight, layer.conv.bias)
         enters, leaves, x = output_of(inner, "in_proj").transpose(1, 2).chunk(3, dim=1)
@@ -180,7 +180,7 @@ class ShortConvAdapter(StateSpaceAdapter):
 
 
 def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
-    """Return the causal convolution of a depthwise `nn.Conv1d` with weights (D, 1, L), once per sequence."""
+    """Return a causal depthwise convolution, weights (D, 1, L), as Toeplitz operators (B, D, T, T)."""
     taps = weight.detach()[:, 0].flip(-1)
     kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
     return ToeplitzMixing(kernel.expand(sequences, -1, -1))

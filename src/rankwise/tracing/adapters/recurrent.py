@@ -32,7 +32,7 @@ class RGLRUAdapter(Adapter):
     """Reads RG-LRU: per channel one scan with a state of one number; gates set its decay and input weight.
 
     Values are the unit's input, after the short convolution; M V is the unit's output. The unit ignores
-    padding masks, so in the model and here real tokens depend on padding to their left.
+    padding masks, so real tokens depend on padding to their left, both in the model and in M.
     """
 
     classes = frozenset({"RecurrentGemmaRglru"})
@@ -45,7 +45,7 @@ class RGLRUAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one scan with a decay per token for each channel, for whole sequences."""
+        """Return the operator: one scan per channel, with one decay per token."""
         unit: Any = call.module
         check_on_device(unit.recurrent_param, unit.input_gate_weight, unit.recurrent_gate_weight)
         x = call.argument("activations").detach()
@@ -64,15 +64,15 @@ class RGLRUAdapter(Adapter):
 
 
 def _head_gate(heads: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the sigmoid of a block-diagonal linear map, one block per head, (B, T, D)."""
+    """Return the sigmoid (B, T, D) of a block-diagonal linear map with one block per head."""
     return torch.sigmoid(torch.einsum("bthi,hio->btho", heads, weight.detach()) + bias.detach()).flatten(2)
 
 
 class LightningAdapter(Adapter):
     """Reads MiniMax's lightning attention: M[t, s] = q_t · k_s exp(−slope (t − s)) for s ≤ t, slope per head.
 
-    Values are the heads after the projection, its activation and the padding mask. The norm, the gate and
-    the output projection follow.
+    Values are the heads after the projection, its activation and the padding mask. The layer applies the
+    norm, the gate and the output projection after M V.
     """
 
     classes = frozenset({"MiniMaxLightningAttention"})
@@ -88,7 +88,7 @@ class LightningAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one scan with a constant decay for each head, for whole sequences."""
+        """Return the operator: one scan per head, with a constant decay."""
         layer: Any = call.module
         check_on_device(layer.slope_rate)
         projected = layer.act_fn(output_of(inner, "qkv_proj"))
@@ -112,7 +112,8 @@ class RwkvAdapter(Adapter):
 
     ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t, with key k,
     decay w, bonus u and row sum z_t: a scan delayed by one token, plus a diagonal. Values are the output of
-    the value projection. The receptance and output projection follow. The layer ignores padding masks.
+    the value projection. The layer applies receptance and output projection after M V, and ignores padding
+    masks.
     """
 
     classes = frozenset({"RwkvSelfAttention"})
@@ -126,7 +127,7 @@ class RwkvAdapter(Adapter):
         return None if fresh else CONTINUED
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return RWKV's weighted means for each channel, for whole sequences."""
+        """Return the operator: one weighted mean over earlier tokens per channel."""
         layer: Any = call.module
         check_on_device(layer.time_decay, layer.time_first)
         key = output_of(inner, "key").float().transpose(1, 2)
@@ -141,10 +142,9 @@ class RwkvAdapter(Adapter):
 
 
 def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
-    """Return RWKV's matrix per channel, (B, D, T, T), from k (B, D, T), −w ≤ 0 (D) and u (D).
+    """Return RWKV's matrices (B, D, T, T) from keys (B, D, T), log-decay −w ≤ 0 and bonus u, both (D).
 
-    Sums of weights are divided by their largest weight exp(m_t), so no exponential exceeds 1, as in the
-    layer itself.
+    As in the layer itself, weights are divided by the largest weight so far, so no exponential exceeds 1.
     """
     most = total = None
     kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -171,7 +171,8 @@ class GatedDeltaAdapter(StateSpaceAdapter):
     """Reads gated delta rules: one operator per value head, from projections and the short convolution.
 
     Queries and keys are scaled to norm 1 and everything is float32, as in the layer. Values are the heads
-    after the short convolution and its activation. The norm, its gate and the output projection follow.
+    after the short convolution and its activation. The layer applies a gated norm and the output projection
+    after M V.
     """
 
     inner = (
@@ -206,7 +207,7 @@ class GatedDeltaAdapter(StateSpaceAdapter):
         return name, getattr(layer, name).in_features // width
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return one gated delta rule per value head, for whole sequences."""
+        """Return the operator: one gated delta rule per value head."""
         layer: Any = call.module
         check_on_device(layer.conv1d.weight, layer.conv1d.bias, getattr(layer, "A_log", None))
         by_feature = named(layer, self.by_feature)
@@ -242,7 +243,9 @@ class GatedDeltaAdapter(StateSpaceAdapter):
 
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay: (B, T, …)."""
+"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay; axes (B, T,
+…).
+"""
 
 
 def _by_token(layer: Any, inner: InnerCalls) -> Projected:
@@ -280,10 +283,10 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Return x with norm 1, rounded as in layers with one decay per token (multiply by rsqrt)."""
+    """Return x divided by its norm, by rsqrt as in layers with one decay per token, for the same rounding."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _divided(x: Tensor) -> Tensor:
-    """Return x with norm 1, rounded as in layers with one decay per feature (divide by sqrt)."""
+    """Return x divided by its norm, by sqrt as in layers with a decay per feature, for the same rounding."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)

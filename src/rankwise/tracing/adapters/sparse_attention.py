@@ -17,9 +17,9 @@ DRAWN = "in training it draws its random blocks inside itself; call model.eval()
 class LongformerAdapter(Adapter):
     """Reads Longformer: one softmax over a window and the global tokens; a mask hides all other columns.
 
-    Global tokens have queries and keys of their own. Here local and global queries are concatenated along
+    Global tokens have separate queries and keys. Here local and global queries are concatenated along
     features: a local row is 0 in the second half, a global row in the first. So one product Q Kᵀ contains
-    both scores. Global rows also have their own values, so no values are kept with global tokens.
+    both scores. Global rows also have separate values, so calls with global tokens keep no values.
     """
 
     classes = frozenset({"LongformerSelfAttention", "LEDEncoderSelfAttention"})
@@ -28,12 +28,12 @@ class LongformerAdapter(Adapter):
     head_count = "num_heads"
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the softmax of a whole sequence."""
+        """Return the operator: one softmax over the whole sequence per head."""
         layer: Any = call.module
         query, key, value = (self._heads(layer, output_of(inner, name)) for name in self.inner[:3])
         masked = call.argument("is_index_masked")
         if not call.argument("is_global_attn"):
-            # the layer has divided the queries by √K in place
+            # scale=1, because the layer has already divided the queries by √K in place
             operator = SoftmaxMixing(query, key, _local(layer, masked), scale=1.0)
             output = self._heads(layer, call.output[0].detach().transpose(0, 1))
             return MixingCall(operator, value, output, whole=True)
@@ -52,7 +52,7 @@ class LongformerAdapter(Adapter):
 
     @staticmethod
     def _heads(layer: Any, projected: Tensor) -> Tensor:
-        """Return projected states (T, B, D), the layout of the layer, as heads (B, H, T, K)."""
+        """Return projected states (T, B, D), which is the layer's order of axes, as heads (B, H, T, K)."""
         return projected.unflatten(-1, (layer.num_heads, -1)).permute(1, 2, 0, 3)
 
 
@@ -76,7 +76,7 @@ class BigBirdAdapter(Adapter):
     head_count = "num_attention_heads"
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the softmax of a whole sequence."""
+        """Return the operator: one softmax over the whole sequence per head."""
         layer: Any = call.module
         if layer.training:
             raise NotExactError(DRAWN)
@@ -93,7 +93,7 @@ def _big_bird_heads(layer: Any, projected: Tensor) -> Tensor:
 
 
 def _log_counts(layer: Any, tokens: int) -> Tensor:
-    """Return log n for each row and column, (T, T), if the softmax of the row counts the column n times."""
+    """Return log n (T, T), where the softmax of a row counts a column n times; −∞ for n = 0."""
     blocks = tokens // layer.block_size
     at = torch.arange(blocks)
     near = (at[:, None] - at).abs() <= 1
