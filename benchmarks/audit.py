@@ -32,17 +32,17 @@ from harness import machine, timed
 import rankwise as rw
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.statistics import ModelStatistics
-from rankwise.cli.load_data import inputs_for
-from rankwise.cli.load_model import demo_model, demo_text, load_subject
+from rankwise.cli.load_data import load_data
+from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.measures import DELTA
 
 
 def main() -> None:
     args = arguments()
-    subject = load_subject(args.model or str(demo_model()), device=args.device)
+    subject = load_model(args.model or str(demo_model()), device=args.device)
     text = args.text or demo_text()
     batches = list(
-        inputs_for(
+        load_data(
             subject, text=text, tokens=args.tokens, sequences=args.sequences, batch_size=args.batch_size
         ).batches
     )
@@ -90,7 +90,7 @@ def main() -> None:
             raise SystemExit(
                 "--eager: texts shorter than --tokens are padded, and svdvals would count the padding"
             )
-        by_hand = load_subject(args.model or str(demo_model()), device=args.device).model
+        by_hand = load_model(args.model or str(demo_model()), device=args.device).model
         by_hand.set_attn_implementation("eager")
         runs["eager, svdvals"] = lambda: singular_values_by_hand(by_hand, batches)
         runs["eager, svdvals float64"] = lambda: singular_values_by_hand(by_hand, batches, torch.float64)

@@ -24,7 +24,7 @@ from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import HeadRecord
 from rankwise.auditing.findings import rank_code
-from rankwise.data import load_text
+from rankwise.cli.load_data import load_text
 
 ROOT = Path(__file__).parents[1]
 TOKENS, SEQUENCES, SEEDS = 256, 8, 3

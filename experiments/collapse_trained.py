@@ -28,8 +28,8 @@ import rankwise.models  # registers ToST with the Auto classes
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
+from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text, demo_tost_model
-from rankwise.data import load_text
 from rankwise.skips import mean_loss
 
 ROOT = Path(__file__).parents[1]

@@ -28,13 +28,13 @@ from experiments.compress_results import filled, spread, write_results
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
+from rankwise.cli.load_data import load_text
 from rankwise.compression.layers import Factors
 from rankwise.compression.null_ways import weight_moments
 from rankwise.compression.qk_find import find_projections
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_solve import closed_form
 from rankwise.compression.qk_statistics import collect_statistics
-from rankwise.data import load_text
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress.md"

@@ -34,8 +34,8 @@ from rankwise._internals.files import write_file
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import HeadRecord
 from rankwise.auditing.measure_table import HEAD_MEASURES
-from rankwise.cli.load_data import inputs_for
-from rankwise.cli.load_model import demo_model, demo_text, load_subject
+from rankwise.cli.load_data import load_data
+from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 
 RESULTS = Path(__file__).with_name("results") / "importance.json"
@@ -90,10 +90,10 @@ def results(recipe: Recipe, text: Path | None) -> dict[str, Any]:
 
 def batches(folder: Path, text: Path, tokens: int, recipe: Recipe) -> tuple[nn.Module, list[list[Any]]]:
     """The model, and one batch of sequences for each split; no sequence is in two of them."""
-    subject = load_subject(str(folder))
+    subject = load_model(str(folder))
     count = recipe.sequences * recipe.splits
     size = recipe.sequences
-    made = inputs_for(subject, text=text, tokens=tokens, sequences=count, batch_size=size).batches
+    made = load_data(subject, text=text, tokens=tokens, sequences=count, batch_size=size).batches
     return subject.model, [[batch] for batch in made]
 
 

@@ -42,7 +42,7 @@ from experiments.rank.random_layers import (
 )
 from experiments.rank_saturation_page import REBUTTAL, write_page
 from rankwise._internals.files import write_file
-from rankwise.data import load_text
+from rankwise.cli.load_data import load_text
 from rankwise.plan.planner import DENSE_WIDTHS, saturation
 from rankwise.plan.ranks import RandomHead, hardmax_ranks
 

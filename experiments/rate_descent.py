@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 
 from experiments.train_demo import tost
 from rankwise._internals.files import write_file
+from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_text, demo_tost_model
-from rankwise.data import load_text
 from rankwise.measures import variational_rate
 from rankwise.models import ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification
 

@@ -31,8 +31,8 @@ import rankwise
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
+from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.data import load_text
 from rankwise.skips.locate import find_skip_locations, name_sites
 from rankwise.skips.observe import observe
 from rankwise.theory import min_lambda, mixing_strength, skip_bound

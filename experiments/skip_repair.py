@@ -32,8 +32,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import rankwise as rw
 from experiments.real_models import minilm
 from rankwise.auditing import Finding, text_batches
+from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.data import load_text
 from rankwise.skips import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
 
 PAGE = Path(__file__).parents[1] / "docs" / "skip-repair.md"

@@ -546,7 +546,7 @@ def test_a_name_that_was_not_downloaded_says_that_offline_mode_is_on(
     assert "HF_HUB_OFFLINE is set" in refused
     assert "unset it" in refused
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("rankwise.data.hub.need_hub", lambda *_, **__: None)  # the hub answers
+    monkeypatch.setattr("rankwise.cli.load_model.need_hub", lambda *_, **__: None)  # the hub answers
     refused = str(run("audit", "nobody/nothing").exception)
     assert "couldn't connect" in refused
     assert "HF_HUB_OFFLINE" not in refused

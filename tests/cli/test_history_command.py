@@ -115,14 +115,14 @@ def test_a_code_found_in_any_of_them_fails_the_command(
 def test_ctrl_c_keeps_those_that_were_done(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rankwise.cli import audit_job as tasks
 
-    load, calls = tasks.load_subject, iter(range(9))
+    load, calls = tasks.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
         if next(calls) == 1:
             raise KeyboardInterrupt
         return load(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tasks, "load_subject", interrupted)
+    monkeypatch.setattr(tasks, "load_model", interrupted)
     result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
     assert result.exit_code == 130
     assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]

@@ -17,8 +17,8 @@ from rankwise import skips
 from rankwise.cli import load_data as subject_inputs
 from rankwise.cli import load_model as subjects
 from rankwise.cli import skip
-from rankwise.cli.load_data import Inputs
-from rankwise.cli.load_model import Subject
+from rankwise.cli.load_data import LoadedData
+from rankwise.cli.load_model import LoadedModel
 from rankwise.errors import InputError, RankwiseError
 from rankwise.skips import (
     SkipError,
@@ -298,7 +298,7 @@ def test_what_is_refused(run: Run, folder: Path, arguments: tuple[str, ...], err
 def test_nothing_is_loaded_for_what_is_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[object, ...]
 ) -> None:
-    loads = called(monkeypatch, subjects, "load_subject", Stop())
+    loads = called(monkeypatch, subjects, "load_model", Stop())
     result = run("some", "--learn-on", "text.txt", "--certify", "--out", "new", *wrong)
     assert isinstance(result.exception, RankwiseError)
     assert not loads
@@ -335,8 +335,8 @@ def test_a_loss_that_is_lost_is_said(run: Run, folder: Path) -> None:
 
 
 def split(batches: list[Any], model: nn.Module | None = None, **how: Any) -> tuple[list[Any], list[Any]]:
-    subject = Subject(nn.Linear(1, 1) if model is None else model, "tiny")
-    return skip._split(Inputs(batches, "made up"), subject, **how)
+    subject = LoadedModel(nn.Linear(1, 1) if model is None else model, "tiny")
+    return skip._split(LoadedData(batches, "made up"), subject, **how)
 
 
 def rows(batches: list[dict[str, Tensor]]) -> list[int]:
@@ -434,7 +434,7 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
 def test_what_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], loads: dict[str, Any]
 ) -> None:
-    calls = called(monkeypatch, subjects, "load_subject", Stop())
+    calls = called(monkeypatch, subjects, "load_model", Stop())
     assert isinstance(run("some", "--text", "text.txt", "--certify", *options).exception, Stop)
     assert calls == [{"spec": "some", **loads}]
 
@@ -457,7 +457,7 @@ def test_what_is_read(
 ) -> None:
     from transformers.utils import logging
 
-    calls = called(monkeypatch, subject_inputs, "inputs_for", Stop())
+    calls = called(monkeypatch, subject_inputs, "load_data", Stop())
     logging.set_verbosity_info()
     logging.enable_progress_bar()
     assert isinstance(run(folder, "--certify", *options).exception, Stop)
@@ -521,7 +521,7 @@ def test_a_certificate_is_of_the_first_batch(run: Run, folder: Path, monkeypatch
 def test_numbers_have_a_least_value(
     run: Run, monkeypatch: pytest.MonkeyPatch, option: str, least: int
 ) -> None:
-    called(monkeypatch, subjects, "load_subject", Stop())
+    called(monkeypatch, subjects, "load_model", Stop())
     assert run("some", "--certify", option, least - 1).exit_code == 2
     assert isinstance(run("some", "--certify", option, least).exception, Stop)
 

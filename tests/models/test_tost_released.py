@@ -322,7 +322,7 @@ def test_the_command_writes_a_folder_that_auto_classes_load(path: Path, auto: ty
 
 def test_a_converted_image_classifier_says_how_pictures_are_prepared(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    from rankwise.data.processors import load_image_processor
+    from rankwise.cli.load_images import load_image_processor
 
     save_model(load_released_tost(VISION), tmp_path)
     processor = load_image_processor(tmp_path)

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from rankwise.cli import app
-from rankwise.cli.load_model import demo_model, demo_text, load_subject
+from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.cli.plan import model_states
 from rankwise.errors import InputError
 from rankwise.plan import HeadDimPlan
@@ -68,9 +69,9 @@ def test_the_length_that_is_named_for_short_texts_is_possible(run: Run) -> None:
 
 def test_for_texts_of_one_token_no_length_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     given = SimpleNamespace(batches=[{"input_ids": torch.tensor([[5]])}], notes=[], data="a text")
-    monkeypatch.setattr("rankwise.cli.load_data.inputs_for", lambda *_, **__: given)
+    monkeypatch.setattr("rankwise.cli.load_data.load_data", lambda *_, **__: given)
     with pytest.raises(InputError, match=r"got at most 1\. Pass a longer text\.$"):
-        model_states(load_subject(str(demo_model())), Path("short.txt"), None, 64, 1)
+        model_states(load_model(str(demo_model())), Path("short.txt"), None, 64, 1)
 
 
 def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
@@ -98,7 +99,7 @@ def test_wrong_arguments_are_refused_before_the_model_is_loaded(
     def load(*_: object, **__: object) -> None:
         pytest.fail("the model was loaded")
 
-    monkeypatch.setattr("rankwise.cli.load_model.load_subject", load)
+    monkeypatch.setattr("rankwise.cli.load_model.load_model", load)
     done = run("--model", demo_model(), "--text", "text.txt", *wrong)
     assert str(wrong[0]).removeprefix("--") in str(done.exception)
 
@@ -115,20 +116,20 @@ def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) 
     """Eight different patches, each in eight places: no head has more winners than that."""
     tiles = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 4, 3), dtype=np.uint8)
     rows = np.concatenate([tiles] * 8, 1).reshape(3, 8, 8, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5)
-    np.savez("tiles.npz", rows.reshape(3, 32, 32, 3))
+    Path("tiles").mkdir()
+    for number, pixels in enumerate(rows.reshape(3, 32, 32, 3)):
+        Image.fromarray(pixels).save(f"tiles/{number}.png")
     few = ("--trials", 3, "--width", 24)
-    done = run("--images", "tiles.npz", "--tokens", 100, *few)
+    done = run("--images", "tiles", "--tokens", 100, *few)
     assert done.exit_code == 0, done.output
     plan = HeadDimPlan.load("rankwise-plan")
     assert plan.tokens == 64
     assert 4 / 64 <= max(mean for _, mean, _ in plan.curve) <= 8 / 64
-    assert plan.inputs == "patches of tiles.npz through a random embedding (3 images)"
+    assert plan.inputs == "patches of tiles through a random embedding (3 images)"
     assert any("64 patches of 4 × 4 of 32 × 32 pixels" in note for note in plan.notes)
 
 
 def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> None:
-    from PIL import Image
-
     for side in (20, 30):
         pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(f"{side}.png")
@@ -150,11 +151,11 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
         (("--text", "text.txt", "--tokens", 5000), "longer text"),
         (("--text", "none.txt"), "none.txt"),
         (("--model", "tiny"), "--text FILE"),
-        (("--images", "."), "a picture"),
-        (("--images", "odd.npz", "--tokens", 9), "3 × 7 pixels"),
-        (("--images", "odd.npz", "--text", "text.txt"), "one of them"),
-        (("--text", "."), "a folder. Name one file in it."),
-        (("--model", demo_model(), "--text", "text.txt", "--images", "odd.npz"), "one of them"),
+        (("--images", "text.txt"), "a picture"),
+        (("--images", "odd.png", "--tokens", 9), "3 × 7 pixels"),
+        (("--images", "odd.png", "--text", "text.txt"), "one of them"),
+        (("--text", "."), "a text file, got a folder"),
+        (("--model", demo_model(), "--text", "text.txt", "--images", "odd.png"), "one of them"),
         (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
         (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
         (("--tokens", 10**8), "131072"),
@@ -170,7 +171,7 @@ def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) 
     Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
     Path("latent.py").write_text(LATENT)
     Path("short.txt").write_text("short")
-    np.savez("odd.npz", np.zeros((2, 3, 7), np.uint8))
+    Image.new("RGB", (7, 3)).save("odd.png")
     done = run(*arguments, "--trials", 2)
     assert done.exit_code != 0
     assert said in str(done.exception)

@@ -61,9 +61,7 @@ def command(
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl(.gz) with one text a line.")] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of pictures, one picture, or FILE.npz[:array].")
-    ] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder of pictures, or one picture.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="NAME[:split:column], from the Hub or a folder.")
     ] = None,

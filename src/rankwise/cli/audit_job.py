@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.file_digests import source_digests
-from rankwise.cli.load_data import Inputs, inputs_for
-from rankwise.cli.load_model import Subject, load_subject
+from rankwise.cli.load_data import LoadedData, load_data
+from rankwise.cli.load_model import LoadedModel, load_model
 
 if TYPE_CHECKING:
     from rankwise.auditing.settings import Method
@@ -86,8 +86,8 @@ class Ready(NamedTuple):
     """A task whose model is loaded and whose data is read."""
 
     task: AuditTask
-    subject: Subject
-    inputs: Inputs
+    subject: LoadedModel
+    inputs: LoadedData
     notes: list[str]
     first: list[Any]
     """The first batch, once the audit has begun."""
@@ -107,7 +107,7 @@ def prepare(task: AuditTask, shard: Shard = ALL) -> Ready:
     """
     from rankwise.skips import apply_saved_skips
 
-    subject = load_subject(
+    subject = load_model(
         task.model,
         revision=task.revision,
         dtype=task.dtype,
@@ -118,7 +118,7 @@ def prepare(task: AuditTask, shard: Shard = ALL) -> Ready:
         tokenizer=task.tokenizer,
     )
     skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
-    inputs = inputs_for(
+    inputs = load_data(
         subject,
         text=task.text,
         images=task.images,
@@ -164,7 +164,7 @@ def run(
         "data": ready.inputs.data.replace(str(demo_text()), "the bundled text"),
         "command": task.command,
         "notes": ready.notes,
-        "weights": weights_digest(subject.model, subject.drawn),
+        "weights": weights_digest(subject.model, subject.random_weights),
     }
     settings = AuditSettings.of(
         delta=task.delta,

@@ -116,7 +116,7 @@ def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
 
     if not processes.several:
         return
-    digests = processes.all_of(weights_digest(ready.subject.model, ready.subject.drawn))
+    digests = processes.all_of(weights_digest(ready.subject.model, ready.subject.random_weights))
     if len(set(filter(None, digests))) > 1:
         raise InputError(
             f"model {ready.subject.name}",

@@ -73,7 +73,7 @@ def command(
     ] = False,
 ) -> None:
     """Compress a model; see `HELP`."""
-    from rankwise.cli.load_model import load_subject
+    from rankwise.cli.load_model import load_model
     from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression import compress, save_compressed
     from rankwise.compression.companions import copy_companions
@@ -85,7 +85,7 @@ def command(
     _check(out, keep, tolerance)
     with new_folder(out):
         quiet_libraries()
-        subject = load_subject(
+        subject = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
@@ -151,14 +151,14 @@ def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
     """Batches to calibrate on, others to measure on, and what their reader must know."""
-    from rankwise.cli.load_data import inputs_for
+    from rankwise.cli.load_data import load_data
     from rankwise.compression.request import every_other_sequence
 
     if subject.batches is not None and text is None and images is None:
         every = list(subject.batches)
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
-    inputs = inputs_for(
+    inputs = load_data(
         subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=2 * batch_size
     )
     every = list(inputs.batches)

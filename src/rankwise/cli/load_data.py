@@ -1,29 +1,38 @@
-"""What a command feeds the model it is given: a text, pictures or a data set, as batches."""
+"""Load the data that a command names, a text, pictures or a data set, as batches for a loaded model."""
 
-from collections.abc import Iterable
+import gzip
+import re
+import shlex
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rankwise.auditing.text_inputs import ALL, Shard
-from rankwise.cli.load_model import Subject
-from rankwise.errors import InputError, first_line
+from rankwise._internals.files import parse_json
+from rankwise.auditing.text_inputs import ALL, Shard, evenly
+from rankwise.cli.load_model import LoadedModel, need_hub
+from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
+
+GZIP = b"\x1f\x8b"
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""Data files by their ending, and the reader of `datasets` for each."""
+DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Batches for a subject, and in words what they are."""
+class LoadedData:
+    """Batches for a model, with a description and notes for the reader of a report."""
 
     batches: Iterable[Any]
     data: str
     notes: tuple[str, ...] = ()
     tokenizer: Any = None
-    """What turned text into ids, where text is read."""
 
 
-def inputs_for(
-    subject: Subject,
+def load_data(
+    loaded: LoadedModel,
     *,
     text: Path | None = None,
     images: Path | None = None,
@@ -32,146 +41,313 @@ def inputs_for(
     sequences: int = 8,
     batch_size: int = 4,
     shard: Shard = ALL,
-) -> Inputs:
-    """Make batches of what the user points at, in the form the subject reads.
+) -> LoadedData:
+    """Return batches of a text, of pictures or of a data set in the form that the model reads.
 
-    Args:
-        subject: the model.
-        text: a text file, or ``.jsonl`` with one text a line.
-        images: a folder of pictures, or a picture.
-        dataset: ``NAME[:split:column]``.
-        tokens: tokens of a sequence, cut to what the model can take.
-        sequences: how many sequences at most.
-        batch_size: sequences in a batch.
-        shard: which of the sequences to take, where several processes share them.
+    Without data, a factory's own batches are taken. Several processes take one shard of the sequences each.
 
     Raises:
-        InputError: if nothing or too much is given, it cannot be read, or it is not what the model reads.
+        InputError: if no data or several are named, they cannot be read, or the model cannot read them.
     """
     given = {"--text": text, "--images": images, "--dataset": dataset}
     chosen = [name for name, value in given.items() if value is not None]
-    if not chosen and subject.batches is not None:
-        mine = islice(subject.batches, shard.rank, None, shard.world)
-        made = subject.batches if shard == ALL else mine
-        return Inputs(made, f"batches of {subject.name}")
+    if not chosen and loaded.batches is not None:
+        dealt = islice(loaded.batches, shard.rank, None, shard.world)
+        return LoadedData(loaded.batches if shard == ALL else dealt, f"batches of {loaded.name}")
+    fix = "Pass --images DIR." if loaded.input_name == "pixel_values" else "Pass --text FILE."
     if len(chosen) != 1:
-        raise InputError(
-            "data",
-            expected="one of --text FILE, --images DIR, --dataset NAME[:split:column]",
-            got=" and ".join(chosen) or "none",
-            fix="The model reads pictures: give --images."
-            if subject.reads == "pixel_values"
-            else "Give --text FILE.",
-        )
+        expected = "one of --text FILE, --images DIR, --dataset NAME[:split:column]"
+        raise InputError("data", expected=expected, got=" and ".join(chosen) or "none", fix=fix)
+    reads_text = loaded.input_name == "input_ids"
+    if images is not None and loaded.source and reads_text:
+        expected = "a model that reads pictures"
+        raise InputError(f"model {loaded.name}", expected=expected, got="one that reads text", fix=fix)
     if images is not None:
-        return _pictures(subject, images, sequences, batch_size, shard)
-    return _texts(subject, text, dataset, tokens, sequences, batch_size, shard)
-
-
-def _pictures(subject: Subject, images: Path, sequences: int, batch_size: int, shard: Shard) -> Inputs:
-    from rankwise.data import load_image_processor, read_images
-    from rankwise.data.processors import plain_processor
-
-    if subject.source and subject.reads == "input_ids":
+        return _load_pictures(loaded, images, sequences, batch_size, shard)
+    if not reads_text:
         raise InputError(
-            f"model {subject.name}",
-            expected="a model that reads pictures",
-            got="one that reads text",
-            fix="Give --text.",
+            f"model {loaded.name}",
+            expected="a model that reads token ids",
+            got=f"one that reads {loaded.input_name}",
+            fix=fix if loaded.input_name == "pixel_values" else "Use module.py:factory with batches.",
         )
-    config = getattr(subject.model, "config", None)
-    if subject.source:
-        processor = load_image_processor(
-            subject.source,
+    return _load_texts(loaded, text, dataset, tokens, sequences, batch_size, shard)
+
+
+def _load_pictures(
+    loaded: LoadedModel, images: Path, sequences: int, batch_size: int, shard: Shard
+) -> LoadedData:
+    from rankwise.cli.load_images import load_image_processor, plain_processor, read_images
+
+    config = getattr(loaded.model, "config", None)
+    mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+    if loaded.source:
+        processor, note = load_image_processor(
+            loaded.source,
             config=config,
-            revision=subject.revision or None,
-            trust_remote_code=subject.trust_remote_code,
+            revision=loaded.revision or None,
+            trust_remote_code=loaded.trust_remote_code,
         )
     else:
-        processor = plain_processor({"size": 224}, note="pictures resized to 224×224, mean and std 0.5")
-    mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+        processor = plain_processor({"size": 224}, len(mode))
+        note = "pictures resized to 224×224, mean and std 0.5"
     batches: Iterable[Any] = read_images(
         images, processor, sequences=sequences, batch_size=batch_size, mode=mode, shard=shard
     )
-    if not subject.source:
+    if not loaded.source:
         batches = (batch["pixel_values"] for batch in batches)
-    note = getattr(processor, "note", "")
-    return Inputs(batches, f"{images} (pictures)", (note,) if note else ())
+    return LoadedData(batches, f"{images} (pictures)", (note,) if note else ())
 
 
-def _texts(
-    subject: Subject,
+def _load_texts(
+    loaded: LoadedModel,
     path: Path | None,
     dataset: str | None,
     tokens: int,
     sequences: int,
     batch_size: int,
     shard: Shard,
-) -> Inputs:
+) -> LoadedData:
     from rankwise.auditing.text_inputs import longest_sequence, model_batches
-    from rankwise.data import dataset_texts, load_text
 
-    if subject.reads != "input_ids":
-        raise InputError(
-            f"model {subject.name}",
-            expected="a model that reads token ids",
-            got=f"one that reads {subject.reads}",
-            fix="Give --images DIR."
-            if subject.reads == "pixel_values"
-            else "Use module.py:factory with batches.",
-        )
     texts = load_text(path) if path is not None else dataset_texts(str(dataset))
     notes: list[str] = []
-    if subject.source or subject.tokenizer:
-        tokenizer = _tokenizer(subject)
+    if loaded.source or loaded.tokenizer:
+        tokenizer = _load_tokenizer(loaded)
     else:
         tokenizer = ByteTokenizer()
         notes.append("text read as bytes (ids 0 to 255): a factory's model has no tokenizer")
-    model = subject.model
-    limit = longest_sequence(model)
-    shown = tokens if limit is None else min(tokens, limit)
-    made, said = model_batches(
-        model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size, shard=shard
+    limit = longest_sequence(loaded.model)
+    longest = tokens if limit is None else min(tokens, limit)
+    batches, more_notes = model_batches(
+        loaded.model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size, shard=shard
     )
-    data = f"{path if path is not None else dataset}, up to {shown} tokens"
-    return Inputs(made, data, (*notes, *said), tokenizer)
+    data = f"{path if path is not None else dataset}, up to {longest} tokens"
+    return LoadedData(batches, data, (*notes, *more_notes), tokenizer)
 
 
-def _tokenizer(subject: Subject) -> Any:
+def _load_tokenizer(loaded: LoadedModel) -> Any:
     from transformers import AutoTokenizer
 
-    home = subject.tokenizer or subject.source
-    revision = "main" if subject.tokenizer else subject.revision or "main"
+    home = loaded.tokenizer or loaded.source
+    revision = "main" if loaded.tokenizer else loaded.revision or "main"
     try:
         return AutoTokenizer.from_pretrained(
-            home, revision=revision, trust_remote_code=subject.trust_remote_code
+            home, revision=revision, trust_remote_code=loaded.trust_remote_code
         )
     except Exception as error:
-        bare = Path(home).is_dir() and not any(_of_a_tokenizer(file.name) for file in Path(home).iterdir())
+        parts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+        names = [file.name for file in Path(home).iterdir()] if Path(home).is_dir() else ["tokenizer"]
+        has_files = any(part in name for name in names for part in parts)
         raise InputError(
-            f"tokenizer {home}" if subject.tokenizer else f"tokenizer of {subject.name}",
+            f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}",
             expected="a folder with the files of a tokenizer, or a Hugging Face name",
-            got=f"the folder {home} without one" if bare else f"{type(error).__name__}: {first_line(error)}",
-            fix="Name another: --tokenizer FOLDER (or a Hugging Face name); or save it there: "
-            "`tokenizer.save_pretrained(folder)`.",
+            got=f"{type(error).__name__}: {first_line(error)}"
+            if has_files
+            else f"the folder {home} without one",
+            fix="Pass --tokenizer with a folder or a Hugging Face name; or save the tokenizer with the "
+            "model: `tokenizer.save_pretrained(folder)`.",
         ) from error
 
 
-def _of_a_tokenizer(file: str) -> bool:
-    return any(part in file for part in ("tokenizer", "vocab", "merges", "spiece", "sentencepiece"))
-
-
 class ByteTokenizer:
-    """Text as its UTF-8 bytes, for models that bring no tokenizer."""
+    """Encode a text as its UTF-8 bytes, for models without a tokenizer."""
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        """The bytes of each text."""
+        """Return the bytes of each text."""
         return {"input_ids": [list(text.encode()) for text in texts]}
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some bytes; � where they are no whole characters.
-
-        Args:
-            ids: bytes.
-        """
+        """Return the text of some bytes, with � for incomplete characters."""
         return bytes(ids).decode(errors="replace")
+
+
+def load_text(path: str | Path) -> str | list[str]:
+    """Return one continuous text, or one text per row of a `.jsonl` or `.jsonl.gz` file.
+
+    Examples:
+        >>> load_text("missing.txt")
+        Traceback (most recent call last):
+        ...
+        rankwise.errors.InputError: missing.txt: expected a text file, got no such file. Check the path.
+    """
+    if not str(path).lower().endswith((".jsonl", ".jsonl.gz")):
+        return read_text(path)
+    return [row_text(row, where) for where, row in read_rows(path)]
+
+
+def read_text(path: str | Path) -> str:
+    """Return a UTF-8 text file without its byte order mark; raise InputError if it is empty."""
+    text = _decode(readable_file(path, "a text file"), path)
+    if not text.strip():
+        fix = "Pass a file with a paragraph or more."
+        raise InputError(str(path), expected="some text", got="an empty file", fix=fix)
+    return text
+
+
+def read_rows(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the objects of a JSON Lines file, gzipped or not, each with its place for error messages."""
+    raw = readable_file(path, "a text file")
+    if raw.startswith(GZIP):
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            got, fix = f"a broken one ({error})", "Download or pack it again."
+            raise InputError(str(path), expected="a whole gzip file", got=got, fix=fix) from error
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for number, line in enumerate(_decode(raw, path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        row: Any
+        try:
+            row = parse_json(line)
+            got = f"type {type(row).__name__}"
+        except ValueError as error:
+            row, got = None, f"no JSON ({error})"
+        if not isinstance(row, dict):
+            expected = 'a JSON object such as {"text": "Once upon a time"}'
+            raise InputError(where, expected=expected, got=got, fix="Write one object per line.")
+        rows.append((where, row))
+    if not rows:
+        expected = "JSON objects, one per line"
+        raise InputError(str(path), expected=expected, got="an empty file", fix="Add a row or more.")
+    return rows
+
+
+def row_text(row: Mapping[str, Any], where: str) -> str:
+    """Return the field `text` of a row; raise InputError with the row's place if there is none."""
+    if "text" not in row:
+        fields = ", ".join(map(repr, row)) or "none"
+        fix = did_you_mean("text", row) or "Name the field 'text'."
+        raise InputError(where, expected="a field 'text'", got=f"the fields {fields}", fix=fix)
+    if not isinstance(row["text"], str):
+        got = f"type {type(row['text']).__name__} in 'text'"
+        raise InputError(where, expected="text", got=got, fix="Rename the field that holds the text.")
+    return row["text"]
+
+
+def _decode(raw: bytes, path: str | Path) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The offset counts from the end of a byte order mark.
+        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
+        line = raw.count(b"\n", 0, offset) + 1
+        got = f"byte 0x{raw[offset]:02X} at offset {offset} (line {line})"
+        quoted = shlex.quote(str(path))
+        encoding = "UTF-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "LATIN1"
+        fix = f"Convert it, for instance: iconv -f {encoding} -t UTF-8 {quoted} > utf8.txt"
+        if raw.startswith(GZIP):
+            fix = f"It is a gzip file; unpack it: gunzip -k {quoted}"
+        raise InputError(str(path), expected="UTF-8 text", got=got, fix=fix) from error
+
+
+class DatasetSpec(NamedTuple):
+    """Which texts of which data set; an empty split is the first of validation, test and train."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+    column: str = "text"
+
+
+def parse_dataset(spec: str) -> DatasetSpec:
+    """Parse `NAME[@CONFIG][:SPLIT[:COLUMN]]`; a path that exists wins, even with colons and @ in it.
+
+    Examples:
+        >>> parse_dataset("imdb:test:text")
+        DatasetSpec(name='imdb', config='', split='test', column='text')
+        >>> parse_dataset("Salesforce/wikitext@wikitext-2-raw-v1:test").config
+        'wikitext-2-raw-v1'
+    """
+    if spec and Path(spec).exists():
+        return DatasetSpec(spec)
+    drive = DRIVE.match(spec)
+    head = drive.group() if drive else ""
+    name, *rest = re.split(r":(?![^\[]*\])", spec[len(head) :])  # not the colon of a slice, test[:100]
+    if len(rest) > 2 or not head + name:
+        got = f"{len(rest) + 1} parts" if name else "no name"
+        fix = "For instance: --dataset stanfordnlp/imdb:test:text"
+        expected = "NAME[@CONFIG][:SPLIT[:COLUMN]]"
+        raise InputError(f"--dataset {spec!r}", expected=expected, got=got, fix=fix)
+    split, column = (*rest, "", "")[:2]
+    name, config = head + name, ""
+    if not Path(name).exists():
+        name, _, config = name.partition("@")
+    return DatasetSpec(name, config, split, column or "text")
+
+
+def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
+    """Return at most `rows` texts of a data set, evenly spread over its rows; missing texts are empty.
+
+    The data set is a name on the Hugging Face Hub, a .json, .jsonl, .csv, .parquet or .txt file (the first
+    three gzipped or not), or a folder that `datasets` reads or has written.
+
+    Raises:
+        InputError: if `datasets` is not installed, or the data set, split or column cannot be read.
+    """
+    name, config, split, column = parse_dataset(spec)
+    need_package("datasets", "--dataset", "train")
+    try:
+        data = _open_dataset(name, config, split)
+    except InputError:
+        raise
+    except Exception as error:  # readers and file systems of `datasets` raise errors of any class
+        fix = "Check name, configuration and split: NAME@CONFIG:SPLIT:COLUMN; or pass a file: --text FILE."
+        got = first_line(error).rstrip(".")
+        raise InputError(name, expected="a data set that can be read", got=got, fix=fix) from error
+    if column not in data.column_names:
+        got = f"the columns {', '.join(map(repr, data.column_names))}"
+        fix = did_you_mean(column, data.column_names)
+        raise InputError(name, expected=f"a column {column!r}", got=got, fix=fix)
+    texts = list(data.select(evenly(len(data), rows)).with_format(None)[column])
+    wrong = next((type(text).__name__ for text in texts if not isinstance(text, str | None)), None)
+    if wrong or not texts:
+        got = f"values of type {wrong}" if wrong else "no rows"
+        fix = "Name the column that holds the text: --dataset NAME:SPLIT:COLUMN"
+        raise InputError(f"column {column!r} of {name}", expected="texts", got=got, fix=fix)
+    return [text or "" for text in texts]
+
+
+def _open_dataset(name: str, config: str, split: str) -> Any:
+    from datasets import Dataset, get_dataset_split_names, load_dataset
+
+    path = Path(name)
+    splits: Mapping[str, Any]
+    suffix = next((s.lower() for s in reversed(path.suffixes) if s.lower() != ".gz"), "")
+    if path.is_file():
+        if suffix not in READERS:
+            expected = f"a data file ({', '.join(READERS)})"
+            raise InputError(name, expected=expected, got=f"{suffix or 'no'} ending", fix="Convert it.")
+        # Not load_dataset("json", …): it asks the Hub, and waits for it without a network.
+        splits = {"train": getattr(Dataset, f"from_{READERS[suffix]}")(name)}
+    elif path.is_dir():
+        splits = open_folder(path, config)
+    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # meant as a path
+        raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
+    else:
+        expected = "a data set: a file, a folder or a name on the Hugging Face Hub"
+        need_hub(name, expected=expected, fix="Use --text FILE, or --dataset with a local file or folder.")
+        split = split or _preferred_split(get_dataset_split_names(name, config or None))
+        return load_dataset(name, config or None, split=split)
+    split = split or _preferred_split(splits)
+    if split not in splits:
+        fix = did_you_mean(split, splits)
+        raise InputError(name, expected=f"a split {split!r}", got=", ".join(splits), fix=fix)
+    return splits[split]
+
+
+def open_folder(path: Path, config: str = "") -> Mapping[str, Any]:
+    """Return the splits of a folder that `datasets` reads or has written."""
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        saved = load_from_disk(str(path))
+        return {"train": saved} if isinstance(saved, Dataset) else saved
+    return load_dataset(str(path), config or None)
+
+
+def _preferred_split(names: Iterable[str]) -> str:
+    known = list(names)
+    return next((name for name in ("validation", "test", "train") if name in known), known[0])

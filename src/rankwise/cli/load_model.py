@@ -1,26 +1,26 @@
-"""The model a command is given: by Hub name, folder or Python factory."""
+"""Load the model that a command names: by Hub name, folder or Python factory, onto one device or several."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankwise.cli.device_maps import checked_device, placement
-from rankwise.errors import InputError, did_you_mean, first_line
+from rankwise._internals.files import writable_folder
+from rankwise.errors import InputError, did_you_mean, first_line, need_package, one_of
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-
-
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways in which accelerate spreads a model over the devices it finds."""
+MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
 ASSETS = Path(__file__).parents[1] / "assets"
 """The bundled models, as `python -m experiments.train_demo` writes them."""
 
@@ -41,8 +41,8 @@ def demo_text() -> Path:
 
 
 @dataclass
-class Subject:
-    """A model ready to be audited, and how its inputs are made."""
+class LoadedModel:
+    """A model in evaluation mode, and how its inputs are made."""
 
     model: nn.Module
     name: str
@@ -50,21 +50,21 @@ class Subject:
     source: str = ""
     """Where tokenizer and image processor are loaded from; empty for a factory's model."""
     batches: Iterable[Any] | None = None
-    """What a factory brought along."""
+    """Batches that a factory returned with the model."""
     notes: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
     tokenizer: str = ""
-    """Where the tokenizer lies, if not beside the model."""
-    drawn: tuple[str, ...] = ()
-    """Weights that are not in the checkpoint: they are random, and others at each start."""
+    """Folder or name of the tokenizer, if it is not saved with the model."""
+    random_weights: tuple[str, ...] = ()
+    """Weights that are not in the checkpoint: they are random and differ at each start."""
 
     @property
-    def reads(self) -> str:
-        """The model's main input: ``input_ids``, ``pixel_values``, …; ``input_ids`` where it does not say."""
+    def input_name(self) -> str:
+        """Name of the model's main input, such as `pixel_values`; `input_ids` if the model names none."""
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
 
-def load_subject(
+def load_model(
     spec: str,
     *,
     revision: str | None = None,
@@ -74,66 +74,42 @@ def load_subject(
     offload_folder: Path | None = None,
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
-) -> Subject:
-    """Load a model in evaluation mode.
+) -> LoadedModel:
+    """Load a model in evaluation mode from a Hugging Face name, a folder or `module.py:factory`.
 
-    Args:
-        spec: a Hugging Face name or folder, or ``module.py:factory``, where the factory takes nothing and
-            returns a module, or a module and its batches.
-        revision: branch, tag or commit on the Hub.
-        dtype: ``auto`` keeps the checkpoint's; else one of `DTYPES`.
-        device: where to put it, such as ``cpu`` (where nothing is said) or ``cuda:0``.
-        device_map: how transformers and accelerate spread it over devices: ``auto``, ``balanced``,
-            ``sequential``, a device, or JSON ``{"module": "device", …}``.
-        offload_folder: where weights go that the device map puts on the disk.
-        trust_remote_code: let code that comes with the model run.
-        tokenizer: folder or Hugging Face name of the tokenizer, where the model has none beside it.
+    A factory takes no arguments and returns a module, or a module and its batches. The default device is
+    the CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON `{"module": "device", …}`.
 
     Raises:
-        InputError: if there is no such model, or it cannot be loaded as asked.
+        InputError: if there is no such model, or it cannot be loaded with these options.
     """
-    target = checked_device(device or "cpu")
-    placed = placement(spec, device, device_map, offload_folder)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise InputError(
-            f"--dtype {dtype}",
-            expected="auto or a dtype",
-            got=dtype,
-            fix=did_you_mean(dtype, ["auto", *DTYPES]),
-        )
+    target = check_device(device or "cpu")
+    placement = _placement(spec, device, device_map, offload_folder)
+    one_of("--dtype", dtype, ["auto", *DTYPES])
     path, _, factory = spec.rpartition(":")
     if path.endswith(".py"):
-        subject = _from_factory(Path(path), factory)
+        loaded = _from_factory(Path(path), factory)
         if dtype != "auto":
-            subject.model.to(DTYPES[dtype])
+            loaded.model.to(DTYPES[dtype])
     else:
-        subject = _from_transformers(spec, revision, dtype, trust_remote_code, placed)
-    subject.tokenizer = tokenizer or ""
-    if placed:
-        subject.model.eval()
-        return subject
+        loaded = _from_transformers(spec, revision, dtype, trust_remote_code, placement)
+    loaded.tokenizer = tokenizer or ""
+    loaded.model.eval()
     try:
-        subject.model.eval().to(target)
+        if not placement:
+            loaded.model.to(target)
     except RuntimeError as error:
-        raise InputError(
-            f"--device {device}",
-            expected="a device that takes the model",
-            got=first_line(error),
-            fix="Use --device cpu, or --dtype bfloat16 to halve its size.",
-        ) from error
-    return subject
+        fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
+        got = first_line(error)
+        raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
+    return loaded
 
 
-def _from_factory(path: Path, name: str) -> Subject:
-    if not path.is_file():
-        raise InputError(
-            f"model {path}:{name}", expected="a Python file", got="no such file", fix="Check the path."
-        )
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+def _from_factory(path: Path, name: str) -> LoadedModel:
+    subject = f"model {path}:{name}"
+    module_spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if module_spec is None or module_spec.loader is None:
-        raise InputError(
-            f"model {path}:{name}", expected="a Python file", got="something else", fix="Check the path."
-        )
+        raise InputError(subject, expected="a Python file", got="no such file", fix="Check the path.")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent.resolve()))
@@ -141,98 +117,186 @@ def _from_factory(path: Path, name: str) -> Subject:
         module_spec.loader.exec_module(module)
         factory = getattr(module, name, None)
         if not callable(factory):
-            known = [
-                key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-            ]
-            raise InputError(
-                f"model {path}:{name}",
-                expected="a function of that name",
-                got="none",
-                fix=did_you_mean(name, known),
-            )
-        made = factory()
+            known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+            fix = did_you_mean(name, known)
+            raise InputError(subject, expected="a function of that name", got="none", fix=fix)
+        result = factory()
     except InputError:
         raise
     except (Exception, SystemExit) as error:
         raise InputError(
-            f"model {path}:{name}",
+            subject,
             expected="a factory that takes nothing and returns a module",
             got=f"{type(error).__name__}: {error}",
-            fix=f"`python {path}` shows where it fails; what runs as a script belongs under __main__.",
+            fix=f"`python {path}` shows where it fails; code of a script belongs under __main__.",
         ) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
-    model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, batches = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"model {path}:{name}",
+            subject,
             expected="a torch.nn.Module, or a pair of one and its batches",
-            got=type(made).__name__,
+            got=type(result).__name__,
             fix="Return the model itself from the factory.",
         )
-    return Subject(model, f"{path}:{name}", batches=batches)
+    return LoadedModel(model, f"{path}:{name}", batches=batches)
 
 
 def _from_transformers(
-    spec: str, revision: str | None, dtype: str, trust_remote_code: bool, placed: dict[str, Any]
-) -> Subject:
+    spec: str, revision: str | None, dtype: str, trust_remote_code: bool, placement: dict[str, Any]
+) -> LoadedModel:
     import transformers
 
-    from rankwise import models  # known to transformers from here on
-    from rankwise.compression import auto_model  # noqa: F401  (so are compressed models)
-    from rankwise.data.hub import need_hub
+    from rankwise import models  # registers ToST models with transformers
+    from rankwise.compression import auto_model  # noqa: F401  (registers compressed models)
 
-    works = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
     if not Path(spec).exists():
-        need_hub(f"model {spec}", expected=works, fix="Give the path of a downloaded model.")
+        need_hub(f"model {spec}", expected=MODELS, fix="Pass the path of a downloaded model.")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     try:
         config = transformers.AutoConfig.from_pretrained(spec, **options)
         homes = (transformers, models)
         named = [getattr(home, name, None) for name in config.architectures or [] for home in homes]
-        auto = next((kind for kind in named if kind is not None), transformers.AutoModel)
-        if auto is not transformers.AutoModel:
-            options.pop("trust_remote_code")
-        options |= placed
-        model, loading = auto.from_pretrained(
-            spec, dtype=dtype if dtype == "auto" else DTYPES[dtype], output_loading_info=True, **options
+        kind = next((kind for kind in named if kind is not None), transformers.AutoModel)
+        if kind is not transformers.AutoModel:
+            options.pop("trust_remote_code")  # only Auto classes take it
+        dtype_option = dtype if dtype == "auto" else DTYPES[dtype]
+        model, loading = kind.from_pretrained(
+            spec, dtype=dtype_option, output_loading_info=True, **options, **placement
         )
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
-        raise InputError(
-            f"model {spec}",
-            expected=works,
-            got=f"{type(error).__name__}: {first_line(error)}",
-            fix=_loading_fix(error),
-        ) from error
+        got = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"model {spec}", expected=MODELS, got=got, fix=_loading_fix(str(error))) from error
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # one pass over whole texts needs no cache
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
-    subject = Subject(model, spec, commit, spec, trust_remote_code=trust_remote_code)
-    missing = sorted(loading.get("missing_keys", ()))
-    subject.drawn = tuple(missing)
+    missing = tuple(sorted(loading.get("missing_keys", ())))
+    loaded = LoadedModel(model, spec, commit, source=spec)
+    loaded.trust_remote_code, loaded.random_weights = trust_remote_code, missing
     if missing:
-        subject.notes.append(
+        loaded.notes.append(
             f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"
         )
-    return subject
+    return loaded
 
 
-def _loading_fix(error: Exception) -> str:
-    text = str(error)
-    if "trust_remote_code" in text:
-        return "Its code is not part of transformers: read it, then pass --trust-remote-code."
-    if "offload_folder" in text:
-        return "Not all of it fits into memory: pass --offload-folder DIR for the rest."
-    if "token" in text.lower() and ("gated" in text.lower() or "401" in text):
-        return "Log in with `hf auth login` after its owners have granted access."
+def _loading_fix(error: str) -> str:
     from huggingface_hub import constants
 
-    if "couldn't connect" in text and constants.is_offline_mode():
+    if "trust_remote_code" in error:
+        return "Its code is not part of transformers: read it, then pass --trust-remote-code."
+    if "offload_folder" in error:
+        return "The model does not fit into memory: pass --offload-folder DIR for the rest."
+    if "token" in error.lower() and ("gated" in error.lower() or "401" in error):
+        return "Log in with `hf auth login` after its owners have granted access."
+    if "couldn't connect" in error and constants.is_offline_mode():
         return (
-            "HF_HUB_OFFLINE is set and nothing of this name was downloaded before: unset it to download, or "
-            "give the path of a folder."
+            "HF_HUB_OFFLINE is set and this model was not downloaded before: unset it to download, or pass "
+            "the path of a folder."
         )
     return (
-        "Check the name; offline, give the path of a downloaded model; for a model of your own, "
+        "Check the name; offline, pass the path of a downloaded model; for a model of your own, "
         "module.py:factory."
     )
+
+
+def check_device(name: str, option: str = "--device") -> torch.device:
+    """Return a device if torch sees it; raise InputError otherwise. Nothing is allocated on the device.
+
+    Examples:
+        >>> check_device("cpu")
+        device(type='cpu')
+    """
+    available = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    with suppress(RuntimeError):  # torch has no devices of that kind
+        device = torch.device(name)
+        if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
+            return device
+    raise InputError(
+        f"{option} {name}",
+        expected="a device that torch sees",
+        got=f"only {', '.join(available)} (torch {torch.__version__})",
+        fix="Use cpu, or install torch for your accelerator.",
+    )
+
+
+def _placement(
+    model: str, device: str | None, device_map: str | None, offload_folder: Path | None
+) -> dict[str, Any]:
+    """Return placement arguments for `from_pretrained`; empty for a single device."""
+    option = f"--device-map {device_map}"
+    if device_map is None:
+        if offload_folder is None:
+            return {}
+        option = f"--offload-folder {offload_folder}"
+        raise InputError(option, expected="--device-map as well", got="none", fix="Add --device-map auto.")
+    if device is not None:
+        raise InputError(option, expected="no --device", got=f"--device {device}", fix="Omit one of them.")
+    if model.rpartition(":")[0].endswith(".py"):
+        raise InputError(
+            option,
+            expected="a model that transformers loads",
+            got=f"the factory {model}",
+            fix="Put the model on its devices in the factory.",
+        )
+    need_package("accelerate", option, "train")
+    chosen = _parse_device_map(device_map, option)
+    devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
+    for name in devices - {"disk"}:
+        check_device(f"cuda:{name}" if isinstance(name, int) else str(name), "--device-map")
+    if offload_folder is None:
+        if "disk" in devices:
+            expected = "--offload-folder for the weights on the disk"
+            raise InputError(option, expected=expected, got="none", fix="Pass a folder.")
+        return {"device_map": chosen}
+    writable_folder(offload_folder, "--offload-folder")
+    return {"device_map": chosen, "offload_folder": str(offload_folder)}
+
+
+def _parse_device_map(device_map: str, option: str) -> str | dict[str, Any]:
+    if not device_map.lstrip().startswith("{"):
+        if not device_map.startswith(DEVICE_TYPES):
+            one_of("--device-map", device_map, DEVICE_MAPS)
+        return device_map
+    try:
+        parsed: dict[str, Any] = json.loads(device_map)
+    except ValueError as error:
+        example = 'JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}'
+        fix = 'Quote it for the shell: --device-map \'{"": "cpu"}\'.'
+        raise InputError(option, expected=example, got=str(error), fix=fix) from error
+    return parsed
+
+
+def hub_reachable(timeout: float = 5.0) -> bool:
+    """Return True if the Hub answers one request, or if `HF_HUB_OFFLINE` is set and no request is needed."""
+    from huggingface_hub import constants, get_session
+
+    answers: list[Any] = []
+
+    def request() -> None:
+        with suppress(Exception):  # the class of the error depends on the HTTP library
+            answers.append(get_session().head(constants.ENDPOINT, timeout=timeout))
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    thread = Thread(target=request, daemon=True)  # the name look-up has no timeout of its own
+    thread.start()
+    thread.join(timeout)
+    return bool(answers)
+
+
+def need_hub(name: str, *, expected: str, fix: str) -> None:
+    """Raise InputError if the Hub does not answer within 5 seconds; libraries would retry for 30 seconds."""
+    from huggingface_hub import constants
+
+    if not hub_reachable():
+        raise InputError(
+            name,
+            expected=expected,
+            got=f"no such file or folder, and no answer from {constants.ENDPOINT}",
+            fix=f"{fix} Set HF_HUB_OFFLINE=1 to read what was downloaded before.",
+        )

@@ -12,7 +12,7 @@ from rankwise.errors import InputError, whole_number
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rankwise.cli.load_model import Subject
+    from rankwise.cli.load_model import LoadedModel
     from rankwise.plan import HeadDimPlan
 
 HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
@@ -72,7 +72,7 @@ def command(
 ) -> None:
     """Plan a head width; see `HELP`."""
     from rankwise._internals.files import writable_folder
-    from rankwise.cli.load_model import checked_device, load_subject
+    from rankwise.cli.load_model import check_device, load_model
     from rankwise.cli.output import command_line, quiet_libraries, show_trials
     from rankwise.plan import plan_head_dim
     from rankwise.plan.planner import check_arguments, present_head_dim
@@ -96,14 +96,14 @@ def command(
         embedded = text is not None or images is not None
         dim = width if not embedded else (width or DIM) if heads is not None else None
         present_head_dim(heads, kv_heads, None, dim, positions or "none")
-    checked_device(device)
+    check_device(device)
     writable_folder(out)
     quiet_libraries()
     batches: list[Any] = []
     states: Any = tokens
     lines: list[str] = []
     if model is not None:
-        subject = load_subject(model, device=device, trust_remote_code=trust_remote_code)
+        subject = load_model(model, device=device, trust_remote_code=trust_remote_code)
         own = attention_of(subject, width)
         shape = own if heads is None else {}  # another number of heads has other groups and widths
         own = {**own, "heads": heads or own["heads"], "head_dim": shape.get("head_dim")}
@@ -155,7 +155,7 @@ def _check_data(
         raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
 
 
-def _with_trained(plan: "HeadDimPlan", subject: "Subject", batches: list[Any]) -> "HeadDimPlan":
+def _with_trained(plan: "HeadDimPlan", subject: "LoadedModel", batches: list[Any]) -> "HeadDimPlan":
     """Add the widths that the trained heads require, and a note that compares them with K*."""
     from rankwise.plan import trained_widths
 
@@ -203,7 +203,7 @@ def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
             print_path("page" if path.suffix == ".html" else "plan", path, console)
 
 
-def attention_of(subject: "Subject", width: int | None = None) -> dict[str, Any]:
+def attention_of(subject: "LoadedModel", width: int | None = None) -> dict[str, Any]:
     """Return heads, widths, positions and mask of a model from its configuration.
 
     Raises:
@@ -252,7 +252,7 @@ def attention_of(subject: "Subject", width: int | None = None) -> dict[str, Any]
 
 
 def model_states(
-    subject: "Subject", text: Path | None, images: Path | None, tokens: int, sequences: int
+    subject: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
 ) -> tuple[list[Any], "Tensor", list[str]]:
     """Return the batches, the states (B, T, D) that the first block reads, and a description with notes.
 
@@ -264,10 +264,10 @@ def model_states(
     import torch
 
     from rankwise._internals.forward import run_model
-    from rankwise.cli.load_data import inputs_for
+    from rankwise.cli.load_data import load_data
     from rankwise.tracing import capture
 
-    inputs = inputs_for(subject, text=text, images=images, tokens=tokens, sequences=sequences)
+    inputs = load_data(subject, text=text, images=images, tokens=tokens, sequences=sequences)
     device = next(subject.model.parameters()).device
     batches, rows = [], []
     for given in inputs.batches:
@@ -299,7 +299,7 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     """
     import torch
 
-    from rankwise.data import load_text
+    from rankwise.cli.load_data import load_text
 
     text = load_text(path)
     names: dict[str, int] = {}
@@ -342,7 +342,7 @@ def picture_states(
     import torch
     from torch.nn import functional as F
 
-    from rankwise.data import read_images
+    from rankwise.cli.load_images import read_images
 
     batches = list(read_images(path, _stack_images, sequences=sequences, batch_size=sequences))
     pixels = batches[0]["pixel_values"]

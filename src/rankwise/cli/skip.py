@@ -9,8 +9,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rankwise.cli.load_data import Inputs
-    from rankwise.cli.load_model import Subject
+    from rankwise.cli.load_data import LoadedData
+    from rankwise.cli.load_model import LoadedModel
     from rankwise.skips import Skips
 
 HELP = """Put λ-skips into a model: the skip connection around every mixer becomes λ·x.
@@ -63,8 +63,8 @@ def command(
     from rich.console import Console
 
     from rankwise._internals.files import writable_folder
-    from rankwise.cli.load_data import inputs_for
-    from rankwise.cli.load_model import load_subject
+    from rankwise.cli.load_data import load_data
+    from rankwise.cli.load_model import load_model
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.report import print_document
     from rankwise.report.skip_report import certificate_document, skip_document
@@ -74,10 +74,10 @@ def command(
     if out is not None:
         writable_folder(out)
     quiet_libraries()
-    subject = load_subject(
+    subject = load_model(
         model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    inputs = inputs_for(
+    inputs = load_data(
         subject,
         text=learn_on or text,
         tokens=tokens,
@@ -149,7 +149,9 @@ def _check(
         )
 
 
-def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -> tuple[list[Any], list[Any]]:
+def _split(
+    inputs: "LoadedData", subject: "LoadedModel", learn: bool, batch_size: int
+) -> tuple[list[Any], list[Any]]:
     """Return batches to learn on, and batches to measure on: every fifth sequence."""
     import torch
 
@@ -186,7 +188,7 @@ def _split(inputs: "Inputs", subject: "Subject", learn: bool, batch_size: int) -
     return joined, held
 
 
-def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[str] | None) -> "Skips":
+def _skips(subject: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None) -> "Skips":
     """Return the λ-skips of a model; the chosen ones, by default all, can learn."""
     import torch
 
@@ -222,13 +224,13 @@ def _skips(subject: "Subject", init: float | None, per: str | None, sites: list[
     return skips
 
 
-def _mask_token(subject: "Subject") -> int | None:
+def _mask_token(subject: "LoadedModel") -> int | None:
     if not type(subject.model).__name__.endswith("ForMaskedLM"):
         return None
     return _tokenizer(subject).mask_token_id if subject.source else None
 
 
-def _tokenizer(subject: "Subject") -> Any:
+def _tokenizer(subject: "LoadedModel") -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -237,7 +239,7 @@ def _tokenizer(subject: "Subject") -> Any:
 
 
 def _fit(
-    subject: "Subject", batches: list[Any], steps: int, lr: float, mask: int | None
+    subject: "LoadedModel", batches: list[Any], steps: int, lr: float, mask: int | None
 ) -> dict[str, list[float]]:
     from rich.console import Console
     from rich.progress import Progress
@@ -254,7 +256,7 @@ def _fit(
         return fit_skips(subject.model, batches, steps, lr, mask, update).scales
 
 
-def _write(subject: "Subject", out: Path, report: dict[str, Any]) -> list[Path]:
+def _write(subject: "LoadedModel", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the paths."""
     from rankwise.skips import remove_lambda_skip, save_skips
 

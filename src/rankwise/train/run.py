@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
-from rankwise.cli.device_maps import checked_device
+from rankwise.cli.load_model import check_device
 from rankwise.data.tasks import Task
 from rankwise.errors import InputError, RankwiseError, TrainingError
 from rankwise.monitor import RankMonitor
@@ -76,7 +76,7 @@ def train(
     out = Path(out)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if recipe.device != "auto":
-        checked_device(recipe.device, "`device`")
+        check_device(recipe.device, "`device`")
     check_batch(recipe, processes)
     check_installed()
     task = make_task(recipe)

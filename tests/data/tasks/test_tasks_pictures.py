@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankwise.data import hub, tasks
+from rankwise.cli import load_model
+from rankwise.data import tasks
 from rankwise.data.tasks.pictures import grey
 from rankwise.errors import InputError
 
@@ -188,7 +189,7 @@ def test_missing_data_says_which_file_how_large_and_which_command(
         InputError, match=command.format(got=r"a folder without cifar10\.npz \(it holds other\.txt\)")
     ):
         tasks.cifar10(tmp_path)
-    monkeypatch.setattr(hub, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: False)
     with pytest.raises(InputError, match=command.format(got=".*no answer from https://huggingface.co")):
         tasks.cifar10()
     with pytest.raises(InputError, match=r"ufldl-stanford/svhn', 'cropped_digits'\)\.save_to_disk\('svhn'\)"):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankwise.data import hub, tasks
+from rankwise.cli import load_model
+from rankwise.data import tasks
 from rankwise.errors import InputError
 
 TEXTS = ["good", "naïve 🙂 but long enough to be cut", "bad"]
@@ -87,7 +88,7 @@ def test_broken_and_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.
         tasks.imdb_bytes(tmp_path)
     file.write_bytes(b"")
     with pytest.raises(
-        InputError, match=r"test\.jsonl\.gz: expected JSON objects, one a line, got an empty file"
+        InputError, match=r"test\.jsonl\.gz: expected JSON objects, one per line, got an empty file"
     ):
         tasks.imdb_bytes(tmp_path)
     file.unlink()
@@ -100,10 +101,10 @@ def test_broken_and_missing_files_are_named(tmp_path: Path, monkeypatch: pytest.
         tasks.imdb_bytes(tmp_path)
     with pytest.raises(InputError, match=wanted + ".* got a file"):
         tasks.imdb_bytes(tmp_path / "train.jsonl.gz")
-    monkeypatch.setattr(hub, "hub_reachable", lambda: False)
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: False)
     with pytest.raises(InputError, match=r"no answer from .*save_to_disk\('imdb'\)"):
         tasks.imdb_bytes()
-    monkeypatch.setattr(hub, "hub_reachable", lambda: True)  # offline with nothing downloaded before
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: True)  # offline with nothing downloaded before
     with pytest.raises(InputError, match=r"stanfordnlp/imdb: expected .*save_to_disk\('imdb'\)"):
         tasks.imdb_bytes()
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.cli.load_data import read_text
 from rankwise.data.tasks.checks import need_number, need_share, need_whole
 from rankwise.data.tasks.examples import IGNORED, Examples
 from rankwise.data.tasks.language import BYTE_VOCABULARY, byte_ids
 from rankwise.data.tasks.task import Task, make_task
-from rankwise.data.text import read_text
 from rankwise.errors import InputError
 
 STATEMENT, QUESTION = "\nThe code of {key} is", "\nWhat is the code of {key}? The code of {key} is"

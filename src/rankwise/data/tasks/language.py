@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from rankwise.cli.load_data import read_text
 from rankwise.data.tasks.checks import need_share, need_whole
 from rankwise.data.tasks.examples import Windows
 from rankwise.data.tasks.task import Task, make_task
-from rankwise.data.text import read_text
 from rankwise.errors import InputError
 
 BYTE_SHIFT = 3

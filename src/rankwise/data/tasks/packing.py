@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.cli.load_data import load_text
 from rankwise.data.tasks.checks import need_share, need_whole
 from rankwise.data.tasks.language import cut
 from rankwise.data.tasks.task import Task, make_task
 from rankwise.data.tasks.tokenizers import load_tokenizer, tokenizer_sha256, train_tokenizer
-from rankwise.data.text import load_text
 from rankwise.errors import InputError
 
 

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankwise.data.arrays import open_array, open_labels
-from rankwise.data.images import need_pillow
+from rankwise.data.tasks.arrays import open_array, open_labels
 from rankwise.data.tasks.augment import crop, crop_and_flip
 from rankwise.data.tasks.checks import need_whole
 from rankwise.data.tasks.examples import Examples, Item
 from rankwise.data.tasks.sources import HubData, chosen, local_files, open_splits
 from rankwise.data.tasks.task import Task, make_task
-from rankwise.errors import InputError
+from rankwise.errors import InputError, need_package
 
 
 class Pictures(NamedTuple):
@@ -279,6 +278,6 @@ def _from_file(file: Path, split: str, classes: int) -> Split:
 
 
 def _from_datasets(rows: Any, data: HubData) -> Split:
-    need_pillow()
+    need_package("PIL.Image", "pictures", "images")
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in rows[data.inputs]])
     return pixels, np.asarray(rows[data.labels], dtype=np.int64)

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from rankwise.cli.load_data import read_rows, row_text
 from rankwise.data.tasks.checks import need_whole
 from rankwise.data.tasks.examples import Examples
 from rankwise.data.tasks.language import BYTE_VOCABULARY, byte_ids
 from rankwise.data.tasks.sources import HubData, chosen, local_files, open_splits
 from rankwise.data.tasks.task import Task, make_task
-from rankwise.data.text import read_labelled_rows
 from rankwise.errors import InputError
 
 IMDB = HubData("stanfordnlp/imdb", "text", "label", 83, ("train.jsonl.gz", "test.jsonl.gz"))
@@ -45,7 +45,7 @@ def imdb_bytes(
     need_whole("seed", seed, 0)
     files = None if source is None else local_files(source, IMDB)
     if files is not None:
-        parts = [read_labelled_rows(file) for file in files]
+        parts = [_read_labelled_rows(file) for file in files]
         origin = " and ".join(file.name for file in files)
     else:
         splits = open_splits(source, IMDB)
@@ -75,6 +75,20 @@ def imdb_bytes(
         num_labels=2,
         pad_token_id=0,
     )
+
+
+def _read_labelled_rows(path: Path) -> tuple[list[str], list[int]]:
+    """Return texts and classes, the fields `text` and `label` of each row."""
+    texts, labels = [], []
+    for where, row in read_rows(path):
+        text, label = row_text(row, where), row.get("label")
+        if not text or isinstance(label, bool) or not isinstance(label, int):
+            got = f"{label!r} in 'label'" if text else "an empty text"
+            expected, fix = 'a text in "text" and a whole number in "label"', "Correct the line or omit it."
+            raise InputError(where, expected=expected, got=got, fix=fix)
+        texts.append(text)
+        labels.append(label)
+    return texts, labels
 
 
 def _bytes(texts: list[str], labels: list[int], which: np.ndarray, length: int) -> Examples:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankwise.data.dataset import need_datasets, open_folder
-from rankwise.data.hub import need_hub
+from rankwise.cli.load_data import open_folder
+from rankwise.cli.load_model import need_hub
 from rankwise.data.tasks.checks import need_whole
-from rankwise.errors import InputError, did_you_mean
+from rankwise.errors import InputError, did_you_mean, need_package
 
 
 class HubData(NamedTuple):
@@ -95,7 +95,7 @@ def open_splits(source: str | Path | None, data: HubData) -> Mapping[str, Any]:
             splits or columns are missing.
     """
     name = data.repository if source is None else str(source)
-    need_datasets(name)
+    need_package("datasets", name, "train")
     if source is None:
         need_hub(name, expected=data.expected, fix=data.fix)
     try:

@@ -1,9 +1,12 @@
 """A model spread over devices, memory and disk is audited as a whole; what does not fit is refused."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from tests.auditing.same_audits import compared
@@ -11,7 +14,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditTask, prepare, run
-from rankwise.cli.device_maps import checked_device
+from rankwise.cli.load_model import check_device, hub_reachable, need_hub
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -55,13 +58,16 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"device_map": "auto", "device": "cpu"}, "--device-map auto: expected no --device beside it"),
-        ({"offload_folder": Path("x")}, "--offload-folder x: expected --device-map beside it"),
+        (
+            {"device_map": "auto", "device": "cpu"},
+            "--device-map auto: expected no --device, got --device cpu",
+        ),
+        ({"offload_folder": Path("x")}, "--offload-folder x: expected --device-map as well"),
         ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
         ({"device_map": "balance"}, "Did you mean balanced"),
         ({"device_map": "cuda:99"}, "--device-map cuda:99: expected a device that torch sees, got only cpu"),
         ({"device_map": "{"}, "expected JSON such as"),
-        ({"device_map": json.dumps(DISK)}, "expected --offload-folder for what goes to the disk, got none"),
+        ({"device_map": json.dumps(DISK)}, "expected --offload-folder for the weights on the disk"),
         (
             {"device_map": "cpu", "offload_folder": Path("/dev/null/x")},
             "a folder that can be written, got Not",
@@ -75,10 +81,7 @@ def test_what_does_not_go_together_is_refused(folder, changes, says) -> None:
 
 
 def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "accelerate" else found(name)
-    )
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[train\]'"):
         prepare(task(folder, device_map="auto"))
 
@@ -88,13 +91,63 @@ def test_a_device_that_torch_does_not_see_is_refused(name: str) -> None:
     with pytest.raises(
         InputError, match=f"^--device {name}: expected a device that torch sees, got only cpu"
     ):
-        checked_device(name)
+        check_device(name)
 
 
 def test_of_two_devices_the_third_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert [str(checked_device(name)) for name in ("cuda", "cuda:1", "cpu:1")] == ["cuda", "cuda:1", "cpu:1"]
+    assert [str(check_device(name)) for name in ("cuda", "cuda:1", "cpu:1")] == ["cuda", "cuda:1", "cpu:1"]
     for name in ("cuda:2", "mps"):
         with pytest.raises(InputError, match=r"got only cpu, cuda:0, cuda:1 \(torch"):
-            checked_device(name)
+            check_device(name)
+
+
+# --- whether the Hub answers --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answer_with(monkeypatch: pytest.MonkeyPatch):
+    """Replace the request of huggingface_hub."""
+
+    def replace(head) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub, "get_session", lambda: SimpleNamespace(head=head))
+
+    return replace
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_any_answer_is_an_answer(status: int, answer_with) -> None:
+    answer_with(lambda *_, **__: SimpleNamespace(status_code=status))
+    assert hub_reachable()
+    need_hub("gpt2", expected="a model", fix="Pass a folder.")
+
+
+def test_one_request_with_a_time_limit(answer_with) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def refuse(url: str, timeout: float) -> None:
+        asked.append((url, timeout))
+        raise OSError("Name or service not known")
+
+    answer_with(refuse)
+    assert not hub_reachable(timeout=3.0)
+    assert asked == [(huggingface_hub.constants.ENDPOINT, 3)]
+    with pytest.raises(
+        InputError, match=r"gpt2: expected a model, got no such file.*Pass a folder\..*HF_HUB_OFFLINE=1"
+    ):
+        need_hub("gpt2", expected="a model", fix="Pass a folder.")
+
+
+def test_a_name_server_that_never_answers_is_not_waited_for(answer_with) -> None:
+    never = Event()
+    answer_with(lambda *_, **__: never.wait())
+    assert not hub_reachable(timeout=0.05)  # returning at all is what is tested
+    never.set()
+
+
+def test_offline_mode_asks_nothing(answer_with, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert hub_reachable()

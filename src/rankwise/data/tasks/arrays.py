@@ -14,19 +14,6 @@ Array = TypeVar("Array", bound=np.ndarray)
 SUFFIX = ".npz"
 
 
-def is_array_file(path: str | Path) -> bool:
-    """Whether a path names a ``.npz`` file, with or without the name of an array after it.
-
-    Args:
-        path: such as ``digits.npz`` or ``digits.npz:x_test``.
-
-    Examples:
-        >>> is_array_file("digits.npz:x_test"), is_array_file("photos/")
-        (True, False)
-    """
-    return _split(path)[0].suffix.lower() == SUFFIX
-
-
 def open_array(path: str | Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Read the pictures of a ``.npz`` file as bytes (N, H, W) or (N, H, W, C) with C of 1, 3 or 4.
 

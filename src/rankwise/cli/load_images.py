@@ -1,0 +1,185 @@
+"""Load pictures as batches for a vision model, through the Pillow image processors of transformers.
+
+transformers has a torchvision and a Pillow class for most image processors, and prefers torchvision. Rankwise
+always takes Pillow, so that the pixels do not depend on what is installed.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rankwise.auditing.text_inputs import ALL, Shard, evenly
+from rankwise.errors import InputError, first_line, need_package, whole_number
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Endings of the files that count as pictures in a folder."""
+ImageProcessor = Callable[..., Any]
+"""An image processor of transformers, or a function with `(images=…, return_tensors="pt")`."""
+
+
+def read_images(
+    folder: str | Path,
+    processor: ImageProcessor,
+    *,
+    sequences: int = 8,
+    batch_size: int = 4,
+    mode: str = "RGB",
+    shard: Shard = ALL,
+) -> Iterator[dict[str, Tensor]]:
+    """Iterate over batches `{"pixel_values": (B, C, H, W)}` of a picture, or of pictures in a folder.
+
+    Pictures are chosen evenly over the sorted paths, because folders are often sorted by class. `mode` is
+    Pillow's name for the channels: "RGB", or "L" for one channel. A picture is read with its batch.
+
+    Raises:
+        InputError: at the call, for a wrong number or folder; later, for a picture that cannot be read.
+    """
+    whole_number("`sequences`", sequences)
+    whole_number("`batch_size`", batch_size)
+    need_package("PIL.Image", "pictures", "images")
+    paths = find_images(folder)
+    chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
+    return (
+        _process([open_image(path, mode) for path in chosen[i : i + batch_size]], processor, chosen[i])
+        for i in range(0, len(chosen), batch_size)
+    )
+
+
+def find_images(folder: str | Path) -> list[Path]:
+    """Return the pictures in a folder at any depth, sorted by path and without hidden ones; or the file."""
+    folder = Path(folder)
+    if folder.is_file():
+        return [folder]
+    expected = "a folder of pictures"
+    if not folder.is_dir():
+        raise InputError(str(folder), expected=expected, got="no such folder", fix="Check the path.")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    pictures = sorted(path for path in files if _is_picture(path.relative_to(folder)))
+    if not pictures:
+        fix = f"Pass a folder with files that end in {', '.join(SUFFIXES)}."
+        raise InputError(str(folder), expected=expected, got=f"{len(files)} files, none a picture", fix=fix)
+    return pictures
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.parts)
+
+
+def open_image(path: Path, mode: str = "RGB") -> Any:
+    """Return one picture as `PIL.Image.Image` in `mode`, upright by its EXIF data; the first frame of many.
+
+    Raises:
+        InputError: if Pillow cannot read the file.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(_to_eight_bits(image)).convert(mode)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # Pillow raises SyntaxError for a broken PNG, OSError for a short file, ValueError for odd headers.
+        got = f"a file that cannot be read as one ({error})"
+        raise InputError(str(path), expected="a picture", got=got, fix="Remove or repair it.") from error
+
+
+def _to_eight_bits(image: Any) -> Any:
+    """Scale 16-bit gray to 8 bits: Pillow's own conversion clips and makes most of the picture white."""
+    from PIL import Image
+
+    if not image.mode.startswith(("I", "F")):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"pixels of mode {image.mode} have no known white; save it with 8 or 16 bits")
+    scaled = Image.fromarray((values // 257).astype(np.uint8))
+    scaled.info = image.info
+    return scaled
+
+
+def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[str, Tensor]:
+    try:
+        batch = processor(images=images, return_tensors="pt")
+    except ValueError as error:
+        sizes = sorted({f"{image.width}×{image.height}" for image in images})
+        if len(sizes) == 1:
+            raise
+        raise InputError(
+            f"the batch that begins with {first}",
+            expected="pictures that the model's image processor makes the same size",
+            got=f"sizes {', '.join(sizes)} ({first_line(error).rstrip('.')})",
+            fix="Use --batch-size 1, or pictures of one size.",
+        ) from error
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def load_image_processor(
+    model: str | Path, *, config: Any = None, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[ImageProcessor, str]:
+    """Return the image processor of a model in its Pillow form, with a note if it is a substitute.
+
+    Settings without a Pillow class in transformers go to `plain_processor`. Without settings, pictures are
+    resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
+
+    Raises:
+        InputError: if Pillow is missing, or if there are neither settings nor an image size.
+    """
+    need_package("PIL.Image", "pictures", "images")
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.image_processing_auto import get_image_processor_config
+
+    revision, channels = revision or "main", getattr(config, "num_channels", 3)
+    try:
+        return AutoImageProcessor.from_pretrained(
+            str(model), backend="pil", revision=revision, trust_remote_code=trust_remote_code
+        ), ""
+    except (OSError, ValueError, ImportError) as error:
+        try:
+            settings = get_image_processor_config(str(model), revision=revision)
+        except (OSError, ValueError):
+            settings = {}
+        if settings:
+            note = f"pictures prepared by Rankwise from the settings of {model}"
+            return plain_processor(settings, channels), note
+        size = getattr(getattr(config, "vision_config", config), "image_size", None)
+        if size is None:
+            raise InputError(
+                str(model),
+                expected="a model that reads pictures",
+                got="neither preprocessor_config.json nor image_size in its configuration",
+                fix="Pass --text for a language model, or save the image processor with the model.",
+            ) from error
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        note = f"{model} has no image processor: pictures resized to {height}×{width}, mean and std 0.5"
+        return plain_processor({"size": size}, channels), note
+
+
+def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcessor:
+    """Return CLIP's image processor with the settings of a `preprocessor_config.json`, ViT's by default.
+
+    Examples:
+        >>> plain_processor({"size": {"shortest_edge": 256}, "crop_size": 224}).do_center_crop
+        True
+    """
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    size = settings.get("size", 224)
+    if not isinstance(size, dict):
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        size = {"height": height, "width": width}
+    if not (size.get("shortest_edge") or (size.get("height") and size.get("width"))):
+        known = 'a number, {"height": …, "width": …} or {"shortest_edge": …}'
+        subject, fix = "size in preprocessor_config.json", "Install torchvision for this model."
+        raise InputError(subject, expected=known, got=repr(settings["size"]), fix=fix)
+    kept = ("crop_size", "do_resize", "do_rescale", "rescale_factor", "do_normalize")
+    return CLIPImageProcessorPil(
+        size=size,
+        do_center_crop=settings.get("do_center_crop", "crop_size" in settings),
+        do_convert_rgb=False,  # `open_image` has converted
+        image_mean=(settings.get("image_mean") or [0.5] * 3)[:channels],
+        image_std=(settings.get("image_std") or [0.5] * 3)[:channels],
+        resample=settings.get("resample", 2),  # bilinear, the default of transformers
+        **{name: settings[name] for name in kept if name in settings},
+    )

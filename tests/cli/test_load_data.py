@@ -1,0 +1,268 @@
+"""Texts from files and data sets: what is read, and the errors that name file, line and remedy."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankwise.cli import load_model
+from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_text, parse_dataset, read_rows, read_text
+from rankwise.errors import InputError
+
+
+def write(folder: Path, content: bytes, name: str = "text.txt") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+@given(text=st.text(min_size=1).filter(lambda text: text.strip() and not text.startswith("\ufeff")))
+def test_a_text_comes_back_as_written(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write(tmp_path_factory.mktemp("texts"), text.encode("utf-8"))
+    assert read_text(path) == text == load_text(path)
+
+
+def test_a_byte_order_mark_is_dropped_and_line_endings_are_kept(tmp_path: Path) -> None:
+    assert read_text(write(tmp_path, b"\xef\xbb\xbfa\r\nb\n")) == "a\r\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "expected some text, got an empty file"),
+        (b" \n\t\n", "expected some text, got an empty file"),
+        (b"\xef\xbb\xbf\n", "expected some text, got an empty file"),
+        (b"caf\xe9", r"byte 0xE9 at offset 3 \(line 1\)\. .* iconv -f LATIN1 -t UTF-8 '.*/a b\.txt'"),
+        (b"one\ntwo\n\xff", r"byte 0xFF at offset 8 \(line 3\)"),
+        (b"\xef\xbb\xbfab\xff", r"byte 0xFF at offset 5 \(line 1\)"),
+        ("héllo".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        (gzip.compress(b"abc", mtime=0), "gunzip -k"),
+    ],
+)
+def test_texts_that_cannot_be_read(content: bytes, says: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=says):
+        read_text(write(tmp_path, content, "a b.txt"))
+
+
+@pytest.mark.parametrize("read", [read_text, read_rows, load_text])
+def test_missing_files_and_folders(read, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no\.txt: expected a text file, got no such file\. Check the path"):
+        read(tmp_path / "no.txt")
+    with pytest.raises(InputError, match="expected a text file, got a folder"):
+        read(tmp_path)
+
+
+ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("r.jsonl", ROWS, ["one", "two é"]),
+        ("R.JSONL.GZ", gzip.compress(ROWS, mtime=0), ["one", "two é"]),
+        ("r.jsonl", '{"text": "a\u2028b\x85c"}\n'.encode(), ["a\u2028b\x85c"]),  # no end of a line in JSON
+    ],
+)
+def test_rows_come_in_order_without_blank_lines(
+    name: str, content: bytes, texts: list[str], tmp_path: Path
+) -> None:
+    assert load_text(write(tmp_path, content, name)) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text": ', r"r\.jsonl, line 2: expected a JSON object.*got no JSON"),
+        (b'"a"', r"line 1: expected a JSON object such as .*, got type str\. Write one object per line"),
+        (b'{"txt": "a"}', r"expected a field 'text', got the fields 'txt'\. Did you mean txt\?"),
+        (b"{}", r"got the fields none\. Name the field 'text'"),
+        (b'{"text": 7}', r"expected text, got type int in 'text'"),
+        (b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON .*nested too deeply"),
+        (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", r"line 1: expected a JSON object.*got no JSON"),
+        (b'{"text": "\\ud800"}', r"line 1: expected a JSON object.*got no JSON"),
+        (b"\n\n", r"expected JSON objects, one per line, got an empty file"),
+        (b'{"text": "\xff"}', r"byte 0xFF at offset 10"),
+        (gzip.compress(ROWS, mtime=0)[:-9], r"expected a whole gzip file, got a broken one"),
+    ],
+)
+def test_rows_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        load_text(write(tmp_path, content, "r.jsonl"))
+
+
+# --- data sets ----------------------------------------------------------------------------------------------
+
+TEXTS = [f"text {i}" for i in range(10)]
+names = st.text("abc/-_.0", min_size=1, max_size=8).map(lambda name: f"n{name}")
+parts = st.text("abc%-", max_size=4)
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@given(name=names, config=parts, split=parts, column=parts)
+def test_what_is_put_together_is_taken_apart(name: str, config: str, split: str, column: str) -> None:
+    spec = f"{name}@{config}:{split}:{column}"
+    assert parse_dataset(spec) == DatasetSpec(name, config, split, column or "text")
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("imdb", DatasetSpec("imdb")),
+        ("imdb:test", DatasetSpec("imdb", split="test")),
+        ("org/wiki@v1:test[:5%]", DatasetSpec("org/wiki", "v1", "test[:5%]")),
+        (r"C:\data\rows.csv:train:body", DatasetSpec(r"C:\data\rows.csv", "", "train", "body")),
+        ("a@b:c.txt", DatasetSpec("a@b:c.txt")),  # there is such a file
+        ("a@b.txt:train", DatasetSpec("a@b.txt", split="train")),
+    ],
+)
+def test_spec(spec: str, wanted: DatasetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a@b:c.txt", "a@b.txt"):
+        Path(name).write_text("x")
+    assert parse_dataset(spec) == wanted
+
+
+@pytest.mark.parametrize(("spec", "got"), [("a:b:c:d", "4 parts"), ("", "no name"), (":test", "no name")])
+def test_spec_that_cannot_be_parsed(spec: str, got: str) -> None:
+    with pytest.raises(InputError, match=rf"expected NAME\[@CONFIG\]\[:SPLIT\[:COLUMN\]\], got {got}"):
+        parse_dataset(spec)
+
+
+def rows() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": TEXTS, "label": list(range(10))})
+
+
+def write_rows(path: Path) -> Path:
+    lines = "".join(json.dumps(row) + "\n" for row in rows()).encode()
+    name = path.name.lower()
+    if name.endswith(".csv"):
+        rows().to_csv(path)
+    elif name.endswith(".parquet"):
+        rows().to_parquet(path)
+    elif name.endswith(".txt"):
+        path.write_text("\n".join(TEXTS))
+    else:
+        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    return path
+
+
+FILES = ["a.json", "a.jsonl", "a.jsonl.gz", "A.JSONL", "a.csv", "a.parquet", "a.txt"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(name: str, tmp_path: Path) -> None:
+    assert dataset_texts(str(write_rows(tmp_path / name))) == TEXTS
+
+
+def test_folders_of_files_and_folders_that_datasets_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_rows(folder / "test.jsonl")
+    write_rows(folder / "train.jsonl")
+    assert dataset_texts(f"{folder}:test:text", rows=2) == [TEXTS[0], TEXTS[5]]
+    with pytest.raises(InputError, match=r"expected a split 'tst', got train, test\. Did you mean test\?"):
+        dataset_texts(f"{folder}:tst")
+    rows().save_to_disk(tmp_path / "one")
+    splits = {"train": rows().select([1]), "validation": rows().select([2]), "test": rows().select([3])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "many")
+    assert dataset_texts(str(tmp_path / "one")) == TEXTS
+    assert dataset_texts(str(tmp_path / "many")) == ["text 2"]  # validation, then test, then train
+    assert dataset_texts(f"{tmp_path / 'many'}:train") == ["text 1"]
+
+
+def test_missing_texts_are_empty(tmp_path: Path) -> None:
+    path = write(tmp_path, b'{"text": "a"}\n{"text": null}\n', "a.jsonl")
+    assert dataset_texts(str(path)) == ["a", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl::txt", b'{"text": "", "label": 1}', r"a column 'txt', got .*'label'\. Did you mean text"),
+        ("a.jsonl::label", b'{"text": "", "label": 1}', "column 'label' of .*got values of type int"),
+        ("a.xlsx", b"x", r"expected a data file \(\.json, .*\), got \.xlsx ending\. Convert it"),
+        ("a.parquet", b"no parquet", r"a\.parquet: expected a data set that can be read, got "),
+        ("empty", None, "empty: expected a data set that can be read, got .*or pass a file: --text"),
+    ],
+)
+def test_data_that_cannot_be_read(name: str, content: bytes | None, says: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    if content is not None:
+        write(tmp_path, content, name.partition(":")[0])
+    with pytest.raises(InputError, match=says):
+        dataset_texts(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no", "rows.jsonl.gz", r"C:\no"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: pytest.fail("asked the Hub"))
+    with pytest.raises(InputError, match="expected a data file or folder, got no such file"):
+        dataset_texts(name)
+
+
+def test_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("tried to load it"))
+    message = r"stanfordnlp/imdb: .*no answer from https://.*Use --text FILE.*HF_HUB_OFFLINE=1"
+    with pytest.raises(InputError, match=message):
+        dataset_texts("stanfordnlp/imdb:test:text")
+
+
+def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple] = []
+
+    def load(name: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
+        return rows().select([] if split == "empty" else range(10))
+
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: ["train", "test"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert dataset_texts("org/name@v1", rows=1) == TEXTS[:1]
+    assert dataset_texts("org/name:train[:5]") == TEXTS
+    assert asked == [("org/name", "v1", "test"), ("org/name", None, "train[:5]")]
+    with pytest.raises(InputError, match=r"column 'text' of org/name: expected texts, got no rows"):
+        dataset_texts("org/name:empty")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        datasets.exceptions.DatasetNotFoundError("Dataset 'x/y' doesn't exist on the Hub."),
+        ValueError("Config name is missing.\nPick one of: a, b"),
+        ConnectionError("Couldn't reach 'x/y' on the Hub"),
+        IndexError(""),
+    ],
+)
+def test_what_the_hub_refuses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(load_model, "hub_reachable", lambda: True)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
+    with pytest.raises(InputError, match="expected a data set that can be read, got ") as caught:
+        dataset_texts("x/y")
+    assert (str(error).split("\n")[0].rstrip(".") or "IndexError") in str(caught.value)
+
+
+def test_without_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"the package datasets.*pip install 'rankwise\[train\]'"):
+        dataset_texts("a.txt")
+
+
+def test_importing_the_readers_is_light() -> None:
+    heavy = "{'transformers', 'datasets', 'PIL', 'huggingface_hub', 'pandas'}"
+    code = f"import sys, rankwise.cli.load_data; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
