@@ -26,8 +26,11 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from experiments.compress_results import filled, spread, write_results
+from experiments.rank.rivals import latent_costs
 from rankwise._internals.files import write_file
 from rankwise.cli.load_model import demo_model, demo_text
+from rankwise.compression.kv_find import find_latent_layers
+from rankwise.compression.kv_solve import collect_moments, weighted_svd
 
 RESULTS = Path(__file__).with_name("results") / "compress_cache.json"
 PAGE = Path(__file__).parents[1] / "docs" / "compress-cache.md"
@@ -69,9 +72,8 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
     order = torch.randperm(recipe.drawn_from, generator=generator)[: recipe.calibrate]
     calibration = [{"input_ids": part} for part in every[order].split(8)]
     held_out = [{"input_ids": part} for part in every[recipe.drawn_from :].split(16)]
-    found: dict[str, Any] = {"split": split, "keeps": {}}
+    found: dict[str, Any] = {"split": split, "keeps": {}, "curves": rivals(calibration, held_out[:1], split)}
     for keep in recipe.keeps:
-        first = keep == recipe.keeps[0]
         model = load()
         record = rw.compress(
             model,
@@ -79,7 +81,6 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
             keep=keep,
             parts=("kv",),
             held_out=held_out,
-            nulls=first,
             time=False,
             seed=split,
         )
@@ -94,13 +95,21 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
             "predicted_nats": float(f"{sum(one.nats for one in record.latents):.3g}"),
             "milliseconds": latency(recipe, model) if split == 0 else [],
         }
-        if first:
-            found["curves"] = {
-                curve.method: {str(point.keep): float(f"{point.output_kl:.4g}") for point in curve.points}
-                for curve in record.latent_curves
-            }
         print(f"split {split}, keep {keep}: {found['keeps'][str(keep)]}", flush=True)
     return found
+
+
+def rivals(calibration: list[Any], compared: list[Any], seed: int) -> dict[str, dict[str, float]]:
+    """Return output KL by method and share of the cache."""
+    model = load()
+    layers, _ = find_latent_layers(model, calibration[0])
+    moments = collect_moments(model, layers, calibration, seed, lambda what: None)
+    ours = [weighted_svd(own.weight, own.tokens, own.gradients) for own in moments]
+    costs = latent_costs(model, compared, layers, moments, ours)
+    return {
+        method: {str(share): float(f"{kl:.4g}") for share, kl in points.items()}
+        for method, points in costs.items()
+    }
 
 
 def latency(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:

@@ -26,14 +26,13 @@ import rankwise as rw
 from experiments.compress_cache import Recipe as Windows
 from experiments.compress_cache import load, windows
 from experiments.compress_results import filled, spread, write_results
+from experiments.rank.rivals import pair_costs
 from rankwise._internals.files import write_file
-from rankwise.compression import Job
 from rankwise.compression.layers import Factors
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_solve import calibrate
 from rankwise.compression.qk_statistics import QueryKeyStatistics, collect_statistics, layer_divergence
 from rankwise.compression.rotary_find import find_rotations
-from rankwise.compression.rotary_nulls import pair_curves
 from rankwise.compression.rotary_solve import (
     greedy,
     kept_factors,
@@ -80,7 +79,7 @@ def run_split(recipe: Recipe, split: int) -> dict[str, Any]:
 def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, Any]:
     """Loss and attention KL with pairs chosen once, at every budget, before and after calibration."""
     model = load()
-    layers = collect_statistics(model, find_rotations(model, calibration[0])[0], calibration, _quiet)
+    layers = collect_statistics(model, find_rotations(model, calibration[0])[0], calibration)
     wholes = [whole_factors(layer) for layer in layers]
     orders = [
         [
@@ -89,11 +88,10 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
         ]
         for layer, whole in zip(layers, wholes, strict=True)
     ]
-    figures = collect_statistics(model, [layer.found for layer in layers], held_out, _quiet)
+    figures = collect_statistics(model, [layer.found for layer in layers], held_out)
     found: dict[str, Any] = {"pairs": {}}
     for pairs in recipe.pairs:
-        job = Job(model, calibration, held_out, keep=pairs / PAIRS, seed=seed)
-        widths = pair_widths(job, layers, orders)
+        widths = pair_widths(layers, orders, pairs / PAIRS)
         chosen = [
             kept_factors(layer, whole, own, width)
             for layer, whole, own, width in zip(layers, wholes, orders, widths, strict=True)
@@ -107,8 +105,11 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
             "calibrated": priced(model, figures, better, held_out),
         }
         print(f"split {seed}, {pairs} pairs: {found['pairs'][str(pairs)]}", flush=True)
-    curves = pair_curves(Job(model, calibration, held_out, seed=seed), layers, figures, wholes, orders)
-    found["curves"] = {one.method: {f"{p.width / 2:g}": round(p.kl, 4) for p in one.points} for one in curves}
+    costs = pair_costs(layers, figures, wholes, orders, seed)
+    found["curves"] = {
+        method: {f"{width / 2:g}": round(kl, 4) for width, kl in points.items()}
+        for method, points in costs.items()
+    }
     return found
 
 
@@ -127,7 +128,7 @@ def priced(
 def heads(calibration: list[Any], held_out: list[Any], tolerance: float) -> dict[str, Any]:
     """What is left where heads go within a tolerance on the calibration windows."""
     model = load()
-    options: dict[str, Any] = {"nulls": False, "time": False, "parts": ("heads",)}
+    options: dict[str, Any] = {"time": False, "parts": ("heads",)}
     record = rw.compress(model, calibration, tolerance=tolerance, held_out=held_out, **options)
     return {
         "gone": [[head.layer, head.head] for head in record.heads if not head.width],
@@ -203,10 +204,6 @@ def _heads(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
         gone = ", ".join(str(len(one["gone"])) for one in own)
         lines.append(f"| {tolerance:.0%} | {gone} | {added} | {left:.1%} |")
     return "\n".join(lines)
-
-
-def _quiet(_what: str) -> None:
-    pass
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from experiments.compress_results import filled, spread, write_results
+from experiments.rank.rivals import basis_costs, weight_moments
 from experiments.real_models import minilm
 from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.compression.layers import Factors
-from rankwise.compression.null_ways import weight_moments
 from rankwise.compression.qk_find import find_projections
 from rankwise.compression.qk_modules import narrow_layers
-from rankwise.compression.qk_solve import closed_form
+from rankwise.compression.qk_solve import closed_form, head_curves
 from rankwise.compression.qk_statistics import collect_statistics
 
 RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
@@ -70,9 +70,9 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
         list(text_batches(part, tokenizer, tokens=recipe.tokens, sequences=recipe.reviews, batch_size=8))
         for part in (drawn[: recipe.reviews], drawn[recipe.reviews :])
     )
-    found: dict[str, Any] = {"split": split, "widths": {}, "latency": {}}
+    found: dict[str, Any] = {"split": split, "curves": rivals(load(folder), calibration, held_out, split)}
+    found |= {"widths": {}, "latency": {}}
     for width in recipe.widths:
-        first = width == recipe.widths[0]
         model = load(folder)
         record = rw.compress(
             model,
@@ -80,15 +80,9 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
             keep=width / 32,
             calibrate=recipe.calibrate,
             held_out=held_out,
-            nulls=first,
             time=split == 0,
             seed=split,
         )
-        if first:
-            found["curves"] = {
-                curve.method: {f"{p.width:g}": round(p.kl, 4) for p in curve.points}
-                for curve in record.curves
-            }
         found["widths"][str(width)] = {
             "calibrated": round(record.kl, 4),
             "output_error": round(record.output_error, 4),
@@ -107,6 +101,18 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
             found["weights_alone"][str(width)] = round(retrieval(recipe, model, tokenizer, test), 4)
         print(f"original {found['original']}, weights alone {found['weights_alone']}", flush=True)
     return found
+
+
+def rivals(model: nn.Module, calibration: list[Any], held_out: list[Any], seed: int) -> dict[str, Any]:
+    """Return attention KL on held-out reviews by method and mean width, without calibration."""
+    found, _ = find_projections(model, calibration[0])
+    layers, evaluated = (collect_statistics(model, found, batches) for batches in (calibration, held_out))
+    curves = [curve for layer in layers for curve in head_curves(layer)]
+    costs = basis_costs(model, layers, evaluated, curves, seed)
+    return {
+        method: {f"{width:g}": round(kl, 4) for width, kl in points.items()}
+        for method, points in costs.items()
+    }
 
 
 def load(folder: Path) -> nn.Module:

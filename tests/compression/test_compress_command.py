@@ -55,6 +55,11 @@ def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.M
     assert {one.phase for one in record.latency} == {"prefill", "decode"}
     assert len({one.tokens for one in record.latency if one.phase == "prefill"}) == 2
     assert f"attention KL {record.kl:.4f}" in words(done)
+    (curve,) = record.curves
+    assert [point.width for point in curve.points] == [1, 2, 4, 6]
+    assert [point.kl for point in curve.points] == sorted((point.kl for point in curve.points), reverse=True)
+    by_head = [head.kl for head in record.heads]
+    assert curve.points[2].kl == pytest.approx(sum(by_head) / len(by_head), rel=1e-3)  # kept: 4 of 8
     page = Path("half/index.html").read_text()
     for said in ("Width left of each key head", "Price", "Gain", "rankwise.load_compressed", "is unchanged"):
         assert said in page

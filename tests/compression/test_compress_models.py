@@ -286,7 +286,7 @@ def test_half_precision_is_narrowed_too() -> None:
 
 
 def test_a_layer_without_memory_is_named_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(layer: Any, on_step: Any) -> Any:
+    def full(layer: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr("rankwise.compression.qk_solve.head_curves", full)

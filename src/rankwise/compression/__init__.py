@@ -8,8 +8,6 @@ from rankwise.compression.records import (
     Compression,
     HeadWidth,
     Latency,
-    LatentCurve,
-    LatentPoint,
     LatentRank,
     LayerPrice,
 )
@@ -23,8 +21,6 @@ __all__ = [
     "HeadWidth",
     "Job",
     "Latency",
-    "LatentCurve",
-    "LatentPoint",
     "LatentRank",
     "LayerPrice",
     "PartResult",

@@ -63,9 +63,6 @@ def factor_keys_values(job: Job) -> PartResult:
     else:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
         ranks = ranks_for_tolerance(nats, job.tolerance)
-    from rankwise.compression.latent_curves import latent_curves
-
-    curves = latent_curves(job, layers, moments, spectra, size) if job.nulls else []
     factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
     latents = latent_change(job.model, layers, factors)
     latents.apply()
@@ -82,7 +79,6 @@ def factor_keys_values(job: Job) -> PartResult:
             )
             for layer, own, rank in zip(layers, nats, ranks, strict=True)
         ],
-        latent_curves=curves,
         tokens=tokens,
         left_out=skipped,
         notes=notes,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.compression.records import BudgetCurve, HeadWidth, LatentCurve, LatentRank
+from rankwise.compression.records import BudgetCurve, HeadWidth, LatentRank
 
 
 @dataclass
@@ -25,8 +25,6 @@ class Job:
     """Attention KL that it may cost, nats; one of ``keep`` and ``tolerance`` is given."""
     calibrate: int = 0
     """Steps of Adam for each layer."""
-    nulls: bool = False
-    """Whether to measure curves of other ways beside ours."""
     seed: int = 0
     on_step: Callable[[str], None] = lambda what: None
     """Told what is under way."""
@@ -52,7 +50,6 @@ class PartResult:
     redo: Callable[[], None] = lambda: None
     """Put it in again."""
     latents: list[LatentRank] = field(default_factory=list)
-    latent_curves: list[LatentCurve] = field(default_factory=list)
 
 
 Part = Callable[[Job], PartResult]

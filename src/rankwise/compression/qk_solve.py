@@ -4,6 +4,7 @@
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, Step, check_tokens, rank_notes
+from rankwise.compression.layers import Factors, check_tokens, rank_notes
 from rankwise.compression.memory import naming_layer, out_of_memory
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_find import find_query_key_layers
@@ -27,9 +28,9 @@ from rankwise.compression.qk_statistics import (
     layer_divergence,
     width_curves,
 )
-from rankwise.compression.records import BudgetCurve, HeadWidth
+from rankwise.compression.records import BudgetCurve, BudgetPoint, HeadWidth
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.measures.logits import logit_bases
 
 CURVE_SEQUENCES = 16
 """Sequences on which the curve of each head is measured, at most."""
@@ -39,8 +40,10 @@ RATE = 0.02
 """Learning rate of Adam for factors of whitened logits; it falls to zero along a cosine."""
 ROWS = 2**20
 """Entries of attention matrices in one step, about: 2 sequences of 192 tokens and 12 heads."""
-Nulls = Callable[[list[QueryKeyStatistics]], list[BudgetCurve]]
-"""Curves of other methods, from the statistics on the evaluation data."""
+SHARES = (0.125, 0.25, 0.5, 0.75)
+"""Shares of the width at which the record gives attention KL."""
+Curve = tuple[list[int], list[float]]
+"""Widths of a key head, ascending, and its attention KL at each."""
 
 
 def narrow_query_keys(job: Job) -> PartResult:
@@ -55,24 +58,18 @@ def narrow_query_keys(job: Job) -> PartResult:
     curves = []
     for layer in layers:
         with naming_layer(layer.found.name):
-            curves += head_curves(layer, job.on_step)
+            job.on_step(f"measuring widths of {layer.found.name}")
+            curves += head_curves(layer)
     mean_width = sum(layer.found.width * layer.found.key_heads for layer in layers) / len(curves)
     width = None if job.keep is None else job.keep * mean_width
     left = iter(chosen_widths(curves, job.tolerance, width))
     starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
-
-    def nulls(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
-        from rankwise.compression.null_ways import null_curves
-
-        return null_curves(job, layers, figures, curves)
-
-    result = narrowed_heads("qk", job, layers, starts, nulls)
-    return replace(result, left_out=left_out, notes=[*notes, *result.notes])
+    result = narrowed_heads("qk", job, layers, starts)
+    curve = budget_curve("closed form, widths per head", curves)
+    return replace(result, curves=[curve], left_out=left_out, notes=[*notes, *result.notes])
 
 
-def closed_form(
-    layer: QueryKeyStatistics, widths: list[int], way: Callable[..., LogitBases] = logit_bases
-) -> Factors:
+def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
     """Return the first columns of the optimal bases of each key head.
 
     Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.
@@ -81,7 +78,7 @@ def closed_form(
     query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
     for head, width in enumerate(widths):
         P, S = layer.query_moments[head], layer.key_moments[head]
-        bases = way(P, S)
+        bases = logit_bases(P, S)
         a, b = bases.query[:, :width], bases.key[:, :width]
         size_q = (a * (P / groups @ a)).sum(0).clamp(min=1e-300)
         size_k = (b * (S @ b)).sum(0).clamp(min=1e-300)
@@ -90,9 +87,8 @@ def closed_form(
     return Factors(query.repeat_interleave(groups, 0), key, [list(range(width)) for width in widths])
 
 
-def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int], list[float]]]:
+def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
     """Return attention KL against width for each key head, closed form, on the calibration data."""
-    on_step(f"measuring widths of {layer.found.name}")
     widths, groups = curve_widths(layer.found.width), layer.found.groups
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
@@ -102,9 +98,7 @@ def head_curves(layer: QueryKeyStatistics, on_step: Step) -> list[tuple[list[int
     return [(widths, losses) for losses in by_key.tolist()]
 
 
-def chosen_widths(
-    curves: list[tuple[list[int], list[float]]], tolerance: float | int | None, width: float | int | None
-) -> list[int]:
+def chosen_widths(curves: list[Curve], tolerance: float | int | None, width: float | int | None) -> list[int]:
     """Return the width of every key head of the model for a tolerance or a mean width."""
     if width is not None:
         return widths_under_budget(curves, round(width * len(curves)))
@@ -116,7 +110,7 @@ def chosen_widths(
 
 
 def narrowed_heads(
-    part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors], nulls: Nulls
+    part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]
 ) -> PartResult:
     """Calibrate factors, apply them to the model and measure their attention KL."""
     plan: list[Factors] = []
@@ -148,7 +142,6 @@ def narrowed_heads(
         layer.found.name: float(layer_divergence(layer, factors).mean())
         for layer, factors in zip(figures, plan, strict=True)
     }
-    curves = nulls(figures) if job.nulls else []
     swap.apply()
     notes = [
         f"Calibration was stopped {stopped}: what was done is kept, later layers are as they were chosen."
@@ -156,8 +149,7 @@ def narrowed_heads(
     return PartResult(
         heads,
         kl,
-        curves,
-        layers[0].tokens,
+        tokens=layers[0].tokens,
         notes=notes if stopped else [],
         complete=not stopped,
         undo=swap.undo,
@@ -329,7 +321,7 @@ def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
     ]
 
 
-def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int) -> list[int]:
+def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
     """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
 
     A stretch of a hull is taken where it saves most for each unit; the last one in part. Greedy on hulls is
@@ -357,7 +349,7 @@ def widths_under_budget(curves: list[tuple[list[int], list[float]]], budget: int
     return taken
 
 
-def widths_for_tolerance(curves: list[tuple[list[int], list[float]]], tolerance: float) -> list[int]:
+def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
     """Return the least widths, in the order of `widths_under_budget`, with mean attention KL in a tolerance.
 
     Examples:
@@ -376,7 +368,20 @@ def widths_for_tolerance(curves: list[tuple[list[int], list[float]]], tolerance:
     return taken
 
 
-def _ordered(curves: list[tuple[list[int], list[float]]]) -> list[Segment]:
+def budget_curve(method: str, curves: list[Curve]) -> BudgetCurve:
+    """Return mean attention KL against mean width, at the measured widths just below those of a budget."""
+    points = []
+    for share in SHARES:
+        budget = max(round(share * sum(widths[-1] for widths, _ in curves)), sum(own[0] for own, _ in curves))
+        chosen = widths_under_budget(curves, budget)
+        places = [bisect_right(own, width) - 1 for (own, _), width in zip(curves, chosen, strict=True)]
+        found = [(widths[at], losses[at]) for (widths, losses), at in zip(curves, places, strict=True)]
+        width, kl = (sum(numbers) / len(curves) for numbers in zip(*found, strict=True))
+        points.append(BudgetPoint(width=width, kl=kl))
+    return BudgetCurve(method=method, points=points)
+
+
+def _ordered(curves: list[Curve]) -> list[Segment]:
     segments = [
         segment for head, (widths, losses) in enumerate(curves) for segment in hull(head, widths, losses)
     ]

@@ -37,7 +37,7 @@ class BudgetPoint(Record):
 
 
 class BudgetCurve(Record):
-    """Attention KL against width for one way to narrow, on the data of the figures."""
+    """Attention KL against mean width on the calibration data, before calibration."""
 
     method: str
     points: list[BudgetPoint]
@@ -56,24 +56,6 @@ class LatentRank(Record):
     rank: int
     nats: Number
     """Of the KL of the model's outputs, a token, that the rank costs: a prediction to second order."""
-
-
-class LatentPoint(Record):
-    """What one budget of cache bytes costs."""
-
-    keep: Number
-    """Share of the bytes of full keys and values."""
-    rank: Number
-    """Mean over layers."""
-    output_kl: Number
-    """Nats a token: KL(p‖p') of what the model gives, p the original's."""
-
-
-class LatentCurve(Record):
-    """KL of the outputs against bytes of the cache for one way to factor, on the data of the figures."""
-
-    method: str
-    points: list[LatentPoint]
 
 
 class LayerPrice(Record):
@@ -120,12 +102,11 @@ class Compression(Record):
     tokens: int
     """Real tokens of the calibration data."""
     figures: str
-    """Which data the prices and curves were measured on."""
+    """Which data the prices were measured on."""
     heads: list[HeadWidth]
     layers: list[LayerPrice]
     curves: list[BudgetCurve] = Field(default_factory=list)
     latents: list[LatentRank] = Field(default_factory=list)
-    latent_curves: list[LatentCurve] = Field(default_factory=list)
     kl: Number
     """Nats: mean KL(M‖M') over rows, heads and layers, each layer given what the original gave it; NaN where
     no part that was done measures it."""

@@ -13,7 +13,12 @@ from torch import Tensor
 from rankwise.compression.layers import Factors, check_tokens
 from rankwise.compression.memory import naming_layer
 from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.qk_solve import narrowed_heads, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_solve import (
+    budget_curve,
+    narrowed_heads,
+    widths_for_tolerance,
+    widths_under_budget,
+)
 from rankwise.compression.qk_statistics import (
     QueryKeyStatistics,
     Sample,
@@ -21,7 +26,6 @@ from rankwise.compression.qk_statistics import (
     divergence,
     finite_layers,
 )
-from rankwise.compression.records import BudgetCurve
 from rankwise.compression.rotary_find import find_rotary_layers
 from rankwise.measures.logits import logit_bases
 
@@ -66,16 +70,11 @@ def narrow_rotary(job: Job) -> PartResult:
     for layer, whole in zip(layers, wholes, strict=True):
         with naming_layer(layer.found.name):
             orders.append(_orders(layer, whole, job))
-    widths = pair_widths(job, layers, orders)
+    widths = pair_widths(layers, orders, job.keep, job.tolerance)
     starts = [kept_factors(*own) for own in zip(layers, wholes, orders, widths, strict=True)]
-
-    def nulls(figures: list[QueryKeyStatistics]) -> list[BudgetCurve]:
-        from rankwise.compression.rotary_nulls import pair_curves
-
-        job.on_step("measuring other pairs")
-        return pair_curves(job, layers, figures, wholes, orders)
-
-    return replace(narrowed_heads("rotary", job, layers, starts, nulls), left_out=left_out)
+    curves = [(order.widths, order.losses) for own in orders for order in own]
+    curve = budget_curve("greedy by attention KL, widths per head", curves)
+    return replace(narrowed_heads("rotary", job, layers, starts), curves=[curve], left_out=left_out)
 
 
 def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
@@ -87,19 +86,24 @@ def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
     ]
 
 
-def pair_widths(job: Job, layers: list[QueryKeyStatistics], orders: list[list[Order]]) -> list[list[int]]:
+def pair_widths(
+    layers: list[QueryKeyStatistics],
+    orders: list[list[Order]],
+    keep: float | int | None,
+    tolerance: float | int | None = None,
+) -> list[list[int]]:
     """Return possible widths of each key head: rounded down under a budget, up for a tolerance."""
     every = [order for own in orders for order in own]
     curves = [(order.widths, order.losses) for order in every]
-    if job.tolerance is not None:
-        wanted = widths_for_tolerance(curves, job.tolerance)
+    if tolerance is not None:
+        wanted = widths_for_tolerance(curves, tolerance)
         chosen = [
             min(w for w in order.widths if w >= width) for order, width in zip(every, wanted, strict=True)
         ]
     else:
         whole = [layer.found.width for layer in layers for _ in range(layer.found.key_heads)]
-        assert job.keep is not None
-        wanted = widths_under_budget(curves, round(job.keep * sum(whole)))
+        assert keep is not None
+        wanted = widths_under_budget(curves, round(keep * sum(whole)))
         chosen = [
             max(w for w in order.widths if w <= width) for order, width in zip(every, wanted, strict=True)
         ]
@@ -181,26 +185,17 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
     changes = [torch.zeros_like(row.matrix) for row in rows]
     now, losses = 0.0, [0.0]
     while len(left) > 1:
-        costs = _costs(rows, changes, left)
+        costs = removal_costs(rows, changes, left)
         best = int(((costs - now) / sizes[left]).argmin())
         unit, now = left.pop(best), float(costs[best])
         changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
         gone.append(unit)
         losses.append(now)
-    return _order([*gone, *left], losses, units)
+    return make_order([*gone, *left], losses, units)
 
 
-def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
-    """Return attention KL along a given order."""
-    changes = [torch.zeros_like(row.matrix) for row in rows]
-    losses = [0.0]
-    for unit in order[:-1]:
-        losses.append(float(_costs(rows, changes, [unit])[0]))
-        changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
-    return _order(order, losses, units)
-
-
-def _order(order: list[int], losses: list[float], units: list[list[int]]) -> Order:
+def make_order(order: list[int], losses: list[float], units: list[list[int]]) -> Order:
+    """Return an order of removal with its widths; `losses` begin at full width."""
     width = sum(len(unit) for unit in units)
     widths = [width]
     for unit in order[:-1]:
@@ -208,7 +203,7 @@ def _order(order: list[int], losses: list[float], units: list[list[int]]) -> Ord
     return Order(order, widths[::-1], losses[::-1])
 
 
-def _costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64[Tensor, "U"]:
+def removal_costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64[Tensor, "U"]:
     """Return mean attention KL if each of some units is also removed."""
     total = torch.zeros(len(units), dtype=torch.float64)
     count = 0

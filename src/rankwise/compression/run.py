@@ -36,7 +36,6 @@ def compress(
     parts: str | Sequence[str] = "qk",
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
-    nulls: bool = False,
     time: bool = False,
     seed: int = 0,
     on_step: Callable[[str], None] | None = None,
@@ -61,7 +60,6 @@ def compress(
         parts: names of the parts, if neither `keep` nor `tolerance` is a mapping.
         calibrate: steps of Adam per layer.
         held_out: data on which the costs are measured; the calibration data by default.
-        nulls: measure other methods for comparison.
         time: measure latency before and after.
         seed: random seed.
         on_step: called with a description of each step.
@@ -98,7 +96,7 @@ def compress(
         if on_step is not None:
             on_step(what)
 
-    job = Job(model, data, figures or data, None, None, calibrate, nulls, seed, said)
+    job = Job(model, data, figures or data, None, None, calibrate, seed, said)
     done: list[PartResult] = []
     with eval_mode(model):
         try:
@@ -158,7 +156,6 @@ def _record(
         layers=layers,
         curves=[curve for result in done for curve in result.curves],
         latents=[latent for result in done for latent in result.latents],
-        latent_curves=[curve for result in done for curve in result.latent_curves],
         kl=sum(known) / len(known) if known else float("nan"),
         left_out={name: reason for result in done for name, reason in result.left_out.items()},
         notes=notes,

@@ -154,7 +154,7 @@ def _curve(record: Compression) -> Figure:
     }
     return Figure(
         "curve", "Attention KL against mean width", [line, dot], layout,
-        f"On up to 32 sequences of {record.figures}, without steps of calibration.",
+        f"The curve is on the calibration data, before calibration; this model is on {record.figures}.",
     )  # fmt: skip
 
 

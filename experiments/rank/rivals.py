@@ -1,0 +1,246 @@
+"""Rivals of `rankwise.compress`: other bases of queries and keys, other rotary pairs, other latents.
+
+Each function returns costs by method, then by mean width or by share of the cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise.compression.kv_modules import LatentLayer, latent_change
+from rankwise.compression.kv_solve import SecondMoments, WeightedSVD, ranks_for_keep, weighted_svd
+from rankwise.compression.layers import Factors, Projections
+from rankwise.compression.qk_solve import Curve, closed_form, widths_under_budget
+from rankwise.compression.qk_statistics import (
+    QueryKeyStatistics,
+    first_samples,
+    layer_divergence,
+    width_curves,
+)
+from rankwise.compression.rotary_solve import Order, Rows, make_order, removal_costs, rows_of, units_of
+from rankwise.measures.logits import LogitBases, logit_bases
+from rankwise.tracing.projections import linear_parts
+
+SHARES = (0.125, 0.25, 0.5, 0.75)
+"""Shares of the head width at which attention KL is measured."""
+CACHE_SHARES = (0.125, 0.25, 0.5)
+"""Shares of the cache at which output KL is measured."""
+SEQUENCES = 32
+"""Sequences on which bases are compared, at most."""
+Costs = dict[str, dict[float, float]]
+"""KL in nats by method, then by mean width or by share of the cache."""
+
+# --- bases of queries and keys: the first r columns of K×K bases are A and B ------------------------------
+
+
+def key_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
+    """Return the principal components of the keys, for both sides."""
+    basis = torch.linalg.eigh(key).eigenvectors.flip(-1)
+    return LogitBases(basis, basis)
+
+
+def joint_components(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
+    """Return the principal components of queries and keys, each side scaled to the same mean square."""
+    return key_components(query, query / query.trace() + key / key.trace())
+
+
+def random_directions(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"], seed: int) -> LogitBases:
+    """Draw orthonormal directions, for both sides."""
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(key.shape, generator=generator, dtype=torch.float64)).Q
+    return LogitBases(basis, basis)
+
+
+def weight_moments(model: nn.Module, found: Projections, head: int) -> tuple[Tensor, Tensor]:
+    """Return the second moments W_q W_qᵀ and W_k W_kᵀ of a key head for tokens that are white noise.
+
+    With these moments `logit_bases` is the SVD of W_qᵀ W_k, which ignores data (CLOVER, arXiv 2411.17426).
+    """
+
+    def gram(name: str, channels: Tensor) -> Tensor:
+        parts = linear_parts(model.get_submodule(name))
+        assert parts is not None
+        rows = parts[0].detach()[channels].double().cpu()
+        return rows @ rows.mT
+
+    members = found.query.channels[head * found.groups : (head + 1) * found.groups]
+    query = torch.stack([gram(found.query.module, channels) for channels in members]).sum(0)
+    return query, gram(found.key.module, found.key.channels[head])
+
+
+def basis_costs(
+    model: nn.Module,
+    layers: list[QueryKeyStatistics],
+    evaluated: list[QueryKeyStatistics],
+    curves: list[Curve],
+    seed: int = 0,
+) -> Costs:
+    """Return attention KL of our closed form, with and without widths per head, and of four rivals.
+
+    `layers` are statistics of the calibration data, `evaluated` of other data, and `curves` the `head_curves`
+    of all layers. `model` is not compressed yet.
+    """
+    ways: dict[str, Callable[[QueryKeyStatistics, int], LogitBases]] = {
+        "closed form, one width": lambda layer, head: logit_bases(*_moments(layer, head)),
+        "joint PCA": lambda layer, head: joint_components(*_moments(layer, head)),
+        "key PCA": lambda layer, head: key_components(*_moments(layer, head)),
+        "weights alone (SVD)": lambda layer, head: logit_bases(*weight_moments(model, layer.found, head)),
+        "random directions": lambda layer, head: random_directions(
+            *_moments(layer, head), seed=1000 * layer.found.layer + head + 10**6 * seed
+        ),
+    }
+    widths = _widths(layers, 1)
+    few = [replace(layer, samples=first_samples(layer.samples, SEQUENCES)) for layer in evaluated]
+    ours = {}
+    for width in widths:
+        left = iter(widths_under_budget(curves, width * len(curves)))
+        kl = [
+            float(layer_divergence(own, closed_form(layer, [next(left) for _ in layer.key_moments])).mean())
+            for layer, own in zip(layers, few, strict=True)
+        ]
+        ours[float(width)] = sum(kl) / len(kl)
+    costs = {"closed form, widths per head": ours}
+    for method, way in ways.items():
+        total = torch.zeros(len(widths), dtype=torch.float64)
+        for layer, own in zip(layers, few, strict=True):
+            bases = [way(layer, head // layer.found.groups) for head in range(layer.found.heads)]
+            sides = [basis.query for basis in bases], [basis.key for basis in bases]
+            total += width_curves(own.samples, *sides, widths).mean(0)
+        costs[method] = dict(zip(map(float, widths), (total / len(layers)).tolist(), strict=True))
+    return costs
+
+
+def _moments(layer: QueryKeyStatistics, head: int) -> tuple[Tensor, Tensor]:
+    return layer.query_moments[head], layer.key_moments[head]
+
+
+def _widths(layers: list[QueryKeyStatistics], least: int) -> list[int]:
+    return sorted({max(least, round(share * layers[0].found.width)) for share in SHARES})
+
+
+# --- rotary pairs ----------------------------------------------------------------------------------------
+
+
+def pair_costs(
+    layers: list[QueryKeyStatistics],
+    evaluated: list[QueryKeyStatistics],
+    wholes: list[Factors],
+    orders: list[list[Order]],
+    seed: int = 0,
+) -> Costs:
+    """Return attention KL of the greedy order, with and without widths per head, and of four other orders.
+
+    `wholes` are factors that change no logit, and `orders` the greedy orders of each layer and key head.
+    """
+    ways: dict[str, Callable[[QueryKeyStatistics, int], list[int]] | None] = {
+        "greedy by attention KL": None,
+        "largest queries and keys": _by_size,
+        "random pairs": lambda layer, head: _at_random(layer, head, seed),
+        "slowest pairs": lambda layer, head: _by_speed(layer),
+        "fastest pairs": lambda layer, head: _by_speed(layer)[::-1],
+    }
+    measured: dict[str, list[Order]] = {name: [] for name in ways}
+    for layer, own, whole, greedy in zip(layers, evaluated, wholes, orders, strict=True):
+        units = units_of(layer)
+        for head, best in enumerate(greedy):
+            rows = rows_of(own.samples, head, whole, units, seed)
+            for name, way in ways.items():
+                measured[name].append(along(rows, units, way(layer, head) if way else best.units))
+    widths = _widths(layers, 2)
+    curves = [(order.widths, order.losses) for own in orders for order in own]
+    allocated = {width: widths_under_budget(curves, width * len(curves)) for width in widths}
+    ours = measured["greedy by attention KL"]
+    costs = {
+        "greedy by attention KL, widths per head": dict(_point(ours, allocated[width]) for width in widths)
+    }
+    for name, found in measured.items():
+        costs[f"{name}, one width"] = dict(_point(found, [width] * len(found)) for width in widths)
+    return costs
+
+
+def along(rows: list[Rows], units: list[list[int]], order: list[int]) -> Order:
+    """Return attention KL along a given order of removal."""
+    changes, losses = [torch.zeros_like(row.matrix) for row in rows], [0.0]
+    for unit in order[:-1]:
+        losses.append(float(removal_costs(rows, changes, [unit])[0]))
+        changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
+    return make_order(order, losses, units)
+
+
+def _point(orders: list[Order], widths: list[int]) -> tuple[float, float]:
+    """Return the mean width and the mean attention KL if each head has the largest width that fits."""
+    places = [
+        max(at for at, own in enumerate(order.widths) if own <= width or at == 0)
+        for order, width in zip(orders, widths, strict=True)
+    ]
+    found = [(order.widths[at], order.losses[at]) for order, at in zip(orders, places, strict=True)]
+    return sum(width for width, _ in found) / len(found), sum(kl for _, kl in found) / len(found)
+
+
+def _by_size(layer: QueryKeyStatistics, head: int) -> list[int]:
+    """Return the units in ascending order of E‖q‖²·E‖k‖²."""
+    query, key = (moments[head].diagonal() for moments in (layer.query_moments, layer.key_moments))
+    products = [float(query[unit].sum() * key[unit].sum()) for unit in units_of(layer)]
+    return sorted(range(len(products)), key=products.__getitem__)
+
+
+def _at_random(layer: QueryKeyStatistics, head: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * layer.found.layer + head + 10**6 * seed)
+    order: list[int] = torch.randperm(len(units_of(layer)), generator=generator).tolist()
+    return order
+
+
+def _by_speed(layer: QueryKeyStatistics) -> list[int]:
+    """Return the units by their angle from one token to the next, fastest first; unrotated ones last."""
+    rotation = layer.samples[0].rotation
+    assert rotation is not None
+    angles = torch.atan2(rotation.sin, rotation.cos)
+    steps = (angles[:, 1:] - angles[:, :-1] + torch.pi) % (2 * torch.pi) - torch.pi
+    speeds = steps.abs().median(1).values.mean(0).tolist()
+    speeds += [0.0] * (len(units_of(layer)) - len(speeds))
+    return sorted(range(len(speeds)), key=lambda unit: -speeds[unit])
+
+
+# --- latents of keys and values --------------------------------------------------------------------------
+
+
+def latent_costs(
+    model: nn.Module,
+    batches: list[dict[str, Any]],
+    layers: list[LatentLayer],
+    moments: list[SecondMoments],
+    ours: list[WeightedSVD],
+) -> Costs:
+    """Return output KL on batches without padding: our factors, and factors of tokens or weights alone."""
+    ways = {
+        "tokens and gradients, ranks per layer": (ours, True),
+        "tokens and gradients, one rank": (ours, False),
+        "tokens alone, one rank": ([weighted_svd(own.weight, own.tokens) for own in moments], False),
+        "weights alone (SVD), one rank": ([weighted_svd(own.weight) for own in moments], False),
+    }
+    before = [_log_probabilities(model, batch) for batch in batches]
+    costs: Costs = {method: {} for method in ways}
+    size = next(model.parameters()).element_size()
+    for method, (spectra, by_layer) in ways.items():
+        for share in CACHE_SHARES:
+            ranks = ranks_for_keep(layers, [spectrum.nats for spectrum in spectra], share, size)
+            if not by_layer:
+                ranks = [min(layer.rank, max(1, sum(ranks) // len(ranks))) for layer in layers]
+            factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
+            with latent_change(model, layers, factors):
+                after = [_log_probabilities(model, batch) for batch in batches]
+            pairs = zip(after, before, strict=True)
+            total = sum(float(F.kl_div(*pair, reduction="sum", log_target=True)) for pair in pairs)
+            costs[method][share] = total / sum(own[..., 0].numel() for own in before)
+    return costs
+
+
+def _log_probabilities(model: nn.Module, batch: dict[str, Any]) -> Float64[Tensor, "B T V"]:
+    with torch.no_grad():
+        logits: Tensor = model(**batch).logits
+    return logits.double().log_softmax(-1)

@@ -1,0 +1,64 @@
+"""What `rankwise.compress` does is better than its rivals, which are what they say."""
+
+import torch
+from experiments.compress_cache import rivals as latent_rivals
+from experiments.compress_minilm import rivals
+from experiments.rank.rivals import joint_components, key_components, pair_costs, random_directions
+from tests.compression.compression_cases import bert, ids, llama
+from tests.compression.test_compress_laws import head
+
+from rankwise.cli.load_model import demo_text
+from rankwise.compression.qk_statistics import collect_statistics
+from rankwise.compression.rotary_find import find_rotations
+from rankwise.compression.rotary_solve import greedy, rows_of, units_of, whole_factors
+from rankwise.measures.logits import LogitBases, logit_bases
+
+
+def error(bases: LogitBases, rank: int) -> float:
+    q, k = head()
+    return float((q @ k.mT - (q @ bases.query[:, :rank]) @ (k @ bases.key[:, :rank]).mT).norm())
+
+
+def test_the_closed_form_beats_other_bases_and_all_are_whole_at_full_width() -> None:
+    q, k = head()
+    moments = q.mT @ q, k.mT @ k
+    ours = logit_bases(*moments)
+    for other in (key_components(*moments), joint_components(*moments), random_directions(*moments, seed=3)):
+        assert error(other, 8) < 1e-8
+        assert all(error(ours, rank) < error(other, rank) for rank in (1, 3, 7))
+
+
+def test_our_bases_cost_least_attention_on_the_data_they_are_of() -> None:
+    costs = rivals(bert(), [ids(6, 30)], [ids(6, 30)], seed=0)
+    assert {tuple(points) for points in costs.values()} == {("1", "2", "4", "6")}
+    assert len(costs) == 6
+    ours = sum(costs.pop("closed form, widths per head").values())
+    assert all(ours < sum(points.values()) for points in costs.values())
+
+
+def test_greedy_pairs_cost_less_than_random_pairs() -> None:
+    model, batch = llama(), ids(6, 30)
+    layers = collect_statistics(model, find_rotations(model, batch)[0], [batch])
+    wholes = [whole_factors(layer) for layer in layers]
+    orders = [
+        [greedy(rows_of(layer.samples, at, whole, units_of(layer), 0), units_of(layer)) for at in range(2)]
+        for layer, whole in zip(layers, wholes, strict=True)
+    ]
+    costs = {
+        method: sum(points.values()) for method, points in pair_costs(layers, layers, wholes, orders).items()
+    }
+    assert len(costs) == 6
+    ours = costs.pop("greedy by attention KL, one width")
+    assert costs.pop("greedy by attention KL, widths per head") <= ours
+    assert ours < costs["random pairs, one width"]
+
+
+def test_weighted_latents_beat_those_of_tokens_and_of_weights_alone() -> None:
+    tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
+    costs = latent_rivals([{"input_ids": tokens[:20]}], [{"input_ids": tokens[20:]}], seed=0)
+    for share in (
+        "0.125",
+        "0.25",
+    ):  # at a half nothing is lost: tokens have 128 channels, keys and values 256
+        ours, _, tokens_alone, weights_alone = (points[share] for points in costs.values())
+        assert ours < tokens_alone < weights_alone
