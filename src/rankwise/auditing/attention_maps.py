@@ -16,9 +16,9 @@ from rankwise.operators import IndexedMixing, MixingOperator
 from rankwise.tracing import MixerSite
 
 MAP_BYTES = 2**28
-"""Maximum bytes of all attention maps of an audit (256 MiB; 43 KiB per map). Later heads have no map."""
+"""Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
 SEQUENCES = 2
-"""Number of sequences with maps. A pattern in both is less likely to depend on the words of one sequence."""
+"""Number of sequences with attention maps; a pattern in both hardly depends on the words of one sequence."""
 
 
 class NoSuchHeadsError(InputError):
@@ -63,14 +63,14 @@ class AttentionMapRecorder:
     def __init__(self, chosen: ChosenHeads, names: TokenNames) -> None:
         self.chosen, self.names = chosen, names
         self.texts: dict[str, list[str]] = {}
-        """Tokens by name of the model input, such as ``input_ids`` and ``input_ids of sequence 2``."""
+        """Tokens on the axes of the maps, by model input: ``input_ids``, or ``input_ids of sequence 2``."""
         self.notes: list[str] = []
         self._bytes_left = MAP_BYTES
 
     def record(
         self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
-        """Return maps by position in ``heads`` for each sequence; ``before`` earlier sequences have maps."""
+        """Return a dict per sequence, position in ``heads`` → map; ``before`` sequences have maps already."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
         return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]
@@ -99,7 +99,7 @@ class AttentionMapRecorder:
         return maps
 
     def check(self, heads: Iterable[tuple[int, int]]) -> None:
-        """Raise `NoSuchHeadsError` if no chosen head is in ``heads``, (layer, head) of the model."""
+        """Raise `NoSuchHeadsError` if the model's ``heads``, pairs (layer, head), include no chosen head."""
         known = set(heads)
         if self.chosen.heads and not self.chosen.heads & known:
             layers, numbers = zip(*known, strict=True)
@@ -113,7 +113,7 @@ class AttentionMapRecorder:
         return [*self.notes, *([f"no such head to keep the matrix of: {_listed(absent)}"] if absent else [])]
 
     def _texts(self, site: MixerSite, batch: Batch | None, row: int, sequence: int) -> list[str]:
-        """Return the keys of row tokens and column tokens in ``texts``, empty if tokens are unknown."""
+        """Return the keys in ``texts`` of row tokens and of column tokens; "" if the tokens are unknown."""
         found = []
         for ids, valid in zip(token_ids(site, batch), (site.valid_tokens, site.valid_sources), strict=True):
             real = [] if ids is None else ids.ids[row][valid[row].to(ids.ids.device)].tolist()

@@ -23,9 +23,9 @@ FEWEST_PAIRS = 3
 def head_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
 ) -> dict[HeadId, dict[str, Any]]:
-    """Return baseline and ranks at initialization by head address, for heads that copies have.
+    """Return baseline and ranks at initialization by head address, for heads that a copy has too.
 
-    Model (``own``) and copies require ranks of each sequence, over the same sequences in the same order.
+    Model (``own``) and copies need the ranks of each sequence, for the same sequences in the same order.
     """
     known = [_heads(copy, delta) for copy in copies]
     fields = {}
@@ -92,7 +92,7 @@ def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequen
 
 
 def _at(delta: float, own: Floats, seeds: Floats) -> BaselineAt:
-    """Return the comparison at one threshold of rank intervals (N, 2) with those of copies (seeds, N, 2)."""
+    """Compare the model's rank intervals (N, 2) at one threshold with intervals of copies (seeds, N, 2)."""
     middle = seeds.mean(-1)
     differences = own.mean(-1) - middle  # (seeds, N)
     pairs = int(np.isfinite(differences).sum())

@@ -27,7 +27,7 @@ def check_batches(batches: object) -> None:
 
 
 def check_rows(model: nn.Module, batch: Any, number: int) -> None:
-    """Raise `InputError` if batch ``number`` has no tokens or, in transformers models, a row of padding."""
+    """Raise `InputError` if a batch has no tokens or, for transformers models, a row with only padding."""
     tensors = tensors_of(batch)
     fix = "Leave it out: an empty text is the usual cause."
     if tensors and not any(tensor.numel() for tensor in tensors.values()):

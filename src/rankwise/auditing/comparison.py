@@ -19,9 +19,9 @@ from rankwise.auditing.result import Audit
 from rankwise.tracing.head_id import HeadId
 
 SCHEMA_VERSION = 3
-"""Raised whenever a field of a comparison changes its meaning."""
+"""Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
-"""Measure of heads in the unit of a loss, without a range of its own."""
+"""Measure of heads in the unit of the loss; it has no fixed range."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
 """Measures of heads that an audit without a baseline does not have."""
 
@@ -39,12 +39,12 @@ class Change(Record):
     change: Number
     """``after − before``; NaN if one of the two is not finite."""
     size: float
-    """|change| as a share of the range of the measure, in [0, 1]; for a cost of removal, of the model's loss;
-    1 if only one of the two is finite."""
+    """|change| divided by the range of the measure (for costs, by the loss), at most 1; 1 if a value is not
+    finite."""
 
 
 class LayerChange(Record):
-    """One measure of one layer in two audits: the mean over its heads, or of its token states."""
+    """One measure of one layer in two audits: mean over the layer's heads, or value of its token states."""
 
     stack: str
     layer: Count
@@ -56,17 +56,17 @@ class LayerChange(Record):
     change: Number
     """``after − before``."""
     std: Number
-    """Standard deviation over sequences, √((s²_before + s²_after)/2), for heads their mean; NaN if an
-    audit has a single sequence."""
+    """Standard deviation over sequences, √((s²_before + s²_after)/2); for heads, s is the mean over the
+    heads. NaN if an audit has a single sequence."""
 
     @property
     def ratio(self) -> float:
-        """The change in standard deviations; two sequences usually differ by about 1."""
+        """Change divided by the standard deviation; two sequences usually differ by about 1."""
         return self.change / self.std if self.std > 0 else math.nan
 
 
 class LayerKey(NamedTuple):
-    """One measure of one layer."""
+    """Address of one measure of one layer: of the layer's heads, or of its token states."""
 
     of: Literal["heads", "states"]
     stack: str
@@ -91,21 +91,21 @@ class Comparison(Record):
     before: Provenance
     after: Provenance
     heads: int
-    """Heads in both audits."""
+    """Number of heads in both audits."""
     layers: int
-    """Layers whose token states are in both audits."""
+    """Number of layers whose token states are in both audits."""
     warnings: list[str] = Field(default_factory=list)
-    """Reasons why numbers may not compare."""
+    """Reasons why numbers of the two audits may not be comparable."""
     structure: list[str] = Field(default_factory=list)
     """Differences between the architectures."""
     totals: list[Total] = Field(default_factory=list)
-    """Numbers that compare whatever the architectures."""
+    """Numbers of the whole audits, which are comparable between any two architectures."""
     by_layer: list[LayerChange] = Field(default_factory=list)
-    """Each measure of each layer, with its standard deviation over sequences."""
+    """Change of each measure of each layer, with its standard deviation over sequences."""
     changes: list[Change] = Field(default_factory=list)
     """Changes of heads and token states, the largest first."""
     findings: list[FindingChange] = Field(default_factory=list)
-    """Findings of both audits, sorted: new, worse, better, changed, unchanged, resolved."""
+    """Findings of both audits, sorted by outcome: new, worse, better, changed, unchanged, resolved."""
     matched: list[HeadId] = Field(default_factory=list)
     """Heads in both audits, as the second audit names them."""
     only_before: list[HeadId] = Field(default_factory=list)
@@ -128,10 +128,10 @@ class Comparison(Record):
         return [change.finding for change in self.findings if change.outcome == "resolved"]
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page with the differences, the findings, a map of the heads and a table of the layers.
+        """Write an HTML page: the differences, the findings, a map of the heads and a table of the layers.
 
-        Return the path of the file: in an existing folder, ``comparison.html``. Raise `InputError` if the
-        file cannot be written.
+        Return the file's path: in an existing folder, ``comparison.html``. Raise `InputError` if writing
+        fails.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import comparison_document
@@ -151,7 +151,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, *only_heads = _matched(before.heads, after.heads, "site layer call head cross", {})
-    if not heads:  # a model that is part of another: its modules have other names
+    if not heads:  # one model may be part of the other, under other module names
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
@@ -177,7 +177,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Map stacks of the first audit to the second by name, and the others by order if equally many."""
+    """Map stacks of the first audit to the second by name; the rest by order, if equally many are left."""
     ours, theirs = _stacks(before), _stacks(after)
     pairs = {name: name for name in ours if name in theirs}
     left, right = ([name for name in names if name not in pairs] for names in (ours, theirs))
@@ -191,7 +191,7 @@ def _stacks(audit: Audit) -> list[str]:
 def _matched(
     first: Sequence[R], second: Sequence[R], fields: str, stacks: Mapping[str, str]
 ) -> tuple[list[tuple[R, R]], list[R], list[R]]:
-    """Return pairs of records equal in stack and fields, in order, and records of one audit alone."""
+    """Return pairs of records with equal stack and fields, and the records of each audit without a pair."""
 
     def by_fields(records: Sequence[R], stacks: Mapping[str, str]) -> dict[Hashable, R]:
         def key(record: R) -> Hashable:
@@ -212,7 +212,7 @@ def _changes(before: R, after: R, measures: Iterable[AnyMeasure], cost_range: fl
         known = [math.isfinite(value) for value in (old, new)]
         if old == new or not any(known):
             continue
-        spans = [span for record in (before, after) if (span := measure.span(record)) > 0]  # False for NaN
+        spans = [span for record in (before, after) if (span := measure.span(record)) > 0]  # NaN > 0 is False
         scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
         change = new - old if all(known) else math.nan
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
@@ -221,9 +221,9 @@ def _changes(before: R, after: R, measures: Iterable[AnyMeasure], cost_range: fl
 
 
 def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
-    """Return the known measures of each layer with their standard deviations over sequences.
+    """Return (value, standard deviation over sequences) of each known measure of each layer, heads first.
 
-    For heads both are means over the heads of the layer. Heads come before token states, in model order.
+    For heads, both are means over the heads of the layer.
     """
     found: dict[LayerKey, tuple[float, float]] = {}
     for layer, heads in grouped(audit.heads, attrgetter("stack", "layer", "cross")).items():
@@ -244,7 +244,7 @@ def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield the changes of layers in both audits; of their heads only if mixers have the same kinds."""
+    """Yield changes of layers in both audits; of heads only if the layers have mixers of equal kinds."""
     theirs = layer_means(after)
     kinds: dict[tuple[str, int, bool], list[set[str]]] = defaultdict(lambda: [set(), set()])
     for side, (audit, names) in enumerate(((before, stacks), (after, {}))):
@@ -386,6 +386,6 @@ def _cost_differences(before: Audit, after: Audit) -> list[str]:
 
 
 def cost_origin(audit: Audit) -> str:
-    """Return how costs of removal are known: exact, estimated or both; an empty string without costs."""
+    """Return how costs of removal were computed: exact, estimated or both; "" without costs."""
     known = [head.importance for head in audit.heads if head.importance is not None]
     return " and ".join(sorted({cost.method for cost in known if math.isfinite(cost.cost)}))

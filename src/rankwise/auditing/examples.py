@@ -1,4 +1,4 @@
-"""Examples in head records from single sequences: masks, spectra, memberships, token names, maps."""
+"""Parts of head records that describe single sequences: masks, spectra, memberships, token names, maps."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rankwise.tracing import MixerSite
 
 TOKENS_KEPT = 16
-"""Number of names of most attended tokens in a record, per kind; an attention sink needs one or a few."""
+"""Number of token names that a record keeps for each kind of name; an attention sink has one or two."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Examples:
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
     names: list[list[Counter[str]]] | None
-    """Number of sequences by name, for each kind of name in `peak_name`; None if read from older files."""
+    """For each kind of name in `peak_name`: number of sequences by name; None if read from older files."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
     """Attention maps of the first two sequences."""
 
@@ -73,7 +73,7 @@ class Examples:
         )
 
     def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
-        """Replace masks of longer sequences; for equal lengths, keep the alphabetically first name."""
+        """Take masks of longer sequences; for equal lengths, keep the mask that is first by alphabet."""
         for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
             if length > self.longest[head]:
                 self.longest[head], self.masks[head] = length, mask
@@ -81,7 +81,7 @@ class Examples:
                 self.masks[head] = min(self.masks[head], mask)
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count texts of most attended tokens, given as [sequence][head][kind]; [] for an unknown head."""
+        """Count names of most attended tokens, given as [sequence][head][kind]; [] for an unknown token."""
         assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):
@@ -89,7 +89,7 @@ class Examples:
                 _count(self.names[head], [{name: 1} for name in kinds])
 
     def merge(self, other: "Examples", *, attention_maps: bool = True) -> None:
-        """Add examples of the same heads from later sequences, unless stated without their maps."""
+        """Add examples of the same heads from later sequences, with or without their attention maps."""
         if self.names is None or other.names is None:
             self.names = None
         else:
@@ -109,7 +109,6 @@ class Examples:
 
         The name is empty if fewer than half of the sequences share it. If names of several kinds are equally
         frequent, the most specific kind wins.
-
         """
         best = ("", 0)
         for kind in self.names[head] if self.names is not None else []:
@@ -171,7 +170,7 @@ class TokenNames:
     def peaks(
         self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Return the names of columns by sequence and head, counted without padding; column −1 has none."""
+        """Return token names by sequence and head for columns counted without padding; [] for column −1."""
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
         ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]

@@ -27,30 +27,29 @@ from rankwise.tracing.head_id import HeadId
 R = TypeVar("R")
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
-# For shorter sequences SINK and CONSTANT are notes: mass that 20 tokens leave to one may spread among 500.
+# For shorter sequences SINK and CONSTANT are notes: weight on one of 20 tokens may spread among 500 tokens.
 STRUCTURE_TOKENS = 64
-# Nine tenths of every row are on one token.
+# SINK: one token has more than nine tenths of the weight of a row, averaged over rows.
 SINK_MASS = 0.9
-# At most a tenth of the energy of the strongest direction is outside it, and 9 % (0.3²) distinguishes rows.
+# CONSTANT: other directions have at most 10 % of σ₁², and less than 9 % (0.3²) of ‖M‖² distinguishes rows.
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
-# M − I, or the difference of two heads, has 1 % of the joint energy: 1 % of a row is on other tokens.
+# The squared distance to the identity, or between two heads, is below 1 % of the sum of both squared norms.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# Numerical rank relative to all known references: uninformed heads at temperature 0, at the head's own and at
-# an infinite temperature. The hardmax rank has a standard deviation below 8 % for T ≥ 32.
+# Numerical rank divided by each reference rank: of uninformed heads at temperature 0 (hardmax), at the head's
+# own and at infinite temperature. The hardmax rank varies by less than 8 % for T ≥ 32.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# Thresholds on μ/‖Y‖. Their squares, 9 % and 1 %, are shares of energy that differs between tokens.
+# Thresholds on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens: 9 % and 1 %.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
-# A collapse has also halved the μ/‖Y‖ of the input, because inputs may be similar to begin with.
+# A collapse must also halve the μ/‖Y‖ of the input, because the inputs themselves may be similar.
 COLLAPSE_FALL = 0.5
-# Relative update of a block or mixer: 0.01² = 1e-4 of the energy of its output is not its input.
+# Relative update of a block: 0.01² = 1e-4 of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
-# Share of the head dimension: half of the channels can be removed, with a margin of a tenth for the error of
-# the second-order KL (docs/how-to/findings.md).
+# Required share of the head dimension: half, less 0.1 for the error of the KL (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): from 1/4 to 9/4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
-# Part of a linear map reads each attention head, whatever its library calls that map.
+# Libraries name the output projection differently, so this remedy describes it instead of naming it.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
 
 Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
@@ -58,7 +57,7 @@ Find = Callable[..., Iterator[Finding]]
 
 
 class Measured(NamedTuple):
-    """Records of an audit from which findings follow."""
+    """Records of an audit, which the rules read to find findings."""
 
     heads: Sequence[HeadRecord]
     layers: Sequence[LayerRecord]
@@ -70,27 +69,27 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Properties of all findings with one code."""
+    """Rule of a finding code: the function that finds it, and the properties of its findings."""
 
     find: Find
-    """Yields the findings of `Measured`, or of one `HeadRecord` if the rule is about a head."""
+    """Function that yields findings from `Measured`, or from one `HeadRecord` if the rule is about a head."""
     about: Subject
-    """Subject of the finding; two audits have the same finding if code and subject are equal. Groups of heads
-    are equal if they share two; ``modules`` are all of a class that were not captured for one reason."""
+    """Subject of the findings. Findings of two audits match if code and subject are equal; groups of heads,
+    if they share two heads. ``modules``: modules of one class that were not captured for one reason."""
     decided_by: str
-    """Key of the evidence that decides how strong the finding is."""
+    """Key in the finding's evidence: its number says how strong the finding is."""
     worse: Literal["higher", "lower", "neither"]
-    """Direction in which that number is worse: neither if it is only room for compression."""
+    """Direction in which `decided_by`'s number is worse; neither if it only shows room for compression."""
     evidence: str = ""
-    """Fields of the record that the finding is about, which are its evidence."""
+    """Names of the record's fields that are copied to the evidence, separated by spaces."""
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
     remedy: str
-    """Next step for the reader, with commands in backticks and fields in braces."""
+    """Next step for the reader, with commands in backticks and placeholders in braces."""
     causes_action: bool = True
     """False if the finding describes the model and no action follows."""
     with_costs: bool = False
-    """True if the finding states the cost of removing its heads if that is known."""
+    """True if the finding states the cost of removing its heads, provided that the cost is known."""
 
 
 RULES: dict[str, Rule] = {}
@@ -222,7 +221,7 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
     evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
-    """Find a head that spends nine tenths of every row on one token."""
+    """Find a head that puts more than nine tenths of its weight on one token."""
     if _is_judged(head) and head.max_token_mass > SINK_MASS:
         share = f"{_token_name(head)} takes {head.max_token_mass:.0%} of a row on average"
         yield _structure("SINK", head, f"{share}: the head passes on little else.")
@@ -247,7 +246,7 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
     "and compare the loss",
 )  # fmt: skip
 def identity(head: HeadRecord) -> Iterator[Finding]:
-    """Find a head that mixes nothing."""
+    """Find a head whose mixing matrix is nearly the identity."""
     if _is_judged(head) and head.identity_distance < IDENTITY_DISTANCE:
         words = "Every token keeps to itself: the head mixes nothing."
         yield _structure("IDENTITY", head, words, severity="info")
@@ -258,10 +257,10 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
     remedy="give {which} of one of them, and compare the loss", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
-    """Find groups of attention heads that mix the same way, joined through nearest heads.
+    """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
 
-    Two heads that each have a finding are not joined. Channels of state-space mixers are left out, because
-    dozens of them are similar.
+    Two heads are not joined if each has a finding of its own, such as SINK. Channels of state-space mixers
+    are left out, because dozens of them are similar.
     """
     for mixer in measured.mixers:
         by_number: dict[int | None, HeadRecord] = {
@@ -294,7 +293,7 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     causes_action=False,
 )  # fmt: skip
 def unusual_rank(measured: Measured) -> Iterator[Finding]:
-    """Find heads with more or less rank than at initialization, or else than every reference rank."""
+    """Find heads whose rank differs from initialization; without a baseline, from every reference rank."""
     for mixer in measured.mixers:
         long = [head for head in mixer if _tokens(head) >= MIN_TOKENS]
         with_baseline = [head for head in long if _baseline(head)]
@@ -306,7 +305,7 @@ def unusual_rank(measured: Measured) -> Iterator[Finding]:
 
 
 def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
-    """Return a finding about the head that is farthest from its nearest reference."""
+    """Return one finding on all heads ``found``, at the head that is farthest from its nearest reference."""
 
     def distance(head: HeadRecord) -> float:
         rank = _middle_rank(head)
@@ -341,7 +340,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
 
 
 def _baseline(head: HeadRecord) -> Baseline | None:
-    """Return a head's baseline; None if its deviation or the scale of the mixing matrix is unknown."""
+    """Return a head's baseline; None if its margins or the scale of the mixing matrix are unknown."""
     known = head.baseline is not None and head.baseline.judged and mixer_kind(head.kind).scale_is_known
     return head.baseline if known else None
 
@@ -359,7 +358,7 @@ def rank_code(head: HeadRecord) -> str | None:
 
 
 def _references(head: HeadRecord) -> list[float]:
-    """Return the ranks at δ that the rank of a head is compared with; none if a threshold has none."""
+    """Return the reference ranks of a head at δ; an empty list if a threshold of the band has none."""
     if (baseline := _baseline(head)) is not None:
         at = _middle(baseline.band)
         return [(at.rank_low + at.rank_high) / 2]
@@ -382,7 +381,7 @@ def _middle_rank(head: HeadRecord) -> float:
     "the part rotary instead of qk if positions are rotated in",
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
-    """Find heads that require some channels, but less than half; at initialization heads require none."""
+    """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
         found = [
@@ -404,7 +403,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
 
 
 def _determines_width(head: HeadRecord) -> bool:
-    """Return whether the tokens determine the second moments; centering takes one token per sequence."""
+    """Return True if tokens suffice for the second moments; centering takes one token per sequence."""
     tokens = _tokens(head)
     enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.width or 0)
     return enough and tokens >= MIN_TOKENS and not math.isnan(head.required_head_dim)
@@ -438,7 +437,7 @@ def _finding(
     heads: Sequence[HeadRecord] = (),
     **fields: str | float,
 ) -> Finding:
-    """Return a finding with the remedy and the evidence that its rule states."""
+    """Return a finding, with the remedy and the evidence that the rule of its code defines."""
     rule, place = RULES[code], where if isinstance(where, HeadId) else place_of(where)
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
@@ -456,7 +455,7 @@ def _is_judged(head: HeadRecord) -> bool:
 
 
 def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "warning") -> Finding:
-    """Return a finding about the matrix of a head, which is a note if the sequences are short."""
+    """Return a finding about the matrix of a head; its severity is info if the sequences are short."""
     if _tokens(head) < STRUCTURE_TOKENS:
         words += f" Of {_tokens(head):.0f} tokens; longer sequences may show another head."
         severity = "info"
@@ -464,7 +463,7 @@ def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "wa
 
 
 def _token_name(head: HeadRecord) -> str:
-    """Return the token with the largest mass, and in how many sequences if not in all."""
+    """Return the name of the most attended token, and the number of sequences with it unless it is all."""
     if not head.max_token:
         return "One token"
     name = re.sub("^the ", "The ", head.max_token)

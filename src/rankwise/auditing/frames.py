@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Records = Literal["heads", "layers", "findings", "uncaptured"]
-"""Records of an audit, by the name of the field."""
+"""Kinds of records of an audit: fields of `Audit`."""
 
 COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
-"""Measures that ``importance_*`` and ``baseline_*`` columns hold, too."""
+"""Measures without a column, because the columns ``importance_*`` and ``baseline_*`` contain them."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a text that spreadsheets run as a formula."""
 
@@ -39,7 +39,7 @@ _AFTER = {
     "max_token_sequences",
     "findings": "meaning remedy",
 }
-"""Columns of every table, before and after the measures or the evidence."""
+"""Columns of each table: `_BEFORE` and `_AFTER` the columns of the measures or of the evidence."""
 
 
 def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
@@ -49,7 +49,6 @@ def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:
     its estimate, ``NAME_stderr``. Costs of removal are ``importance_*``. Measures at initialization are
     ``baseline_*``, with their standard deviation over seeds, ``baseline_*_seed_std``. Columns of these kinds
     that no record has are left out, and so are lists, such as spectra and attention maps.
-
     """
     one_of("records", kind, get_args(Records))
     before, after = _BEFORE[kind].split(), _AFTER.get(kind, "").split()

@@ -19,7 +19,7 @@ class History:
     """Audits by training step, sorted by step.
 
     A training loop adds audits with ``history.add(step, rw.audit(model, batches))``. `save` writes a folder
-    per step, which `rankwise compare` and `load` read. An audit without a name is called by its step. If
+    per step, which `rankwise compare` and `load` read. An audit without a name is named after its step. If
     ``counted``, the steps only number the audits and are not training steps.
 
     Examples:
@@ -39,7 +39,7 @@ class History:
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
-        """Return audits by the steps in their names, or numbered from 0 in the given order.
+        """Return a history with the steps in the names of the audits; without steps, numbered from 0.
 
         By default audits have the names of their models.
         """
@@ -97,8 +97,8 @@ class History:
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
-        A curve has a pair per step; NaN if an audit has no such layer. If the costs of removal have several
-        losses or origins, each kind of cost has curves of its own, named ``"removal_cost of …"``.
+        A curve has a pair per step; NaN if an audit does not have the layer. If audits have costs of removal
+        by several losses or methods, each kind of cost has separate curves, named ``"removal_cost of KIND"``.
         """
         means = [layer_means(audit) for audit in self.audits]
         quantities = self._cost_quantities()
@@ -113,7 +113,7 @@ class History:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on what does not compare among the audits."""
+        """Sentences on numbers of the audits that are not comparable."""
         found: list[str] = []
         quantities = list(dict.fromkeys(filter(None, self._cost_quantities())))
         if len(quantities) > 1:
@@ -127,7 +127,7 @@ class History:
         return found
 
     def _cost_quantities(self) -> list[str]:
-        """Return, per audit, in which unit and how its costs of removal are known; empty without costs."""
+        """Return, per audit, loss, unit, method and ablation of its costs of removal; "" without costs."""
         return [
             f"{known.loss} ({known.unit}), {origin}, {known.ablation} in a head's place"
             if (known := audit.importance) is not None and (origin := cost_origin(audit))
@@ -156,7 +156,7 @@ class History:
         return ["step", "name", *columns], rows
 
     def save(self, folder: str | Path) -> Path:
-        """Write each audit as ``NAME/audit.json`` and the page as ``index.html``, and return the folder.
+        """Write each audit as ``NAME/audit.json`` and an HTML page as ``index.html``, and return the folder.
 
         Raise `InputError` if a file cannot be written.
         """
@@ -184,10 +184,9 @@ class History:
         return cls.of([Audit.load(path) for path in found], [path.name for path in found])
 
     def to_html(self, path: str | Path) -> Path:
-        """Write a page: curves over the steps, changes of findings, the last audit against the first.
+        """Write an HTML page: curves over the steps, changes of findings, last audit compared with the first.
 
-        Return the path of the file: in an existing folder, ``index.html``. Raise `InputError` if it cannot be
-        written.
+        Return the file's path: in an existing folder, ``index.html``. Raise `InputError` if writing fails.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import history_document
@@ -201,7 +200,7 @@ class History:
 
 
 def folder_name(name: str) -> str:
-    """Return the name of a model or checkpoint as the name of a folder.
+    """Convert the name of a model or checkpoint to a valid name of a folder.
 
     Examples:
         >>> folder_name("org/model"), folder_name("../x"), folder_name("net.py:build"), folder_name("")
@@ -212,7 +211,7 @@ def folder_name(name: str) -> str:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return, per name, the only number in which names differ; None if they differ in more or in nothing.
+    """Return the one number per name in which the names differ; None if they differ otherwise or not.
 
     Examples:
         >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])
@@ -232,7 +231,7 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Return names sorted by their steps, or as they are if they have none.
+    """Return names sorted by the steps in them; unchanged if the names contain no steps.
 
     Examples:
         >>> in_order(["checkpoint-1000", "checkpoint-200"])
@@ -247,19 +246,19 @@ def compare(before: Audit, after: Audit) -> Comparison: ...
 @overload
 def compare(before: Audit, after: Audit, third: Audit, /, *more: Audit) -> History: ...
 def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
-    """Compare two audits, the largest change first; return more audits as a history.
+    """Compare two audits, the largest change first; return three or more audits as a `History`.
 
     Heads match by stack, site, layer, head and cross-attention, or by their numbers if no name agrees. Token
     states match by stack and layer. Findings match by code and by the subject of their rule: a head, a mixer,
     a group of heads, a stack or the model.
 
-    The size of a change is relative to the range of its measure: 1 for shares and distances, 2 for a cosine,
+    The size of a change is its share of the range of the measure: 1 for shares and distances, 2 for a cosine,
     min(T, S) for a rank (min(T, D) for token states), log S for the entropy. For σ_max, ‖Y‖ and μ it is
-    relative to the larger value, and for a cost of removal to the loss of the model. Standard deviations over
-    sequences, which `Comparison.by_layer` has, would turn rounding errors of a head that barely varies into
-    the largest change. Costs of different losses, and exact and estimated costs, are not compared; a warning
-    names them. `Comparison.structure` lists differences of structure: such models are compared by layers,
-    token states and totals. Cost: linear in the number of records, plus sorting.
+    divided by the larger value, and for a cost of removal by the loss of the model. It is not divided by the
+    standard deviation over sequences (as in `LayerChange.ratio`): for a head that barely varies, rounding
+    errors would be the largest change. Costs of different losses, and exact and estimated costs, are not
+    compared; a warning names them. `Comparison.structure` lists differences of structure: such models are
+    compared by layers, token states and totals. Cost: linear in the number of records, plus sorting.
 
     Args:
         before: first audit.

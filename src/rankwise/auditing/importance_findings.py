@@ -1,4 +1,4 @@
-"""Costs of removal in findings, and the words for such costs; no torch."""
+"""Add costs of removing heads to findings, and describe such costs in words; imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
-"""Largest share of the reference that counts as removable, if no set of heads was searched for."""
+"""Share of the loss that a removable head may cost at most, if no set of heads was searched for."""
 
 
 def with_removal_costs(
@@ -25,7 +25,7 @@ def with_removal_costs(
     heads: Sequence[HeadRecord],
     importance: ImportanceRecord,
 ) -> list[Finding]:
-    """Return findings with known costs of removal; `about` maps the codes that state costs to subjects."""
+    """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
     known = {head.id: head.importance for head in heads}
     found = []
     for finding in findings:
@@ -77,27 +77,27 @@ def describe_removable(importance: ImportanceRecord, found: RemovableSet) -> str
 
 
 def share_words(importance: ImportanceRecord, cost: float) -> str:
-    """Return the effect of a removal on the loss: a verb, the share, and the loss before and after."""
+    """Describe the effect of a removal: verb, share of the loss, and the loss before and after."""
     verb = "lowers the loss by" if cost < 0 else "costs"
     return f"{verb} {abs(importance.share(cost)):.2%}{_of(importance)} ({_change(importance, cost)})"
 
 
 def whole_words(importance: ImportanceRecord) -> str:
-    """Return the loss of the whole model, and the reference of costs if that is something else."""
+    """Describe the loss of the unchanged model; if it is 0, the reference with which costs are compared."""
     if importance.value:
         return f"{format_number(importance.value)} {importance.unit}"
     if _of(importance):
         return f"{importance.unit}, {format_number(importance.reference)} in {importance.reference_name}"
-    return "" if importance.unit.startswith("of ") else importance.unit  # a relative loss names it
+    return "" if importance.unit.startswith("of ") else importance.unit  # a unit "of X" names the reference
 
 
 def _of(importance: ImportanceRecord) -> str:
-    """Return the reference of a share, unless it is the loss or the loss already names it."""
+    """Return " of REFERENCE" if shares refer to the entropy of predictions; "" if they refer to the loss."""
     return f" of {importance.reference_name}" if importance.reference_name == ENTROPY else ""
 
 
 def _percent(importance: ImportanceRecord, *costs: float) -> str:
-    """Return costs as shares with equally many decimals, or in the unit of the loss if the reference is 0."""
+    """Return costs as shares with the same number of decimals; in the loss's unit if the reference is 0."""
     shares = [importance.share(cost) for cost in costs]
     if any(map(math.isnan, shares)):
         return " to ".join(f"{cost:+.2g}" for cost in costs) + f" {importance.unit}"
@@ -114,7 +114,7 @@ def _change(importance: ImportanceRecord, cost: float) -> str:
 def estimate_words(
     heads: Sequence[HeadImportance | None], blocks: Sequence[HeadImportance | None]
 ) -> list[tuple[str, str]]:
-    """Return a name and words for estimates: their agreement with exact costs, or a caution."""
+    """Return pairs (title, text) on estimated costs: their agreement with exact costs, or a caution."""
     words = []
     for name, importances, caution in (("heads", heads, HEAD_CAUTION), ("blocks", blocks, BLOCK_CAUTION)):
         known = [one for one in importances if one is not None and math.isfinite(one.cost)]

@@ -32,7 +32,7 @@ def reinitialized(
     A transformers model is built from its configuration. Any other module is copied, its weights are set to
     NaN, and the methods of its modules (such as `reset_parameters`, `init_weights`) draw new weights. A
     weight that is still NaN afterwards raises an error. Buffers keep their values unless these methods change
-    them. Changes that ``__init__`` makes to drawn weights are not repeated (some GPT-2 scale projections).
+    them. Changes that ``__init__`` makes to drawn weights, as in some GPT-2 code, are not repeated.
 
     Cost: one more copy of the model. PyTorch's global random state is neither read nor changed.
 
@@ -213,14 +213,14 @@ def _check_same_weights(model: nn.Module, initial: Any) -> None:
 
 
 def _placed_like(model: nn.Module, initial: nn.Module) -> nn.Module:
-    """Give a copy the devices, dtypes and modes of the model, in place: shared weights stay shared."""
+    """Move a copy to the devices, dtypes and modes of the model, in place, so shared weights stay shared."""
     with torch.no_grad():
         for tensors in ("named_parameters", "named_buffers"):
             like = dict(getattr(model, tensors)())
             for name, tensor in getattr(initial, tensors)():
                 if name in like:
                     floats = tensor.is_floating_point() and like[name].is_floating_point()
-                    dtype = like[name].dtype if floats else tensor.dtype  # skip quantized dtypes
+                    dtype = like[name].dtype if floats else tensor.dtype  # keep quantized dtypes
                     tensor.data = tensor.data.to(device=like[name].device, dtype=dtype)
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in initial.named_modules():

@@ -14,7 +14,7 @@ Outcome = Literal["new", "worse", "better", "changed", "unchanged", "resolved"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 ERRORS = 2.0
-"""Standard errors of the difference within which two numbers count as equal."""
+"""Two numbers count as equal if they differ by at most this many standard errors of the difference."""
 
 
 class FindingChange(Record):
@@ -36,7 +36,7 @@ class FindingChange(Record):
 
     @property
     def numbers(self) -> tuple[str, float, float] | None:
-        """Name and both values of the number that decides; None if neither audit has it."""
+        """Name, old and new value of the deciding number (`Rule.decided_by`); None if both are missing."""
         if self.finding.code not in RULES:
             return None
         name = RULES[self.finding.code].decided_by
@@ -46,10 +46,10 @@ class FindingChange(Record):
 
 
 def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
-    """Return what became of each finding, in the order of `OUTCOMES`.
+    """Return the outcome of each finding of two audits, in the order of `OUTCOMES`.
 
-    Two findings match if their code and the subject of its rule are equal, whatever their numbers and
-    severity. Several findings about one subject are matched in order.
+    Two findings match if their codes and subjects (`Rule.about`) are equal; numbers and severity may differ.
+    Several findings about one subject are matched in order.
     """
     ours, theirs = _Records(before), _Records(after)
     unmatched: dict[Hashable, list[Finding]] = defaultdict(list)
@@ -69,7 +69,7 @@ def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
 
 
 def _share_heads(old: Finding, new: Finding) -> bool:
-    """Return whether two groups of heads have two heads in common, or are equal; True for other findings."""
+    """Return True if two groups of heads are equal or share two heads; True for findings of other kinds."""
     return about(new.code) != "group" or old.heads == new.heads or len({*old.heads} & {*new.heads}) > 1
 
 
@@ -79,14 +79,14 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
     change = float(SEVERITY_ORDER[old.severity] - SEVERITY_ORDER[new.severity])
     rule = RULES.get(new.code)
     if not change and about(new.code) != "model":
-        change = (old.where.layer or 0) - (new.where.layer or 0)  # differs only for findings about a stack
+        change = (old.where.layer or 0) - (new.where.layer or 0)  # nonzero only for findings about stacks
     if not change and rule is not None:
         numbers = [finding.evidence.get(rule.decided_by, math.nan) for finding in (old, new)]
         if rule.worse == "neither":
             return "unchanged" if numbers[0] == numbers[1] else "changed"
         step = (numbers[1] - numbers[0]) * (1 if rule.worse == "higher" else -1)
         error = math.hypot(ours.standard_error(old), theirs.standard_error(new))
-        change = step if abs(step) > ERRORS * error else 0.0  # False for NaN
+        change = step if abs(step) > ERRORS * error else 0.0  # NaN: 0
     return "worse" if change > 0 else "better" if change < 0 else "unchanged"
 
 
@@ -104,7 +104,7 @@ class _Records:
         self._modules = {module.name: (module.type, module.reason) for module in audit.uncaptured}
 
     def subject(self, finding: Finding) -> Hashable:
-        """Return the code and the part of the place that its rule is about."""
+        """Return the key by which findings match: code and subject, such as a head or a stack."""
         where = finding.where
         subjects: dict[str, Hashable] = {
             "model": None, "stack": where.stack, "mixer": where.at(None), "group": where.at(None),
@@ -113,7 +113,7 @@ class _Records:
         return finding.code, subjects.get(about(finding.code), where)
 
     def standard_error(self, finding: Finding) -> float:
-        """Return the standard error over sequences of the number that decides; 0 for counts."""
+        """Return the standard error, over sequences, of the deciding number of a finding; 0 for counts."""
         where, rule = finding.where, RULES[finding.code]
         record: HeadRecord | LayerRecord | None = self._layers.get((where.stack, where.layer))
         name = rule.decided_by

@@ -33,7 +33,7 @@ SPECTRUM_POINTS = 64
 MAP_TOKENS = 1024
 """Maximum number of tokens in a membership map (weights of tokens in a TSSA head)."""
 MANY_HEADS = 128
-"""Channels of a state-space mixer above which only a sample of the channels is measured."""
+"""If a state-space mixer has more channels than this, only a sample of the channels is measured."""
 MAX_CHANNELS = 16
 """Number of channels in the sample; the choice depends on a fixed seed."""
 FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
@@ -85,7 +85,7 @@ def measure_heads(
 ) -> HeadStatistics:
     """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    ``image`` is the height and width of an image input; a baseline requires the ranks of ``each_sequence``.
+    ``image``: height and width of an image. ``each_sequence``: keep ranks per sequence, for a baseline.
     """
     statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
     batches = list(_batches(site, delta, method))
@@ -296,7 +296,7 @@ def _without_tokens(heads: int) -> HeadBatch:
 
 
 def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
-    """Return statistics of token states, read as ``before`` by a block; without SVD if not ``ranks``."""
+    """Return statistics of token states; ``before``: states that the block read; ``ranks``: run an SVD."""
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {

@@ -26,11 +26,11 @@ class MixerKind(NamedTuple):
     rows_are_means: bool = False
     """True if every row is a mean over tokens, so that the hardmax rank is a reference for its rank."""
     scale_is_known: bool = False
-    """True if entries are shares, so that δ means the same in every layer; other entries have signs."""
+    """True if entries are shares of a row, so that δ means the same in every layer; False if signed."""
     mixes_tokens: bool = True
-    """False if a row has only its own token: then the kind alone determines the measures of rows."""
+    """False if each row has only its own token (diagonal): measures of rows then describe no head."""
     state_space: bool = True
-    """True if each of thousands of channels has a matrix, and dozens of these are similar."""
+    """True for mixers with a matrix for each of thousands of channels, of which dozens are similar."""
 
 
 _ATTENTION = MixerKind(rows_are_means=True, scale_is_known=True, state_space=False)
@@ -56,7 +56,7 @@ class Range(NamedTuple):
     high: float | Callable[[Any], float] = math.nan
     """Upper end, or the function that reads it from a record; NaN if there is none."""
     wide: bool = False
-    """True if values usually are far below the upper end: a color scale ends at the largest value."""
+    """True if values are usually far below the upper end, so that a color scale ends at the largest value."""
 
 
 _full_rank = attrgetter("smaller")
@@ -78,59 +78,59 @@ class Measure:
     range: Range
     low: str
     high: str
-    """Meaning of the high end, as ``low`` is of the low end."""
+    """Meaning of a value at the upper end of the range; ``low``: at the lower end."""
     function: str | None = None
-    """Name in `MEASURES`, by default the name of the field; "" if the field is filled in another way."""
+    """Name of the function in `MEASURES`; None: name of the field; "": the field is filled in another way."""
     digits: int
     cost: str
     short: str = ""
-    """Title of a narrow column, if `title` is too long."""
+    """Shorter title for a narrow column; empty if `title` is short enough."""
     symbol: str = ""
-    """Symbol in texts, such as ``μ/‖Y‖``; by default the name."""
+    """Symbol of the measure in texts, such as ``μ/‖Y‖``; empty if texts use the name."""
     meaning: str = ""
-    """Explanation next to its map or curve; a measure without one has neither."""
+    """Explanation next to the measure's map or curve; empty if it has no map and no curve."""
     console: str = ""
-    """Title of its column on the console; a measure without one has no column."""
+    """Title of the measure's column on the console; empty if it has no column there."""
     summed: bool = False
-    """True if a layer has the sum of its heads, not their mean."""
+    """True if the value of a layer is the sum over its heads, not the mean."""
     share: bool = False
-    """True if it is shown as a share of min(T, S)."""
+    """True if the value is shown divided by min(T, S)."""
     if_signed: str = ""
-    """Field that is shown instead if entries of the matrix have signs and a scale of their own."""
+    """Field shown in place of this one for matrices with signed entries, whose scale differs by layer."""
     known_only: bool = False
-    """True if it is left out if no record has it."""
+    """True if tables leave the measure out when no record has a value."""
     nulls: Sequence[str] = ()
-    """Fields that hold its reference values."""
+    """Names of the fields that hold reference values of the measure."""
     of_mixing: bool = False
-    """True if it is not informative for mixers that mix no tokens."""
+    """True if the measure is informative only for mixers that mix tokens."""
 
     @property
     def head(self) -> str:
-        """Title of a narrow column."""
+        """Title for a narrow column: `short`, or `title` if `short` is empty."""
         return self.short or self.title
 
     @property
     def label(self) -> str:
-        """Name in texts."""
+        """Name in texts: `symbol`, or else the name of the field with spaces."""
         return self.symbol or self.name.replace("_", " ")
 
     def applies_to(self, head: Any) -> bool:
-        """Return whether the measure is informative for the kind of mixer of a head."""
+        """Return True if the measure is informative for the kind of mixer of a head."""
         return not self.of_mixing or mixer_kind(head.kind).mixes_tokens
 
     def value(self, record: Any) -> float:
-        """Return the number to show: a share if the measure is shown as one, NaN without tokens."""
+        """Return the number to show, divided by min(T, S) if `share` is True; NaN without tokens."""
         number: float = getattr(record, self.shown_field(record))
         return share(number, record) if self.share else number
 
     def shown_field(self, record: Any) -> str:
-        """Return the field that `value` reads: for entries with signs `if_signed`, if the record has it."""
+        """Return the field that `value` reads: `if_signed` for signed entries if it is known, else `name`."""
         if not self.if_signed or mixer_kind(record.kind).scale_is_known:
             return self.name
         return self.name if math.isnan(getattr(record, self.if_signed)) else self.if_signed
 
     def formatted(self, record: Any) -> str:
-        """Return `value` as text, with ≈ before an estimate, or an interval if only that is known."""
+        """Return `value` as text: with ≈ if it is an estimate, or as an interval if it is only bounded."""
         value = self.value(record)
         estimated = self.name in getattr(record, "stderr", ())
         if estimated and not math.isfinite(value) and self.shown_field(record) == "numerical_rank":
@@ -142,11 +142,11 @@ class Measure:
         return f"{'≈' if estimated and math.isfinite(value) else ''}{format_number(value, self.digits)}"
 
     def known_in(self, records: Sequence[Any]) -> bool:
-        """Return whether to show the measure for these records."""
+        """Return True if the measure is to be shown for these records; see `known_only`."""
         return not self.known_only or any(math.isfinite(self.value(record)) for record in records)
 
     def ends(self, record: Any) -> tuple[float, float]:
-        """Return the range of `value`; NaN for an end that does not exist."""
+        """Return the lower and upper end of the range of `value`; NaN for an end that does not exist."""
         return (0.0, 1.0) if self.share else (self.range.low, self._high(record))
 
     def span(self, record: Any) -> float:
@@ -160,12 +160,12 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadMeasure(Measure):
-    """A measure of heads."""
+    """A measure of heads, that is, of mixing matrices."""
 
     kinds: Sequence[str] = ()
-    """Kinds of mixers that have it; empty for all kinds."""
+    """Kinds of mixers that have the measure; empty if all kinds have it."""
     late: bool = False
-    """True if a value needs all sequences, and not one alone."""
+    """True if the value is computed from all sequences together, not from one sequence alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class LayerMeasure(Measure):
     """A measure of token states."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the function."""
+    """Keyword arguments for the function of the measure."""
 
 
 def share(rank: float, record: Any) -> float:
@@ -260,7 +260,7 @@ class HeadMeasures(Record):
         title="Distance to nearest head", short="Nearest distance",
         formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
-        cost="O(H² T S)", function="", late=True,  # needs all sequences: the nearest on average
+        cost="O(H² T S)", function="", late=True,  # nearest by the mean over all sequences
         meaning="The distance to the most similar head of the same layer: 0 if both have the same matrix.",
     )] = math.nan
     required_head_dim: Annotated[Number, HeadMeasure(
@@ -335,7 +335,7 @@ class LayerMeasures(Record):
     relative_update: Annotated[Number, LayerMeasure(
         title="Turn", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0", range=UNIT,
         low="the block only scales its input", high="nothing is left of it", digits=3, cost="O(T D)",
-        function="",  # it needs the previous states, too
+        function="",  # computed from two consecutive states
     )] = math.nan
 # fmt: on
 
@@ -344,7 +344,7 @@ M = TypeVar("M", bound=Measure)
 
 
 def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
-    """Return the rows of a table, with their names."""
+    """Return the rows of a table, with the names of fields and functions filled in."""
     return tuple(
         replace(row, name=name, function=name if row.function is None else row.function)
         for name, known in of.model_fields.items()

@@ -152,7 +152,7 @@ def describe_method(heads: Sequence[HeadRecord]) -> str:
 
 
 def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
-    """Raise `RecordError` if audits differ in model or settings, or if two have data of the same digest."""
+    """Raise `RecordError` if audits differ in model or settings, or if two audits have the same data."""
     for field in SAME:
         check_same(field, [getattr(about, field) for about in abouts])
     check_same("weights", [about.weights for about in abouts if about.weights], SAME_WEIGHTS)

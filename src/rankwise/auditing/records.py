@@ -28,8 +28,8 @@ rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named the peak: then no other token can have more.
-If each row attends to the previous token, the largest mean weight is only slightly above 1/S."""
+"""Smallest mean attention weight at which a token is named as the peak: no other token can have more. If each
+row attends to the previous token, the largest mean weight is just above 1/S, and no token is named."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
@@ -44,7 +44,7 @@ class RankAt(Record):
 
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     numerical_rank: Number
-    """Number of singular values above δ; NaN if an estimate yields only the interval below."""
+    """Number of singular values of at least δ; NaN if an estimate yields only the interval below."""
     rank_low: Number
     rank_high: Number
     hardmax_rank: Number
@@ -61,7 +61,7 @@ class RankAt(Record):
 class BaselineAt(Record):
     """The rank of a head at initialization at one threshold, and the difference of the model's rank from it.
 
-    Differences are of one sequence and one seed: this cancels the effects of sequence length and content.
+    Each difference is of one sequence and one seed, which cancels effects of sequence length and content.
     """
 
     delta: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -124,7 +124,7 @@ class AttentionMap(Record):
     columns: Annotated[int, Field(gt=0, le=MAP_SIDE)]
     tokens: Annotated[int, Field(gt=0, lt=2**53)]
     sources: Annotated[int, Field(gt=0, lt=2**53)]
-    """Columns S of the matrix; ``tokens`` are its rows T. Matrix row t is in map row t·rows//tokens."""
+    """Number of columns S of the matrix; ``tokens``: of rows T. Matrix row t is in map row t·rows//tokens."""
     largest: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest finite magnitude in the map; stored values are divided by it."""
     values: str
@@ -251,8 +251,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     mask, or T is large."""
     uniform_rank: Number = math.nan
     """Numerical rank of equal weights on all columns that the mask allows: attention that does not
-    distinguish tokens. NaN if `rankwise.theory` does not cover the mask, or for windows beyond 4,096 tokens.
-    """
+    distinguish tokens. NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096
+    tokens."""
     band: list[RankAt] = Field(default_factory=list)
     """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not
     depend on the choice of δ. Empty in records of version 1."""
@@ -268,7 +268,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
     All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
+    """By measure that is undefined in some finite sequences: number of sequences in its mean."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
     whichever most sequences share. If the weight is small, rows may attend to others (see `named_peak`)."""
@@ -279,8 +279,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     second_attention_map: AttentionMap | None = None
     """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
-    """Singular values σ_1 ≥ σ_2 ≥ … of the first sequence: at most 64, evenly spaced by index. Empty if ranks
-    were estimated."""
+    """Singular values of the first sequence: at most 64, evenly spaced by index; empty if ranks are
+    estimated."""
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None
@@ -343,7 +343,7 @@ class LayerRecord(LayerMeasures, LayerOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of averaged sequences by measure, if a measure is undefined in some finite sequences."""
+    """By measure that is undefined in some finite sequences: number of sequences in its mean."""
     baseline: Baseline | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 

@@ -1,4 +1,4 @@
-"""Masks of heads, and reference ranks under them: ranks of hardmax, random and uniform attention."""
+"""Find the mask of each head, and compute reference ranks under it: hardmax, random, uniform attention."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Mask(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """First and last of all ``sources`` columns that each row may attend to, and the number of these."""
+    """Per row of a mask: first and last visible column, number of visible columns; number of all columns."""
 
     first: Int64[Tensor, "T"]
     last: Int64[Tensor, "T"]
@@ -66,7 +66,7 @@ def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
 def _random_and_uniform(
     tokens: int, sources: int, mask: Mask, width: int | None, scale: float | None, delta: float
 ) -> tuple[float, float]:
-    """Return the ranks (T, S) of random queries and keys and of equal weights; NaN if unknown."""
+    """Return the rank with random queries and keys and the rank of equal weights; NaN if unknown."""
     name = mask.base if mask.name == "window" else mask.name
     square = tokens == sources
     if name not in ("full", "causal") or not (square or (name == "full" and mask.window is None)):

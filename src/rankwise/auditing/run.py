@@ -41,7 +41,7 @@ from rankwise.tracing.model_checks import sharded_again, without_copies
 
 
 class AuditError(RankwiseError):
-    """The model, its batches or a later step failed while a model was audited.
+    """Raised if the model, a batch or a later step fails during an audit.
 
     ``audit`` contains the finished batches, or the finished layers of the first batch; None if nothing was
     finished. ``statistics`` are the statistics from which ``audit`` was built.
@@ -145,7 +145,7 @@ def collect(
 ) -> AuditStatistics:
     """Return the statistics of a model, from which `build_audit` builds an audit; raise as `audit` does.
 
-    Statistics of shards of the data also merge required head dimensions and the baseline; audits do not.
+    Unlike audits, statistics of shards of the data can be merged with required head dimensions and baseline.
     """
     run = Run(without_copies(model), settings, notes)
     run.run(batches)

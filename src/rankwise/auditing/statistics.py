@@ -119,7 +119,7 @@ class HeadStatistics:
             self.sequence_ranks = None if more is None else self.sequence_ranks + more
 
     def to_records(self, delta: float, audits: int = 1) -> list[HeadRecord]:
-        """Return a record per head; a record keeps `TOKENS_KEPT` token names per merged audit."""
+        """Return a record per head; it keeps `TOKENS_KEPT` token names for each of the merged ``audits``."""
         finite = self.measures["sigma_max"].count
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         band = {name: ranks.complete(finite[:, None]).to_record() for name, ranks in self.ranks.items()}
@@ -249,7 +249,7 @@ def _distances_of(records: Sequence[HeadRecord]) -> Moments | None:
             expected, got = f"distances to {heads} heads", f"{held} and {len(record.merging.pairs)} counts"
             fix = "The file is damaged; run `rankwise audit` again."
             raise RecordError(f"heads of {record.site!r}", expected=expected, got=got, fix=fix)
-        to = slice(None) if held == heads else [at]  # one module per head: its own distance
+        to = slice(None) if held == heads else [at]  # one module per head: only the distance to itself
         count[at, to], mean[at, to] = record.merging.pairs, record.merging.distances
     np.fill_diagonal(mean, 0.0)
     return Moments.from_record(count, mean, np.full_like(mean, np.nan))
@@ -306,12 +306,12 @@ class ModelStatistics:
     """Statistics of token states by stack of blocks and layer."""
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
-        """Merge statistics of a mixer call into the statistics of the same call, if known."""
+        """Add statistics of a mixer call, merged with earlier statistics of the same call."""
         if (known := self.heads.setdefault(heads.mixer, heads)) is not heads:
             known.merge(heads, attention_maps=attention_maps)
 
     def add_states(self, states: StateStatistics) -> None:
-        """Merge statistics of token states into the statistics of the same states, if known."""
+        """Add statistics of token states, merged with earlier statistics of the same states."""
         if (known := self.states.setdefault((states.stack, states.layer), states)) is not states:
             known.merge(states)
 
@@ -327,7 +327,8 @@ class ModelStatistics:
     ) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model, with the ``known`` fields by address.
 
-        If each head is a module in a list (``heads.0``, ``heads.1``), they become heads of one ``heads.*``.
+        If each head is a module of its own (``heads.0``, ``heads.1``), their records get one site
+        ``heads.*``.
         """
         alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
         met: Counter[HeadId] = Counter()
@@ -363,7 +364,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences: its maps if this one has none, copies if both have the seed."""
+        """Add an audit of other sequences, its maps if this one has none; keep copies of common seeds."""
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
         self.texts = self.texts if mapped else other.texts

@@ -112,7 +112,7 @@ def model_batches(
 ) -> tuple[Iterator[Any], list[str]]:
     """Return batches of `text_batches` adapted to a model, and notes on the adaptations.
 
-    Without an argument ``attention_mask``, each batch has one sequence, so that nothing is padded.
+    If the model takes no ``attention_mask``, each batch has one sequence, so that nothing is padded.
     """
     notes: list[str] = []
     limit = longest_sequence(model)
@@ -152,7 +152,7 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Return the maximum sequence length, less positions reserved for padding (RoBERTa); None if unknown."""
+    """Return the maximum sequence length, without positions for padding (RoBERTa); None if unknown."""
     config = getattr(model, "config", None)
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not isinstance(positions, int) or positions < 1:

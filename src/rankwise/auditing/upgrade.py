@@ -28,7 +28,7 @@ RENAMED = {
     "unseen": "uncaptured",
     "worth": "importance",
 }
-"""Version 3 name by version 2 name, for fields and measures; one pass renames all names."""
+"""Names of fields and measures in version 3, by their names in version 2; renamed in a single pass."""
 CODES = {
     "ABOVE_NULL": "HIGH_RANK",
     "BELOW_NULL": "LOW_RANK",
@@ -37,7 +37,7 @@ CODES = {
     "TWINS": "DUPLICATE_HEADS",
     "UNSEEN": "NOT_CAPTURED",
 }
-"""Version 3 code by version 2 code, for findings."""
+"""Codes of findings in version 3, by their codes in version 2."""
 FREE = ("texts", "versions", "sources")
 """Fields whose keys must not be renamed: names of inputs, packages and files."""
 

@@ -40,7 +40,7 @@ def verdict_of(audit: "Audit") -> Verdict:
 
 
 def action_of(remedy: str) -> Action:
-    """Return a remedy with its first shell command and its first line of Python."""
+    """Return a remedy as an `Action`: its text, its first shell command and its first line of Python."""
     is_code = remedy.startswith(("rankwise ", "rw."))
     codes = [remedy] if is_code else remedy.split("`")[1::2]
     shell = [code for code in codes if code.startswith("rankwise ")]
