@@ -245,7 +245,7 @@ class GatedPasses:
             self._run_gated(batch, blocks, generator, gradients)
         if not self.count:
             raise InputError(
-                f"loss, {self.loss.name}", expected="a finite number for at least one sequence",
+                f"loss {self.loss.name!r}", expected="a finite number for at least one sequence",
                 got=f"{self.nonfinite} that are not finite" if self.nonfinite else "nothing to predict",
                 fix="Look for NaN in the outputs of the model (float16 overflows; float32 may not), or "
                 "for sequences of a single token.",

@@ -316,7 +316,7 @@ class FunctionLoss(Loss):
         lost = self._function(output, batch.original)
         if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
             raise InputError(
-                f"loss {self.name}", expected="a floating-point tensor (B,), or one number",
+                f"loss {self.name!r}", expected="a floating-point tensor (B,), or one number",
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
                 fix="Let it return the loss of each sequence.",
             )  # fmt: skip
