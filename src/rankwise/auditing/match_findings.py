@@ -3,12 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwise._internals.records import Record
 from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord
-from rankwise.auditing.result import Audit
+
+if TYPE_CHECKING:
+    from rankwise.auditing.result import Audit
 
 Outcome = Literal["new", "worse", "better", "changed", "unchanged", "resolved"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -45,7 +47,7 @@ class FindingChange(Record):
         return None if math.isnan(old) and math.isnan(new) else (name, old, new)
 
 
-def finding_changes(before: Audit, after: Audit) -> list[FindingChange]:
+def finding_changes(before: "Audit", after: "Audit") -> list[FindingChange]:
     """Return the outcome of each finding of two audits, in the order of `OUTCOMES`.
 
     Two findings match if their codes and subjects (`Rule.about`) are equal; numbers and severity may differ.
@@ -93,7 +95,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
 class _Records:
     """Records of an audit that its findings refer to."""
 
-    def __init__(self, audit: Audit) -> None:
+    def __init__(self, audit: "Audit") -> None:
         self._heads = {head.id: head for head in audit.heads}
         self._layers: dict[tuple[str, int | None], LayerRecord] = {}
         self._lowest: dict[str, LayerRecord] = {}
