@@ -97,12 +97,7 @@ class _Records:
 
     def __init__(self, audit: "Audit") -> None:
         self._heads = {head.id: head for head in audit.heads}
-        self._layers: dict[tuple[str, int | None], LayerRecord] = {}
-        self._lowest: dict[str, LayerRecord] = {}
-        for layer in audit.layers:
-            self._layers.setdefault((layer.stack, layer.layer), layer)
-            if layer.relative_spread < getattr(self._lowest.get(layer.stack), "relative_spread", math.inf):
-                self._lowest[layer.stack] = layer
+        self._layers = audit.layers
         self._modules = {module.name: (module.type, module.reason) for module in audit.uncaptured}
 
     def subject(self, finding: Finding) -> Hashable:
@@ -117,13 +112,15 @@ class _Records:
     def standard_error(self, finding: Finding) -> float:
         """Return the standard error, over sequences, of the deciding number of a finding; 0 for counts."""
         where, rule = finding.where, RULES[finding.code]
-        record: HeadRecord | LayerRecord | None = self._layers.get((where.stack, where.layer))
+        layers = [layer for layer in self._layers if layer.stack == where.stack]
+        row: HeadRecord | LayerRecord | None = next((one for one in layers if one.layer == where.layer), None)
         name = rule.decided_by
         if where.head is not None:
-            record = self._heads.get(where)
+            row = self._heads.get(where)
         elif rule.about == "stack":
-            record, name = self._lowest.get(where.stack), rule.shown_by
-        if record is None or record.sequences < 2:
+            known = [layer for layer in layers if not math.isnan(layer.relative_spread)]
+            row, name = min(known, key=lambda layer: layer.relative_spread, default=None), rule.shown_by
+        if row is None or row.sequences < 2:
             return 0.0
-        std = record.std.get(name, math.nan)
-        return std / math.sqrt(record.sequences) if math.isfinite(std) else 0.0
+        std = row.std.get(name, math.nan)
+        return std / math.sqrt(row.sequences) if math.isfinite(std) else 0.0
