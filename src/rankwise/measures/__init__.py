@@ -1,7 +1,7 @@
 """Measures: functions that map mixing matrices (operators) or token states to numbers, without a model.
 
-All computations are in float64 and batched over any leading axes. A matrix or sequence with NaN or infinity
-returns NaN and does not affect the rest of the batch.
+All computations run in float64 and are batched over leading axes. A matrix or sequence with NaN or infinity
+has the result NaN, and does not affect the rest of the batch.
 """
 
 from rankwise.measures import estimate, logits, rank, row_walk, rows, token_states

@@ -1,8 +1,8 @@
 """Singular values of dense matrices: from the Gram matrix if its error is provably harmless, else by SVD.
 
-The rule, from CPU timings in benchmarks/rank.py (decision 004): the SVD if the smaller side is below
-`SVD_SIZE` or a gradient is required. Otherwise eigenvalues of the Gram matrix are computed. The SVD follows
-for matrices in which rounding could change a rank.
+The SVD is computed if the smaller side is below `SVD_SIZE` or a gradient is required (decision 004, from
+CPU timings in benchmarks/rank.py). Otherwise eigenvalues of the Gram matrix are computed first, and the SVD
+is computed only for matrices in which rounding could change a rank.
 
 Matrices are decomposed in parts (a few matrices each), to limit the memory of intermediate results. On a
 CPU each part runs on one thread, and several parts run in parallel (`rankwise._internals.threads`).
@@ -23,25 +23,25 @@ from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
-"""Smaller side below which the SVD is computed: it is about as fast as the Gram matrix at these sizes."""
+"""Smaller side of a matrix below which the SVD is computed, because it is then as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
-"""Relative error of the effective rank above which the SVD is computed."""
+"""Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
 PART_BYTES = {"cpu": 2**20}
-"""Bytes of float64 matrices per part on a CPU: several parts fit into the CPU cache."""
+"""Bytes of float64 matrices per part on a CPU, so that several parts fit into the CPU cache."""
 DEVICE_PART_BYTES = 2**29
 """Bytes of float64 matrices per part on an accelerator."""
 PARALLEL_BYTES = 2**29
-"""Bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
+"""Total bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
-"""Function that maps finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""
+"""Function that maps N finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
-"""Number of row blocks in which the lower half of the Gram matrix is computed: 9/16 of a full product."""
+"""Row blocks for the lower half of the Gram matrix; 8 blocks take 9/16 of the time of a full product."""
 PLAIN = 2.0**100
-"""Matrices are not scaled if the largest magnitude is between 1/PLAIN and PLAIN, because the squares of
-entries then stay in the range of float64."""
+"""Matrices are not scaled if their largest magnitude is between 1/PLAIN and PLAIN: the squares of their
+entries then neither overflow nor underflow float64."""
 
 
 def gram_or_svd(
@@ -59,7 +59,7 @@ def gram_or_svd(
         relative: threshold, as a fraction of σ_1, at which the number of singular values must be exact too.
 
     Returns:
-        Singular values divided by a scale, the scale of each matrix, and a flag per matrix: 1 if the SVD was
+        Singular values divided by a scale; the scale of each matrix; and 1 for each matrix whose SVD was
         computed because the Gram matrix is not accurate enough, else 0.
     """
     if min(matrices.shape[1:]) < SVD_SIZE or (matrices.requires_grad and torch.is_grad_enabled()):
@@ -92,28 +92,28 @@ def scaled_svd(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N R
 class GramSpectrum(NamedTuple):
     """Eigenvalues of the Gram matrix G = M Mᵀ/scale² of a matrix M, and a bound on their rounding error.
 
-    The computed eigenvalues λ̂ are exact for G + E with ‖E‖_F ≤ ``slack`` = 2·k·ε·‖M/scale‖_F², k = max(T,
-    S), ε = 2⁻⁵². A quarter of the slack covers the matrix product: |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ, and
-    |M||M|ᵀ has Frobenius norm at most ‖M‖_F² (Higham, "Accuracy and Stability of Numerical Algorithms",
-    Section 3.5). The rest covers the eigensolver, which is backward stable up to a modest multiple of ε·‖G‖
-    (LAPACK Users' Guide, Section 4.7).
+    The computed eigenvalues λ̂ are exact for a perturbed matrix G + E. The perturbation E has ‖E‖_F ≤
+    ``slack`` = 2·k·ε·‖M/scale‖_F², with k = max(T, S) and ε = 2⁻⁵². A quarter of the slack covers the rounded
+    matrix product fl(M Mᵀ): |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ (Higham, "Accuracy and Stability of Numerical
+    Algorithms", Section 3.5). The rest covers the eigensolver, which is backward stable up to a modest
+    multiple of ε·‖G‖ (LAPACK Users' Guide, Section 4.7).
     """
 
     eigenvalues: Float64[Tensor, "N R"]
-    """Eigenvalues λ̂ of G, descending and at least 0. The error of √λ̂ is at most min(√slack, slack/√λ̂)."""
+    """Eigenvalues λ̂ of G, descending, clamped at 0. The error of √λ̂ is at most min(√slack, slack/√λ̂)."""
     slack: Float64[Tensor, " N"]
     scale: Float64[Tensor, " N"]
     """Power of two by which M is divided."""
 
     def decides_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True if rounding cannot move an eigenvalue of a matrix across δ² (Weyl's inequality)."""
+        """Return True for each matrix in which rounding cannot move an eigenvalue across δ² (Weyl)."""
         threshold = (delta / self.scale).square()[:, None]
         return ((self.eigenvalues - threshold).abs() > self.slack[:, None]).all(-1)
 
     def decides_relative_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True if rounding cannot move an eigenvalue of a matrix across δ²λ_1.
+        """Return True for each matrix in which rounding cannot move an eigenvalue across δ²λ_1.
 
-        The test includes the rounding error of λ_1. λ_1 itself is not tested, and a zero matrix returns True.
+        The rounding error of the largest eigenvalue λ_1 is included. A zero matrix always returns True.
         """
         threshold = delta * delta * self.eigenvalues[:, :1]
         away = (self.eigenvalues - threshold).abs() > (1 + delta * delta) * self.slack[:, None]
@@ -121,13 +121,13 @@ class GramSpectrum(NamedTuple):
         return away.all(-1) | (self.eigenvalues[:, 0] == 0)
 
     def effective_rank_error(self) -> Float64[Tensor, " N"]:
-        """Return a bound on the relative error of the effective rank, exp(entropy of σ/Σσ).
+        """Return a bound on the relative error of the effective rank, exp(entropy of σ/Σσ), per matrix.
 
-        Σ|λ̂_i − λ_i|² ≤ slack² (Hoffman and Wielandt), and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). By Hölder,
-        the errors of the n' values with λ̂ ≤ slack sum to at most n'^¾·√slack. By Cauchy and Schwarz, the
-        errors of the other values sum to at most slack·√(Σ 1/λ̂). The sum divided by Σσ̂ is a distance d in
-        total variation. It changes an entropy by at most d·log n + d·(1 − log d) (K. Audenaert, "A sharp
-        continuity estimate for the von Neumann entropy", 2007).
+        Hoffman and Wielandt: Σ|λ̂_i − λ_i|² ≤ slack², and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). The n'
+        values with λ̂ ≤ slack have errors that sum to at most n'^¾·√slack (Hölder). The errors of the other
+        values sum to at most slack·√(Σ 1/λ̂) (Cauchy and Schwarz). Both sums divided by Σσ̂ bound the total
+        variation distance d of the two distributions σ/Σσ. Their entropies differ by at most d·log n + d·(1 −
+        log d) (K. Audenaert, "A sharp continuity estimate for the von Neumann entropy", 2007).
         """
         values, slack = self.eigenvalues, self.slack[:, None]
         large = values > slack
@@ -151,7 +151,7 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
 
 def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return matrices divided by a power of two, and this power: 1 unless squares could leave float64."""
+    """Return matrices divided by a power of two, and the power, which is 1 unless squares could overflow."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)
@@ -176,13 +176,13 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
 
 
 def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return the number of columns up to the last nonzero column, which is small for early causal rows."""
+    """Return one plus the index of the last nonzero column of a block; few columns for early causal rows."""
     used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
     return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 
 
 def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """Return ascending eigenvalues; on one thread numpy's LAPACK takes 2/3 of the time of torch's LAPACK."""
+    """Return ascending eigenvalues by numpy on one thread (2/3 of the time of torch), otherwise by torch."""
     if lower.device.type == "cpu" and numpy_is_on_one_thread():
         return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
     return torch.linalg.eigvalsh(lower, UPLO="L")
@@ -191,8 +191,8 @@ def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
 def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Tensor, ...]:
     """Apply a function to one part (a few matrices) at a time, and concatenate the results.
 
-    A matrix with NaN or infinity is set to 0 before the call, and its results to NaN after the call. So the
-    matrix does not affect the rest of the part. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
+    A matrix with NaN or infinity is replaced by 0 before the call, and its results are set to NaN afterwards,
+    so it does not affect the rest of the part. Memory: `PARALLEL_BYTES`, or one matrix if it is larger.
     """
     check_matrices(mixing, subject)
     lead, bytes_each = mixing.shape[:-2], 8 * math.prod(mixing.shape[-2:])
@@ -209,7 +209,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
             for numbers in function(part)
         ]
 
-    # An accelerator runs one part at a time, and autograd requires one thread to record the graph.
+    # An accelerator runs one part at a time; autograd records its graph on one thread only.
     alone = mixing.device.type != "cpu" or (isinstance(mixing, Tensor) and mixing.requires_grad)
     at_once = 1 if alone else max(1, PARALLEL_BYTES // (per_part * bytes_each))
     results = map_threads(apply, _part_indices(lead, per_part), at_once)
@@ -218,7 +218,7 @@ def map_parts(mixing: Mixing, subject: str, function: PartFunction) -> tuple[Ten
 
 
 def _part_indices(lead: torch.Size, per_part: int) -> list[tuple[slice, ...]]:
-    """Return indices that split the leading axes into parts: sequences, or heads of one large sequence."""
+    """Return index tuples that split the leading axes into parts of at most about ``per_part`` matrices."""
     steps = [max(1, per_part // max(1, math.prod(lead[axis + 1 :]))) for axis in range(len(lead))]
     slices = (
         [slice(start, start + step) for start in range(0, max(1, length), step)]

@@ -1,4 +1,4 @@
-"""Estimates of ranks with error intervals, from matrix-vector products: no matrix is formed."""
+"""Estimates of ranks with error intervals, from matrix–vector products: the mixing matrix is never formed."""
 
 import itertools
 import math
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 MIN_STEPS_FOR_SIGMA_MAX = 16
-"""Lanczos steps after which a block of 8 vectors has found the largest eigenvalue, at least roughly. One
-vector alone is within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński and
-H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
+"""Lanczos steps from which a block of 8 vectors is trusted to have found the largest eigenvalue λ_1.
+Even a single vector is then within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński
+and H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
 PARALLEL_BYTES = 2**29
-"""Bytes of Krylov spaces that are computed in parallel. A larger space is computed alone, on all threads."""
+"""Total bytes of Krylov spaces computed in parallel. A larger space is computed alone, on all threads."""
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
@@ -43,12 +43,12 @@ ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class SpectrumEstimate:
-    """Estimated ranks of each matrix of an operator, and counts of singular values at any threshold."""
+    """Estimated ranks of each matrix of an operator; counts singular values at any threshold on request."""
 
     effective_rank: Estimate
-    """Effective rank exp(−Σ p_i log p_i), with p = σ/Σσ."""
+    """Effective rank exp(−Σ p_i log p_i), where p = σ/Σσ are normalized singular values."""
     stable_rank: Estimate
-    """Stable rank ‖M‖_F²/σ_1²."""
+    """Stable rank ‖M‖_F²/σ_1² of the mixing matrix M."""
     sigma_max: Estimate
     """Largest singular value σ_1."""
     products: Int64[Tensor, "*batch"]
@@ -62,8 +62,8 @@ class SpectrumEstimate:
         """Estimate the number of singular values ≥ δ.
 
         The value is NaN if the quadrature error exceeds both 0.5 and 5 % of the value, because too many
-        singular values are close to δ. The interval is then the answer.
-        Cost: no matrix product; ``probes`` decompositions of order ``steps`` per matrix.
+        singular values are close to δ. In this case only the interval is known.
+        Cost: no further product with M; ``probes`` eigendecompositions of order ``steps`` per matrix.
 
         Args:
             delta: threshold δ, absolute as in `numerical_rank`.
@@ -81,9 +81,9 @@ class SpectrumEstimate:
         return _each(self._matrices, self.products, lambda matrix: matrix.count(delta))
 
     def relative_count(self, delta: float) -> Estimate:
-        """Estimate the number of singular values ≥ δσ_1: `count` at δ times the estimate of σ_1.
+        """Estimate the number of singular values ≥ δσ_1, as `count` at δ times the estimated σ_1.
 
-        The interval covers the count for every σ_1 in the interval of σ_1.
+        The interval of the count covers every σ_1 in the interval of `sigma_max`.
 
         Args:
             delta: threshold δ as a fraction of σ_1.
@@ -101,7 +101,7 @@ class SpectrumEstimate:
         return _each(self._matrices, self.products, lambda matrix: matrix.relative_count(delta))
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return all ranks: `count` at each threshold, and `relative_count` at the first threshold."""
+        """Return all ranks: `count` at each threshold, `relative_count` at the first, and the other ranks."""
         return RankEstimates(
             tuple(self.count(delta) for delta in deltas),
             self.relative_count(deltas[0]),
@@ -112,31 +112,31 @@ class SpectrumEstimate:
 
 
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
-    """Estimate the ranks of matrices that are never formed.
+    """Estimate the ranks of mixing matrices M without forming them.
 
-    Block Lanczos on MᵀM from random ±1 vectors, fully reorthogonalized, finds the strongest directions. The
-    contribution of the other directions to a trace is a mean over the vectors, corrected by ‖M‖_F², which is
-    summed over the rows. Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
+    Block Lanczos on MᵀM from random ±1 vectors (probes), fully reorthogonalized, finds the strongest
+    directions. The contribution of all other directions to a trace is estimated by a mean over the probes,
+    corrected by the exact ‖M‖_F². Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
 
     Range: the ranges of `effective_rank`, `stable_rank` and `numerical_rank`.
     Errors: each interval contains the exact number for at least 95 % of seeds. The statistical error
-    decreases as 1/√probes, the quadrature error with ``steps``. The quadrature error is largest for sharp
-    heads, which have many σ near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. If S ≤ probes·steps, or
-    if the products exhaust a low rank, the result is exact up to rounding.
-    Cost: at most 2·probes·steps matrix-vector products per matrix. For softmax attention these are ``steps``
-    walks over the rows of M, O(T S (K + probes)) time each, and one more walk for ‖M‖_F. Memory:
-    8·S·probes·steps bytes and a block of rows per matrix; a CPU processes matrices in parallel up to 512 MiB.
+    decreases as 1/√probes, and the quadrature error decreases with ``steps``. The quadrature error is largest
+    for sharp attention, where many σ are near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. The result
+    is exact up to rounding if S ≤ probes·steps, or if M has such a low rank that the products exhaust it.
+    Cost: at most 2·probes·steps matrix–vector products per matrix. For softmax attention they take ``steps``
+    passes over the rows of M, O(T S (K + probes)) time each, and one more pass for ‖M‖_F. Memory:
+    8·S·probes·steps bytes and a block of rows per matrix; a CPU runs matrices in parallel up to 512 MiB.
     Randomness: the seed draws the same vectors for all matrices with S columns, on any device. So the result
     of a matrix does not depend on its batch, and nearly equal matrices have nearly equal errors.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
         probes: number of random vectors, even and at least 8.
         steps: number of Lanczos steps (products with MᵀM), at least 4.
         seed: random seed of the vectors; the global generator of torch is not used.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         InputError: if ``probes`` or ``steps`` is out of range.
 
     Examples:
@@ -178,7 +178,7 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
 
 
 class _MatrixEstimate:
-    """Estimates of one matrix as Python floats, computed from the matrix divided by ``scale``."""
+    """Estimates of one matrix as Python floats; the matrix was divided by ``scale`` beforehand."""
 
     def __init__(self, gram: Gram, krylov: Krylov, products: int, steps: int) -> None:
         self.scale, self.energy, self.products, self.steps = gram.scale, gram.energy, products, steps
@@ -201,7 +201,7 @@ class _MatrixEstimate:
         return value, value * math.hypot(bracket.half_width, bracket.stderr), low, high
 
     def _entropy(self, trace: Callable[[Function], Bracket]) -> tuple[float, Bracket]:
-        """Return H = log Σσ + Σ(−σ log σ)/Σσ, and a bracket with the first-order errors of H."""
+        """Return the entropy H = log Σσ + Σ(−σ log σ)/Σσ, and a bracket that contains its errors."""
         total, entropy = trace(torch.sqrt).value, trace(_sigma_entropy).value
         slope = 1 - entropy / total
 
@@ -226,7 +226,7 @@ class _MatrixEstimate:
             return ZERO
         if self._counter is None:
             self._counter = EigenvalueCounter(self.estimator, self.steps)
-        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every σ, and its square is finite
+        relative = min(delta / self.scale, 1e100)  # 1e100 exceeds every σ, and its square is still finite
         return self._counter.count(relative * relative, self.quantile)
 
     def relative_count(self, delta: float) -> Numbers:
@@ -237,11 +237,11 @@ class _MatrixEstimate:
         return value, stderr, self.count(delta * high)[2], self.count(delta * low)[3]
 
     def _top(self) -> tuple[float, float, float]:
-        """Return a lower bound, an estimate (the largest Ritz value) and an upper bound of λ_1.
+        """Return a lower bound, an estimate (the largest Ritz value θ) and an upper bound of λ_1.
 
-        The Ritz value is at most λ_1. If it approximates λ_1, its error is at most residual²/gap, with the
-        gap to the next Ritz value. Few steps may miss λ_1: then λ_1 may hold all energy outside the Ritz
-        values.
+        θ never exceeds λ_1. If θ has started to converge to λ_1, its error is at most residual²/gap, where
+        the gap is the distance to the next Ritz value. After few steps θ may belong to another eigenvalue;
+        then λ_1 may be larger by all energy outside the Krylov space.
         """
         values, residuals = self.estimator.upper.values, self.estimator.residuals
         top, residual = float(values[-1]), float(residuals[-1])
@@ -262,7 +262,7 @@ def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _
     signs = torch.randint(0, 2, (gram.columns, probes), generator=generator).to(torch.float64) * 2 - 1
     vectors = signs.to(gram.device)
     if gram.columns <= probes * steps:
-        # The Krylov space could have full dimension S; then forming MᵀM takes fewer products.
+        # The Krylov space could fill all S dimensions; forming MᵀM then takes fewer products.
         identity = torch.eye(gram.columns, dtype=torch.float64, device=gram.device)
         krylov = Krylov(gram(identity)[1], vectors, torch.zeros_like(vectors.mT), 1, None)
         return _MatrixEstimate(gram, krylov, 2 * gram.columns, steps)
@@ -271,7 +271,7 @@ def _estimate(operator: MixingOperator, probes: int, steps: int, seed: int) -> _
 
 
 def _sigma_entropy(eigenvalues: Tensor) -> Tensor:
-    """Return −σ log σ for σ = √λ."""
+    """Return −σ log σ, where σ = √λ is the singular value of an eigenvalue λ."""
     return torch.special.entr(eigenvalues.sqrt())
 
 

@@ -1,4 +1,4 @@
-"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, never formed."""
+"""Krylov spaces span(X, AX, A²X, …) of A = MᵀM for mixing matrices (operators) M, without forming A or M."""
 
 import ctypes
 import math
@@ -16,26 +16,26 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Bytes of a block above which `_trim_memory` is called: a call takes ms, a Lanczos step seconds."""
+"""Bytes of a block above which `_trim_memory` is called: it takes milliseconds, a Lanczos step seconds."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function X → (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""
+"""Function that maps X to (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""
 
 BLOCK_ENTRIES = {"cpu": 2**18}
-"""Entries of M per block of rows on a CPU: a block in float64 fits into the CPU cache."""
+"""Entries of M per block of rows on a CPU, so that a block in float64 fits into the CPU cache."""
 DEVICE_BLOCK_ENTRIES = 2**23
 """Entries of M per block of rows on an accelerator: 64 MiB in float64."""
 
 ROW_WALKED = (SoftmaxMixing, DenseMixing)
-"""Operators whose products compute the rows of M, so that one walk over the rows serves both M and Mᵀ.
-Products of other operators need no rows."""
+"""Operators whose products compute rows of M: one pass over the rows then serves both M and Mᵀ.
+Other operators have faster products that do not compute rows."""
 
 
 class Gram:
-    """Linear map MᵀM of one matrix M (T, S) of an operator, in float64 and in units of ``scale``².
+    """Linear map MᵀM/scale² of one mixing matrix M (T×S), in float64; ``scale`` is chosen by `_measure`.
 
-    Even the softmax is computed in float64. MᵀM squares the singular values, so that rounding hides values
-    below 1e-8·σ_1. Float32 would hide values below 3e-4·σ_1, which make up much of a long tail.
+    The softmax itself is computed in float64. MᵀM squares the singular values, so float64 rounding hides
+    values below 1e-8·σ_1. Float32 would hide values below 3e-4·σ_1, which are a large part of a long tail.
     """
 
     def __init__(self, op: MixingOperator) -> None:
@@ -53,7 +53,7 @@ class Gram:
     def __call__(
         self, vectors: Float64[Tensor, "S V"]
     ) -> tuple[Float64[Tensor, "S V"], Float64[Tensor, "V V"]]:
-        """Return MᵀM X and Xᵀ MᵀM X; (M X)ᵀ(M X) keeps the latter positive semidefinite."""
+        """Return MᵀM X and Xᵀ MᵀM X; the second is computed as (M X)ᵀ(M X), to be positive semidefinite."""
         vectors = vectors / self.scale
         op = self.operator
         if not isinstance(op.operator if isinstance(op, IndexedMixing) else op, ROW_WALKED):
@@ -74,7 +74,7 @@ class Gram:
             yield self.operator.rows(start, min(start + step, self.rows)).to(torch.float64)
 
     def _measure(self) -> tuple[float, float]:
-        """Return the scale, a power of two near the largest entry, and the energy ‖M‖_F²/scale²."""
+        """Return the scale, a power of two near the largest entry of M, and the energy ‖M‖_F²/scale²."""
         largest, energies = 0.0, []
         for block in self._blocks():
             top = float(block.abs().max())
@@ -91,20 +91,20 @@ class Gram:
 class Krylov(NamedTuple):
     """Symmetric matrix A, compressed to the span of X, A X, …, A^(k−1) X for a block X of P vectors.
 
-    For a polynomial f of degree at most 2k − 1, ``matrix`` and ``start`` determine Σ_i f(λ_i) (v_iᵀ x)²
-    exactly, where (λ_i, v_i) are the eigenpairs of A and x is a column of X.
+    ``matrix`` and ``start`` determine xᵀ f(A) x exactly for each column x of X and each polynomial f of
+    degree at most 2k − 1.
     """
 
     matrix: Float64[Tensor, "N N"]
-    """Qᵀ A Q for an orthonormal basis Q of the space, block tridiagonal."""
+    """Qᵀ A Q for an orthonormal basis Q of the Krylov space; block tridiagonal."""
     start: Float64[Tensor, "N P"]
-    """Starting vectors in the basis, Qᵀ X."""
+    """Starting vectors X in the basis Q: Qᵀ X."""
     tail: Float64[Tensor, "P N"]
-    """Part of A that maps out of the space: the residual of a Ritz vector Q s is ‖tail s‖."""
+    """Part of A Q outside the Krylov space: an approximate eigenvector Q s has the residual ‖tail s‖."""
     steps: int
     """Number of products of A with a block of P vectors."""
     basis: Float64[Tensor, "M N"] | None
-    """Basis Q; None unless `block_lanczos` is called with ``keep_basis``."""
+    """Basis Q, (M, N) for A of size M×M; None unless `block_lanczos` was called with ``keep_basis``."""
 
 
 def block_lanczos(
@@ -112,9 +112,10 @@ def block_lanczos(
 ) -> Krylov:
     """Compress a symmetric matrix A to a Krylov space by block Lanczos, with full reorthogonalization.
 
-    Directions with a coupling below ``tolerance`` are rounding errors and are dropped. The iteration stops
-    before ``steps`` products if the space becomes invariant under A.
-    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) time, M·P·steps numbers in memory.
+    Directions whose coupling is below ``tolerance`` are rounding errors and are dropped. The iteration stops
+    early if the space becomes invariant under A.
+    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) time, M·P·steps numbers in memory for
+    A of size M×M.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     size, width = start.shape
@@ -130,7 +131,7 @@ def block_lanczos(
         product, inner = apply(block)
         matrix[here, here] = (inner + inner.mT) / 2
         block, outer = _orthonormal(_without(product, known), tolerance)
-        # Scaling a small remainder to unit length amplifies rounding errors: orthogonalize again.
+        # Normalizing a small remainder amplifies its rounding errors, so the block is orthogonalized again.
         block, again = _orthonormal(_without(block, known), 0.5)
         if 8 * block.numel() >= TRIM_BYTES:
             _trim_memory()
@@ -150,10 +151,10 @@ def block_lanczos(
 
 
 def _trim_memory() -> None:
-    """Ask the C library to return unused memory to the system.
+    """Return unused memory to the operating system, if the C library is glibc.
 
-    glibc before 2.38 does not reuse a freed aligned block for a block of equal size. After 64 steps the
-    unused memory would be as large as the basis.
+    glibc before 2.38 does not reuse a freed aligned block for a block of equal size. Without this call, the
+    unused memory after 64 steps would be as large as the basis.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
@@ -161,14 +162,14 @@ def _trim_memory() -> None:
 
 
 def _without(vectors: Tensor, known: Tensor) -> Tensor:
-    """Return vectors minus their projection onto a basis (rows), subtracted twice because of rounding."""
+    """Return vectors minus their projection onto a basis (rows), twice to remove rounding errors."""
     for _ in range(2):
         vectors = torch.addmm(vectors, known.mT, known @ vectors, alpha=-1)
     return vectors
 
 
 def _orthonormal(vectors: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Return Q and R with vectors = Q R; directions below the tolerance become zero columns of Q."""
+    """Return Q and R with vectors = Q R; columns of Q are zero for directions shorter than the tolerance."""
     orthogonal, triangular = torch.linalg.qr(vectors)
     left, lengths, right = torch.linalg.svd(triangular)
     kept = lengths > tolerance

@@ -1,8 +1,9 @@
-r"""Head width that the logits of an attention head require, from second moments of queries and keys.
+r"""Query/key width that the logits of an attention head require, from second moments of queries and keys.
 
-Let P = Σ qqᵀ and S = Σ kkᵀ. Logits Q A Kᵀ in place of Q Kᵀ have the squared error ‖P^½ (A − I) S^½‖_F² over
-all query–key pairs. So the first r singular directions of P^½ S^½ are the best of rank r (KQ-SVD, arXiv
-2512.05916). Compression uses them as projections; audits and plans use the required head width.
+For queries Q and keys K with second moments P = QᵀQ and S = KᵀK, replacing the logits Q Kᵀ by Q A Kᵀ has the
+squared error ‖P^½ (A − I) S^½‖_F², summed over all query–key pairs. So the first r singular directions of
+P^½ S^½ are the best rank-r approximation (KQ-SVD, arXiv 2512.05916). Compression projects on these
+directions; audits and plans report the width r that is required.
 """
 
 from collections.abc import Iterator
@@ -20,26 +21,26 @@ from rankwise.operators import SoftmaxMixing
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
-"""Ridge added to second moments, relative to the mean eigenvalue, so that inverse roots are finite."""
+"""Multiple of the mean eigenvalue added to second moments, so that their inverse roots are finite."""
 STEP = 4096
-"""Number of tokens that are cast to float64 at once, to limit memory."""
+"""Number of tokens cast to float64 at once, which limits memory."""
 
 
 @dataclass(frozen=True)
 class LogitBases:
-    """Bases of the K dimensions of a head, for queries and for keys, best directions first."""
+    """Bases of the query space and the key space of a head (width K); columns in order of importance."""
 
     query: Float64[Tensor, "K K"]
     key: Float64[Tensor, "K K"]
 
 
 def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> LogitBases:
-    """Return bases whose first r directions minimize the squared error of the logits over all pairs.
+    """Return bases whose first r columns minimize the squared error of the logits over all query–key pairs.
 
-    Formula: A = S^½ V_r, B = S^−½ V_r, with P and S the second moments of queries and keys and V the
-    eigenvectors of S^½ P S^½ in descending order. The narrow logits are (Q A)(K B)ᵀ. If several query heads
-    share one key head, P is the sum of their moments, and they share A.
-    Cost: two eigendecompositions, O(K³).
+    Formula: A = S^½ V and B = S^−½ V, where P and S are the second moments of queries and keys, and V the
+    eigenvectors of S^½ P S^½ in descending order. With the first r columns, logits are (Q A_r)(K B_r)ᵀ. If
+    several query heads share one key head, pass the sum of their P; they then share A.
+    Cost: two eigendecompositions, O(K³) time.
     """
     root, inverse = _roots(key)
     vectors = torch.linalg.eigh(root @ query @ root).eigenvectors.flip(-1)
@@ -49,13 +50,13 @@ def logit_bases(query: Float64[Tensor, "K K"], key: Float64[Tensor, "K K"]) -> L
 def logit_energy(
     query: Float64[Tensor, "*batch K K"], key: Float64[Tensor, "*batch K K"]
 ) -> Float64[Tensor, "*batch K"]:
-    """Return σ_i² of P^½ S^½, descending; Σ_{i>r} σ_i² is the squared error of the best rank-r logits."""
+    """Return σ_i² of P^½ S^½, descending; the best rank-r logits have the squared error Σ_{i>r} σ_i²."""
     root, _ = _roots(key)
     return torch.linalg.eigvalsh(root @ query @ root).flip(-1).clamp(min=0)
 
 
 def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
-    """Return S^½ and S^−½ of second moments S plus a ridge."""
+    """Return S^½ and S^−½ of second moments S plus a small ridge that makes them invertible."""
     width = moments.shape[-1]
     trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
     ridge = RIDGE * trace.clamp(min=1e-300) / width
@@ -66,12 +67,12 @@ def _roots(moments: Float64[Tensor, "*batch K K"]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LogitMoments:
-    """Second moments of the queries and keys of heads; ``+`` combines sets of sequences."""
+    """Second moments of the queries and keys of attention heads; ``+`` merges two sets of sequences."""
 
     query: Float64[Tensor, "*batch K K"]
-    """Σ s² qqᵀ over queries q, with s the scale of the logits."""
+    """Σ s² qqᵀ over all queries q, where s is the factor of the logits (usually 1/√K)."""
     key: Float64[Tensor, "*batch K K"]
-    """Σ (k − k̄)(k − k̄)ᵀ over keys k, with k̄ the mean key of the sequence."""
+    """Σ (k − k̄)(k − k̄)ᵀ over all keys k, where k̄ is the mean key of the sequence."""
     rows: Float64[Tensor, "*batch"]
     """Number of queries."""
     columns: Float64[Tensor, "*batch"]
@@ -87,7 +88,7 @@ class LogitMoments:
         )
 
     def sum_sequences(self) -> "LogitMoments":
-        """Return moments (B, H, …) summed over sequences B; a head with NaN or infinity is skipped."""
+        """Return moments (B, H, …) summed over sequences; heads of a sequence with NaN or infinity are skipped."""
         finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
@@ -103,9 +104,9 @@ def logit_moments(
     rows: Bool[Tensor, "B T"] | None = None,
     columns: Bool[Tensor, "B S"] | None = None,
 ) -> LogitMoments:
-    """Return second moments of the queries and centered keys of each head and sequence.
+    """Return second moments of the queries and the centered keys, per sequence and head.
 
-    Cost: O((T + S) K²) time, O(K²) memory per head, and a float64 copy of 4,096 tokens.
+    Cost: O((T + S) K²) time and O(K²) memory per head, plus a float64 copy of 4,096 tokens at a time.
 
     Args:
         op: softmax attention operator, (..., H, T, S); with a mask, (B, H, T, S).
@@ -132,7 +133,7 @@ def logit_moments(
 
 
 def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> Iterator[Tensor]:
-    """Yield blocks of `STEP` tokens in float64, minus the mean; padding becomes 0."""
+    """Yield blocks of `STEP` tokens in float64, minus ``mean``; padding is set to 0."""
     for start in range(0, vectors.shape[-2], STEP):
         part = vectors[..., start : start + STEP, :].double() - mean
         if real is not None:
@@ -141,7 +142,7 @@ def _parts(vectors: Tensor, real: Tensor | None, mean: Tensor | float = 0.0) -> 
 
 
 def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
-    """Return the number of real tokens per head, (..., H)."""
+    """Return the number of real tokens per sequence and head."""
     if real is None:
         return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
     return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
@@ -152,22 +153,22 @@ def required_head_dim(
 ) -> Float64[Tensor, "*batch"]:
     """Return the smallest query/key width that preserves the attention map of a head, to second order.
 
-    Formula: the smallest r with ½ Σ_{i>r} σ_i² ≤ tolerance, with σ_i the singular values of P^½ S^½, P = mean
-    s² qqᵀ and S = mean (k − k̄)(k − k̄)ᵀ. The left side is half of the variance that the best rank-r logits
-    miss, averaged over rows. To second order it equals the KL divergence of attention rows with even weights.
-    Keys are centered, because softmax ignores a shift of all logits of a row. Masks are ignored: all
-    query–key pairs count.
-    Range: [0, K]; 0 = logits so small that attention is uniform. Invariant to a rotation of queries and keys,
-    to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN or
-    infinity. The width is at most the number of tokens: use several tokens per channel.
+    Formula: the smallest r with ½ Σ_{i>r} σ_i² ≤ tolerance. σ_i are the singular values of P^½ S^½, with the
+    second moments P = mean s² qqᵀ of scaled queries and S = mean (k − k̄)(k − k̄)ᵀ of centered keys. The left
+    side is half of the logit variance per row that the best rank-r logits miss. To second order, it is the
+    KL divergence of attention rows with nearly equal weights. Keys are centered, because softmax ignores a
+    constant added to all logits of a row. Masks are ignored: all query–key pairs count.
+    Range: [0, K]; 0 if the logits are so small that attention is uniform. Invariant to a rotation of queries
+    and keys, to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN
+    or infinity. The width cannot exceed the number of tokens: use several tokens per channel.
     Accuracy: usually an overestimate for peaked rows (docs/how-to/findings.md).
-    Cost: O(K³) in addition to `logit_moments`.
-    Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits; the tolerance in nats is a choice of this
+    Cost: O(K³) time in addition to `logit_moments`.
+    Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits. The tolerance in nats is specific to this
     project.
 
     Args:
-        moments: second moments of the tokens, or an operator to compute them from.
-        tolerance: allowed KL divergence of attention rows, in nats.
+        moments: second moments, or a softmax operator from which they are computed.
+        tolerance: allowed KL divergence between the original and the narrow attention row, in nats.
 
     Raises:
         InputError: if the tolerance is not positive and finite.
@@ -175,7 +176,7 @@ def required_head_dim(
     Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 64, 2), torch.randn(2, 64, 2)
-        >>> wide = torch.nn.functional.pad(torch.stack([q[0], k[0]]), (0, 6))  # of 8 channels 6 are zeros
+        >>> wide = torch.nn.functional.pad(torch.stack([q[0], k[0]]), (0, 6))  # 6 of 8 channels are zero
         >>> bool(required_head_dim(SoftmaxMixing(wide[:1], wide[1:])).item() <= 2)
         True
     """
@@ -185,6 +186,6 @@ def required_head_dim(
     known = all_finite(seen.query) & all_finite(seen.key) & (pairs > 0)
     square, pairs = known[..., None, None], pairs.where(known, 1.0)[..., None]
     energy = logit_energy(seen.query.where(square, 0.0), seen.key.where(square, 0.0)) / pairs
-    missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # missed variance at width r = 0, 1, …
+    missed = energy.flip(-1).cumsum(-1).flip(-1) / 2  # half of the variance missed at widths r = 0, 1, …
     width = (missed > tolerance).sum(-1).double()
     return width.masked_fill(~known, float("nan"))

@@ -1,4 +1,7 @@
-"""Estimates of tr f(A) and of eigenvalue counts of A = MᵀM from a Krylov space, with error estimates."""
+"""Estimates of traces tr f(A) and of eigenvalue counts of A = MᵀM, with error estimates.
+
+All estimates use A compressed to a Krylov space: span(X, A X, A² X, …) for a block X of random vectors.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,62 +14,60 @@ from torch import Tensor
 from rankwise.measures.krylov import Krylov, block_lanczos
 
 Function = Callable[[Tensor], Tensor]
-"""Elementwise function f(λ) with f(0) = 0."""
+"""Elementwise function f of eigenvalues λ, with f(0) = 0."""
 Numbers = tuple[float, float, float, float]
-"""Value, standard error, and the lower and upper end of the interval."""
+"""Value, standard error, and the lower and upper ends of the interval."""
 
 ROUNDING = 64 * torch.finfo(torch.float64).eps
-"""Fraction of tr A below which eigenvalues of A and couplings between vectors are rounding errors."""
+"""Fraction of tr A below which an eigenvalue, or a coupling between vectors, counts as a rounding error."""
 NO_SPREAD = 1e-10
-"""Standard deviation over probes, as a fraction of tr A, below which a control variate is constant."""
+"""Fraction of tr A; a control variate whose standard deviation over probes is smaller is not used."""
 SAME = 0.999
-"""Squared cosine above which a Ritz vector (approximate eigenvector) is the same in both halves of probes."""
+"""Squared cosine above which Ritz vectors (approximate eigenvectors) from two sets of probes are the same."""
 CONVERGED = 1e-6
 """Relative residual below which a Ritz value (approximate eigenvalue) counts as an eigenvalue."""
 SHARP = 0.05
-"""Largest relative quadrature error at which a count is reported as a number, not only as an interval."""
+"""Relative quadrature error above which only the interval of a count is reported, and no number."""
 
 
 class Nodes(NamedTuple):
-    """Quadrature rule per starting vector x: Σ f(values) · weights ≈ xᵀ f(A) x."""
+    """Quadrature rule per starting vector x (P vectors, N nodes): Σ f(values) · weights ≈ xᵀ f(A) x."""
 
     values: Float64[Tensor, " N"]
     weights: Float64[Tensor, "N P"]
 
 
 class Bracket(NamedTuple):
-    """Interval of a number, from a quadrature error and a statistical error."""
+    """Interval around a number, from a quadrature error and a statistical error."""
 
     value: float
     half_width: float
-    """Quadrature error: the exact number for these probes is within value ± half_width."""
+    """Quadrature error: for these probes the exact number is between value − half_width and + half_width."""
     stderr: float
-    """Standard error over probes; 0 if no probe was needed."""
+    """Standard error over probes; 0 if no probe was used."""
 
     def reach(self, quantile: float) -> float:
-        """Return half the width of the interval: quadrature error plus ``quantile`` standard errors."""
+        """Return half the width of the interval: quadrature error plus ``quantile`` · ``stderr``."""
         return self.half_width + quantile * self.stderr
 
 
 class ConfirmedPairs(NamedTuple):
-    """Ritz pairs (θ, y), approximate eigenpairs, that both halves of the probes contain."""
+    """Ritz pairs (θ, y), approximate eigenpairs, found by both halves of the probes independently."""
 
     values: Float64[Tensor, " R"]
     squares: Float64[Tensor, "R Q"]
-    """(yᵀx)² for Ritz vectors y of one half and probes x of the other half; the expected value is 1."""
+    """(yᵀx)² for R Ritz vectors y from one half and Q probes x of the other half; the expected value is 1."""
 
 
 class TraceEstimator:
-    r"""Estimator of tr f(A) for A = MᵀM, compressed to a Krylov space of Rademacher (±1) probes.
+    r"""Estimator of tr f(A) for A = MᵀM from Rademacher (±1) probes, with A compressed to their Krylov space.
 
-    For each probe x, xᵀ f(A) x has mean tr f(A). Three corrections reduce the variance over probes
-    without a bias:
+    For each probe x, xᵀ f(A) x has the mean tr f(A). Three corrections reduce the variance without a bias:
 
-    - A Ritz pair (θ, y) of one half of the probes has E (yᵀx)² = 1 for a probe x of the other half:
-      f(θ) (1 − (yᵀx)²) is added. This removes the variance of the strongest directions (Hutch++,
-      Krylov-aware trace estimation).
-    - xᵀ A x has mean ‖M‖_F², which is known: the estimate is regressed on xᵀ A x − ‖M‖_F².
-    - If the space holds all of the energy ‖M‖_F², Σ f(θ) is the trace, and no probe is used.
+    - Deflation: a Ritz pair (θ, y) from one half of the probes has E (yᵀx)² = 1 for a probe x of the other
+      half, so f(θ) (1 − (yᵀx)²) is added. This removes the variance of the strongest directions.
+    - Control variate: xᵀ A x has the known mean ‖M‖_F², so estimates are regressed on xᵀ A x − ‖M‖_F².
+    - Exhaustion: if the Krylov space contains all energy ‖M‖_F², the trace is Σ f(θ), without any probe.
 
     Source: T. Chen and E. Hallman, "Krylov-aware stochastic trace estimation", SIAM J. Matrix Anal. Appl.
     2023; R. Meyer et al., "Hutch++", SOSA 2021; S. Ubaru et al., "Fast estimation of tr(f(A)) via stochastic
@@ -74,7 +75,7 @@ class TraceEstimator:
 
     Args:
         krylov: A compressed to the Krylov space of all probes.
-        energy: tr A.
+        energy: trace of A, equal to ‖M‖_F².
         limit: upper bound on the number of nonzero eigenvalues.
     """
 
@@ -88,21 +89,21 @@ class TraceEstimator:
         exhausted = self.rest == 0 or self.missing <= self.rounding
         self.confirmed = [] if exhausted else _confirmed_pairs(krylov, energy)
         excess = self._corrected(lambda x: x, self.upper) - energy
-        # If A is diagonal, all probes have the same excess: a slope would fit rounding errors.
+        # If A is diagonal, all probes have the same excess: a regression slope would fit rounding errors.
         flat = float(excess.std()) < NO_SPREAD * energy
         self._control = torch.zeros_like(excess) if flat else excess
 
     def by_probes(self, function: Function) -> Bracket:
-        """Return the mean over probes, bracketed by the lower and the upper quadrature rule."""
+        """Return the mean over probes as a bracket from the lower to the upper quadrature rule."""
         return self.between(
             self._corrected(self._floored(function), self.lower), self._corrected(function, self.upper)
         )
 
     def by_ritz(self, function: Function) -> Bracket:
-        """Return a bracket of tr f(A) from all Ritz values θ, without probes.
+        """Return a bracket of tr f(A) from all Ritz values θ, without probes, for concave f ≥ 0.
 
-        The lower end is Σ f(θ). The upper end adds the most that the missing energy can contribute. Both hold
-        for concave f ≥ 0: the eigenvalues of a matrix majorize the eigenvalues of the diagonal blocks.
+        The lower end is Σ f(θ). The upper end adds the most that the energy outside the Krylov space can add.
+        Both hold because the eigenvalues of A majorize the eigenvalues of its diagonal blocks.
         """
         values = self.upper.values
         low, high = float(self._floored(function)(values).sum()), float(function(values).sum())
@@ -112,13 +113,13 @@ class TraceEstimator:
         return Bracket((low + high) / 2, abs(high - low) / 2, 0.0)
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
-        """Return the bracket from mean ``low`` to mean ``high``, each regressed on xᵀ A x − tr A."""
+        """Return a bracket from the mean of ``low`` to the mean of ``high``, after the control variate."""
         low_mean, low_error = _intercept(low, self._control)
         high_mean, high_error = _intercept(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
 
     def deflation(self, function: Function) -> Float64[Tensor, " P"]:
-        """Return the correction Σ f(θ) (1 − (yᵀx)²) per probe x, over confirmed pairs of the other half."""
+        """Return, for each probe x, the correction Σ f(θ) (1 − (yᵀx)²) over Ritz pairs of the other half."""
         if not self.confirmed:
             return self.upper.weights.new_zeros(self.probes)
         return torch.cat([function(pairs.values) @ (1 - pairs.squares) for pairs in self.confirmed])
@@ -131,10 +132,10 @@ class TraceEstimator:
 
 
 def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tensor, " N"]]:
-    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and its residuals per node.
+    """Return the block Gauss–Radau rule with nodes at 0, the block Gauss rule, and its residual at each node.
 
-    The first rule is a lower bound and the second an upper bound for a function such as the square root,
-    whose derivatives have alternating signs (+ − + −). Eigenvalues below the tolerance are rounding errors.
+    For a function such as the square root, whose derivatives alternate in sign (+ − + −), the Gauss–Radau
+    rule is a lower bound and the Gauss rule an upper bound. Eigenvalues below ``tolerance`` count as 0.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     values, vectors = torch.linalg.eigh(krylov.matrix)
@@ -149,10 +150,10 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
 
 
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
-    """Return the regression of the values at control 0 (the mean of the control), and the standard error.
+    """Return the value of a linear regression on ``control`` at control = 0, and its standard error.
 
-    The error is HC3, which leaves out each probe in turn (MacKinnon and White 1985). HC3 suits few probes,
-    whose distribution is not normal and has a variance that depends on the control.
+    The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985), which
+    leaves out each probe in turn: it holds for few probes with a variance that depends on the control.
     """
     middle = control.mean()
     centred = control - middle
@@ -167,11 +168,11 @@ def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
 
 
 def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
-    """Return the Ritz pairs that the Krylov spaces of both halves of the probes contain.
+    """Return the Ritz pairs that are in the Krylov spaces of both halves of the probes.
 
-    Both spaces are subspaces of the space of all probes, so no product with the operator is needed. If an
-    eigenvalue has more eigenvectors than a half has probes, each half finds only a part of the eigenspace.
-    The part depends on the probes of the half, so it is not returned.
+    Both spaces are subspaces of the space of all probes, so no product with M is needed. If an eigenvalue has
+    more eigenvectors than a half has probes, each half finds only a part of its eigenspace. The part depends
+    on the probes of the half, so it is not returned.
     """
     half = krylov.start.shape[1] // 2
 
@@ -180,7 +181,7 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
         return image, block.mT @ image
 
     def ritz(start: Tensor) -> tuple[Tensor, Tensor]:
-        # The tolerance is well above rounding: both halves contain directions coupled by noise alone.
+        # Rounding noise alone may put a direction into both halves, so the tolerance is above rounding.
         part = block_lanczos(apply, start, krylov.steps, 1e-10 * energy, keep_basis=True)
         values, vectors = torch.linalg.eigh(part.matrix)
         assert part.basis is not None
@@ -196,18 +197,18 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
 
 
 class EigenvalueCounter:
-    """Counter of the eigenvalues of A = MᵀM above any threshold t, from an estimator of traces.
+    """Counter of the eigenvalues of A = MᵀM that are at least a threshold t, from an estimator of traces.
 
-    A count is the trace of a step function, which no polynomial approximates well. Two brackets need no
-    smoothness:
+    A count is the trace of a step function, which no low-degree polynomial approximates well. Two methods
+    bracket the count without assuming smoothness:
 
-    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy). A further eigenvalue
-      must lift a Ritz value to t, which uses up missing energy.
-    - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the weight above t by the
-      Gauss rule with a node at t. Converged Ritz values need no bound and are counted directly.
+    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy interlacing). Each further
+      eigenvalue would have to lift a Ritz value to t, which uses up energy outside the Krylov space.
+    - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the spectral weight above t
+      by a Gauss rule that has a node at t. Converged Ritz values are counted directly.
 
-    Source: N. Akhiezer, "The Classical Moment Problem", 1965; Golub and Meurant 2010 for the rule with a node
-    at t.
+    Source: N. Akhiezer, "The Classical Moment Problem", 1965; for the rule with a node at t, Golub and
+    Meurant 2010.
 
     Args:
         estimator: estimator of traces of functions of A.
@@ -218,22 +219,22 @@ class EigenvalueCounter:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # rounding errors count as eigenvalue 0
+        settled |= values <= estimator.rounding  # rounding errors count as the eigenvalue 0
         self.settled = Nodes(values[settled], weights[settled])
         spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
 
     def count(self, threshold: float, quantile: float) -> Numbers:
-        """Return the count, its standard error and its interval of `quantile` standard errors.
+        """Return the count, its standard error, and its interval at ``quantile`` standard errors.
 
-        Count and standard error are NaN if the quadrature error is too large.
+        The count and the standard error are NaN if the quadrature error is too large.
         """
         fewest, most = self.by_energy(threshold)
         bracket = self.by_probes(threshold)
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # bounds by energy are certain
+        if low > high or most - fewest <= 2 * reach:  # prefer the certain bounds by energy
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):
@@ -241,7 +242,7 @@ class EigenvalueCounter:
         return value, math.hypot(bracket.half_width, bracket.stderr), float(low), float(high)
 
     def by_energy(self, threshold: float) -> tuple[int, int]:
-        """Return the smallest and the largest possible number of eigenvalues ≥ t, certain up to rounding."""
+        """Return the smallest and largest possible number of eigenvalues ≥ t, certain except for rounding."""
         estimator = self.estimator
         values = estimator.upper.values.flip(0)
         fewest = int((values >= threshold + estimator.rounding).sum())
@@ -251,7 +252,7 @@ class EigenvalueCounter:
         return fewest, min(fewest + int(affordable.sum()), estimator.limit)
 
     def by_probes(self, threshold: float) -> Bracket:
-        """Return a bracket of the count: means over probes of the lower and upper bounds of each probe."""
+        """Return a bracket of the count, from the mean lower bound and the mean upper bound over probes."""
 
         def step(x: Tensor) -> Tensor:
             return (x >= threshold).to(x.dtype)
@@ -262,14 +263,14 @@ class EigenvalueCounter:
 
 
 class ScalarRule(NamedTuple):
-    """Gauss quadrature rule of each probe's spectral weight: Jacobi matrix and total weight."""
+    """Gauss rule of the spectral measure of each of P probes: N×N Jacobi matrices and total weights."""
 
     jacobi: Float64[Tensor, "P N N"]
     mass: Float64[Tensor, " P"]
 
 
 def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
-    """Return the Gauss rule of each probe's spectral weight (nodes, weights), by scalar Lanczos."""
+    """Return the Gauss rule of each probe's spectral measure, compressed by scalar Lanczos steps."""
     values, weights = nodes
     mass = weights.sum(0)
     vector = (weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)).sqrt().mT
@@ -291,7 +292,7 @@ def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
 
 
 def _weight_above(rule: ScalarRule, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return a lower and an upper bound of each probe's weight on eigenvalues ≥ t: without, with node t."""
+    """Return lower and upper bounds of each probe's spectral weight ≥ t: without and with the node at t."""
     jacobi, mass = rule
     if jacobi.shape[-1] < 2:
         return torch.zeros_like(mass), mass

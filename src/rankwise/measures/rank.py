@@ -29,12 +29,12 @@ __all__ = [
 
 
 class Estimate(NamedTuple):
-    """Estimated number per matrix, with its error; all fields are NaN for a matrix with NaN or infinity."""
+    """Estimate per matrix: value, standard error and 95 % interval; NaN if the matrix is not finite."""
 
     value: Float64[Tensor, "*batch"]
-    """Estimated number; NaN for a count of which only the interval is known."""
+    """Estimated value; NaN for a count if only its interval is known."""
     stderr: Float64[Tensor, "*batch"]
-    """Standard error by random probes and quadrature together; 0 if exact, NaN if the value is NaN."""
+    """Standard error from random probes and quadrature; 0 if the value is exact, NaN if the value is NaN."""
     low: Float64[Tensor, "*batch"]
     """Lower end of the 95 % interval."""
     high: Float64[Tensor, "*batch"]
@@ -42,7 +42,7 @@ class Estimate(NamedTuple):
 
 
 class RankEstimates(NamedTuple):
-    """All ranks of a batch of matrices, exact or estimated."""
+    """All ranks of each matrix in a batch, exact or estimated."""
 
     numerical: tuple[Estimate, ...]
     """Number of singular values ≥ δ, one estimate per threshold δ."""
@@ -54,28 +54,28 @@ class RankEstimates(NamedTuple):
 
 
 class RankSummary(NamedTuple):
-    """All ranks of a batch of matrices from one decomposition; NaN for a matrix with NaN or infinity."""
+    """All ranks of each matrix in a batch, from one decomposition; NaN for a matrix with NaN or infinity."""
 
     singular_values: Float64[Tensor, "*batch N"]
-    """σ_1 ≥ σ_2 ≥ …, N = min(T, S)."""
+    """Singular values σ_1 ≥ σ_2 ≥ …, where N = min(T, S)."""
     numerical_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δ."""
     effective_rank: Float64[Tensor, "*batch"]
-    """Exponential of the entropy of σ/Σσ."""
+    """Exponential of the entropy of the normalized singular values σ/Σσ."""
     stable_rank: Float64[Tensor, "*batch"]
     """‖M‖_F²/σ_1² of the mixing matrix M."""
     sigma_max: Float64[Tensor, "*batch"]
     """Largest singular value σ_1, the operator norm."""
     used_svd: Float64[Tensor, "*batch"]
-    """1 if the SVD was computed, because rounding in the Gram matrix could have changed a rank; else 0."""
+    """1 if the SVD was computed because rounding in the Gram matrix could have changed a rank, else 0."""
     relative_rank: Float64[Tensor, "*batch"]
-    """Number of singular values ≥ δσ_1, which is independent of the scale of M; 0 for the zero matrix."""
+    """Number of singular values ≥ δσ_1; independent of the scale of M, and 0 for the zero matrix."""
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
-        """Return the ranks as estimates with an error of 0.
+        """Return the ranks as estimates whose standard error is 0, because they are exact.
 
         Args:
-            deltas: thresholds that were passed to `rank_summary`: ``delta``, then ``also_at``.
+            deltas: thresholds passed to `rank_summary`: ``delta``, followed by ``also_at``.
         """
         numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
         others = (self.relative_rank, self.effective_rank, self.stable_rank, self.sigma_max)
@@ -84,17 +84,17 @@ class RankSummary(NamedTuple):
 
 @measure("matrices", degree=1)
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
-    """Return the singular values σ_1 ≥ σ_2 ≥ … of each matrix, N = min(T, S).
+    """Return the singular values σ_1 ≥ σ_2 ≥ … of each matrix, where N = min(T, S).
 
     Range: [0, ‖M‖_F]; NaN for a matrix with NaN or infinity. The absolute error in float64 is about
-    1e-16·σ_1, so smaller values mean zero.
+    1e-16·σ_1, so a smaller value cannot be distinguished from zero.
     Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -112,27 +112,27 @@ def rank_summary(
     also_at: Sequence[float] = (),
     relative: bool = False,
 ) -> RankSummary:
-    """Compute the singular values and all ranks from one decomposition.
+    """Compute the singular values and all ranks of each matrix from one decomposition.
 
-    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
-    `singular_values`. It is the full time of the SVD if ``exact``, if the smaller side is below 96, if a
-    gradient is required, and for each matrix with ``used_svd``.
-    Numerics: σ = √λ, with λ the eigenvalues of the Gram matrix of the shorter side in float64. The error of λ
-    is at most e = 4·max(T, S)·1e-16·‖M‖_F², the error of σ at most min(√e, e/σ). The SVD is computed for a
-    matrix if a λ is within e of a δ², or if e could change the effective rank by 1 %. So numerical ranks
-    always equal the counts by the SVD. For softmax and hardmax heads up to T = 1,024 no effective rank
-    changed by more than 1e-4. The relative error of the stable rank and of σ_1 is below 1e-10.
+    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 40 % of the time of
+    `singular_values`. The SVD, which takes the full time, is computed if ``exact`` is True, if min(T, S) <
+    96, if a gradient is required, and for each matrix with ``used_svd``.
+    Numerics: σ = √λ, where λ are the float64 eigenvalues of the smaller Gram matrix (M Mᵀ or MᵀM). The error
+    of λ is at most e = 4·max(T, S)·1e-16·‖M‖_F², and the error of σ at most min(√e, e/σ). If some λ is within
+    e of δ², or if e could change the effective rank by 1 %, the SVD of the matrix is computed instead. So
+    numerical ranks always equal the counts by the SVD. For softmax and hardmax heads up to T = 1,024 no
+    effective rank changed by more than 1e-4. The relative error of the stable rank and σ_1 is below 1e-10.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
         delta: absolute threshold δ of the numerical rank.
-        exact: True to compute the SVD of all matrices, with an error of 1e-16·σ_1 in each singular value.
-        also_at: further thresholds for `RankSummary.estimates`.
-        relative: compute the SVD also if rounding could move a singular value across δσ_1. A δ below about
-            1e-7 then leads to the SVD for all matrices.
+        exact: True to compute the SVD of every matrix; each singular value then has an error of 1e-16·σ_1.
+        also_at: further thresholds δ for `RankSummary.estimates`.
+        relative: True to compute the SVD also if rounding could move a singular value across δσ_1. If δ is
+            below about 1e-7, the SVD is then computed for all matrices.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
     Examples:
@@ -154,22 +154,22 @@ def rank_summary(
 
 @measure("matrices", degree=None)
 def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"]:
-    """Count the singular values that are at least δ.
+    """Count the singular values of each matrix that are at least δ.
 
     Formula: #{i : σ_i ≥ δ}. δ is absolute: it does not scale with the matrix.
-    Range: whole numbers in [0, min(T, S)], at most ‖M‖_F²/δ², decreasing in δ; NaN, hence float64, for a
-    matrix with NaN or infinity.
-    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 0.4 of the time of
+    Range: integers in [0, min(T, S)], at most ‖M‖_F²/δ²; a larger δ never returns a larger count. NaN for a
+    matrix with NaN or infinity, which is why the dtype is float64.
+    Cost: T S min(T, S) + (4/3)·min(T, S)³ operations and O(T S) memory per matrix, about 40 % of the time of
     `singular_values`; the full time for the few matrices with a singular value too close to δ.
     Numerics: eigenvalues of M Mᵀ, as in `rank_summary`; the result always equals the count by the SVD.
     Source: rank(M, δ) of "On the Limitation and Redundancy of Transformers: A Rank Perspective".
 
     Args:
-        op: operator, or tensor (..., T, S).
-        delta: threshold δ. A δ below about 1e-16·σ_1 counts rounding errors.
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
+        delta: threshold δ. If δ is below about 1e-16·σ_1, rounding errors are counted too.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
     Examples:
@@ -187,19 +187,19 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
 
 @measure("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """Return the effective rank, a smooth count of the singular values by their entropy.
+    """Return the effective rank of each matrix: the exponential of the entropy of its singular values.
 
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
-    Range: [1, min(T, S)], at least the stable rank; 1 = rank one, min(T, S) = all singular values equal.
-    Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
+    Range: [1, min(T, S)], at least the stable rank. It is 1 if M has rank 1, and min(T, S) if all singular
+    values are equal. Independent of the scale of the matrix. NaN for a matrix with NaN or infinity.
     Cost: the cost of `singular_values`.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -214,18 +214,18 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     """Return the stable rank: the squared Frobenius norm divided by the squared largest singular value.
 
     Formula: ‖M‖_F²/σ_1² = Σσ_i²/σ_1²; 0 for the zero matrix.
-    Range: [1, min(T, S)], at most the effective rank; 1 = rank one (all rows equal if M is row-stochastic).
-    Independent of the scale of the matrix and nearly so of small singular values. NaN for a matrix with NaN
-    or infinity.
-    Cost: the cost of `rank_summary`; its Gram matrix determines the stable rank to 1e-10.
-    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, under the name
+    Range: [1, min(T, S)], at most the effective rank. It is 1 if M has rank 1 (all rows are equal if the rows
+    also sum to 1). Independent of the scale of the matrix, and almost independent of small singular values.
+    NaN for a matrix with NaN or infinity.
+    Cost: the cost of `rank_summary`. The Gram matrix determines the stable rank to a relative error of 1e-10.
+    Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, where it is called
     numerical rank.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -239,7 +239,7 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
 def scaled_spectrum(
     op: Mixing, subject: str
 ) -> tuple[Float64[Tensor, "*batch N"], Float64[Tensor, "*batch"]]:
-    """Return singular values divided by a power of two, for precise ratios, and the power of two."""
+    """Return each matrix's singular values divided by a power of two that avoids overflow, and this power."""
     sigma, scale = map_parts(op, subject, scaled_svd)
     return sigma, scale
 
@@ -282,7 +282,7 @@ def _energy_rank(sigma: Tensor) -> Tensor:
 
 
 def _relative(sigma: Tensor) -> Tensor:
-    """Return σ/σ_1, or 0 for a zero matrix; squares of the ratios cannot overflow, and NaN stays NaN."""
+    """Return σ/σ_1, or 0 for a zero matrix; the squares of the ratios cannot overflow, and NaN stays NaN."""
     top = sigma[..., :1].expand_as(sigma)
     return torch.where(top.isnan(), top, ratio(sigma, top))
 

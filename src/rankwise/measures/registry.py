@@ -1,4 +1,4 @@
-"""Registry of measures for audits and for tests of general laws, and conversion of inputs to float64."""
+"""Registry of measures for audits and for tests of properties; conversion of measure inputs to float64."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -19,23 +19,24 @@ MeasureT = TypeVar("MeasureT", bound=Callable[..., Any])
 
 @runtime_checkable
 class RowStatistic(Protocol):
-    """Statistic that is accumulated over blocks of rows of mixing matrices."""
+    """Statistic accumulated over blocks of rows of mixing matrices, such as a sum of row entropies."""
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None: ...
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add a block of rows that begins at row ``start``: the rows, and the rows divided by the scale."""
+        """Add a block of rows that begins at row ``start``; ``scaled`` is ``rows`` divided by the scale."""
 
 
 class Measure(NamedTuple):
     """A registered measure: a function, the kind of its input, and how its value scales with the input.
 
     Attributes:
-        function: the function.
-        of: kind of the input: "matrices" (..., T, S), each alone; "heads" (..., H, T, S), all heads of a
-            layer together; "tokens" (B, T, D), token states.
-        degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if this law fails, as with a fixed threshold δ.
-        statistics: row statistics that the function reads; empty if the function needs no walk over rows.
+        function: function that computes the measure.
+        of: input of the function: "matrices" (..., T, S), each matrix measured alone; "heads" (..., H, T, S),
+            all heads of a layer compared; "tokens" (B, T, D), token states.
+        degree: k in f(c·M) = cᵏ·f(M) for c > 0; None if f does not scale this way, as with a fixed
+            threshold δ.
+        statistics: row statistics that the function reads; empty if it needs no pass over the rows.
     """
 
     function: Callable[..., Any]
@@ -45,13 +46,13 @@ class Measure(NamedTuple):
 
 
 MEASURES: dict[str, Measure] = {}
-"""All registered measures, by the name of the function."""
+"""All registered measures by the name of their function, such as "row_entropy"."""
 
 
 def measure(
     of: Literal["matrices", "heads", "tokens"], *statistics: type[RowStatistic], degree: int | None
 ) -> Callable[[MeasureT], MeasureT]:
-    """Return a decorator that registers a function in `MEASURES`; arguments as the fields of `Measure`.
+    """Return a decorator that registers a function in `MEASURES` with these fields of `Measure`.
 
     Examples:
         >>> from rankwise import measures
@@ -75,7 +76,7 @@ def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
 
 
 def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
-    """Return an operator whose rows can be read in float64; no matrix is formed, and a tensor is wrapped."""
+    """Return an operator that computes rows in float64 without forming the matrix; a tensor is wrapped."""
     check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))
@@ -99,9 +100,10 @@ def check_matrices(mixing: Mixing, subject: str) -> None:
 def as_tokens(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None, subject: str
 ) -> tuple[Float64[Tensor, "B T D"], TokenMask, Bool[Tensor, " B"]]:
-    """Return token states in float64 with padding set to 0, the mask, and True per usable sequence.
+    """Return token states in float64 with padding set to 0, the mask, and a flag per sequence.
 
-    A sequence is usable if it has a real token, and all real tokens are finite. Others are set to 0.
+    The flag is True if the sequence has a real token and all its real tokens are finite. The states of other
+    sequences are set to 0.
     """
     if tokens.ndim != 3 or 0 in tokens.shape[1:]:
         raise ShapeError(

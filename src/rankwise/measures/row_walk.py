@@ -1,7 +1,7 @@
-"""One walk over the rows of mixing matrices (operators), block by block, for all measures of rows.
+"""One pass over the rows of mixing matrices (operators), block by block, for all measures of rows.
 
-A measure of rows declares the row statistics that it reads. It takes an operator, or a walk that several
-measures share. No matrix is formed.
+Each measure of rows declares which row statistics it reads. It is called with an operator, or with a
+`RowWalk` (one pass that fills the statistics of several measures). No whole matrix is formed.
 """
 
 import math
@@ -19,14 +19,14 @@ from rankwise.measures.registry import MEASURES, Mixing, Rows, RowStatistic, as_
 from rankwise.operators import MixingOperator
 
 BLOCK_BYTES = {"cpu": 2**22}
-"""Bytes of float64 rows per block on a CPU: a block fits into the CPU cache."""
+"""Bytes of float64 rows per block on a CPU, so that a block fits into the CPU cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """Bytes of float64 rows per block on an accelerator."""
 PARALLEL_BYTES = 2**29
-"""Bytes of float64 matrices (all heads of the sequences) that are walked in parallel. A larger sequence is
-walked alone, on all threads."""
+"""Total bytes of float64 matrices (all heads of the sequences) processed in parallel. A larger sequence is
+processed alone, on all threads."""
 FAR, FAR_SCALE = 2.0**900, 2.0**64
-"""A matrix with an entry above FAR is divided by FAR_SCALE, and a matrix with all entries below 1/FAR is
+"""A matrix with an entry above FAR is divided by FAR_SCALE, and a matrix whose entries are all below 1/FAR is
 multiplied by FAR_SCALE. Sums and means of entries then neither overflow nor underflow."""
 
 __all__ = ["evaluate"]
@@ -35,12 +35,12 @@ Statistic = TypeVar("Statistic", bound=RowStatistic)
 
 
 class RowWalk:
-    """One walk over the rows of an operator, which fills row statistics.
+    """One pass over the rows of an operator, which fills row statistics.
 
     Args:
-        operator: the operator, (..., T, S).
+        operator: mixing operator, (..., T, S).
         statistics: types of the statistics to fill.
-        scale: power of two by which each matrix is divided.
+        scale: power of two by which each matrix is divided before sums are taken.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RowWalk:
         self.largest = torch.zeros_like(scale[..., 0, 0])
         """Largest magnitude of each matrix; NaN or infinity if the matrix contains NaN or infinity."""
         self.size = torch.zeros_like(self.largest)
-        """Frobenius norm ‖M‖_F of each matrix M, divided by the scale."""
+        """Frobenius norm ‖M‖_F of each matrix M, divided by ``scale``."""
         plain = bool((scale == 1).all())
         for start, rows in _blocks(operator):
             scaled = rows if plain else rows / scale
@@ -78,20 +78,20 @@ class RowWalk:
 
 
 def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
-    """Return values of measures of matrices and heads by name; measures of rows share one walk over rows.
+    """Return measures by name; all measures of rows share one pass over the rows of the operator.
 
-    On a CPU the sequences of (B, H, T, S) are walked in parallel threads. No gradient is kept. Measures of
+    On a CPU the sequences of (B, H, T, S) are processed by parallel threads. No gradient is kept. Measures of
     tokens must be called directly: ``MEASURES[name].function(tokens, mask)``.
 
-    Cost: one walk over the rows for all measures of rows, O(H² T S) time with `head_distance`, memory
+    Cost: one pass over the rows for all measures of rows (O(H² T S) time with `head_distance`), with memory
     for a block of rows and S numbers per matrix. Each other measure adds the cost in its docstring.
 
     Args:
-        names: names of measures in `MEASURES`.
-        op: operator, or tensor (..., T, S); (..., H, T, S) for measures of heads.
+        names: names of measures of matrices or heads in `MEASURES`.
+        op: mixing operator, or tensor (..., T, S); (..., H, T, S) for measures of heads.
 
     Raises:
-        ShapeError: if a measure does not take ``op``.
+        ShapeError: if a measure does not accept the shape of ``op``.
 
     Examples:
         >>> from rankwise import measures
@@ -120,12 +120,12 @@ def _evaluate_rows(names: list[str], operator: MixingOperator) -> dict[str, Tens
 
 
 def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
-    """Return a walk over the rows for the measure ``name``; return ``op`` if ``op`` is a walk already."""
+    """Return a pass over the rows for the measure ``name``; ``op`` itself if it is such a pass already."""
     return op if isinstance(op, RowWalk) else _walk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
 
 
 def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
-    """Walk over the rows, and walk again with a scale if sums may have left the range of float64."""
+    """Pass over the rows, and again with a scale if sums may have left the range of float64."""
     batch = operator.shape[:-2]
     scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
     walk = RowWalk(operator, statistics, scale)
@@ -146,7 +146,7 @@ def _blocks(operator: MixingOperator) -> Iterator[tuple[int, Rows]]:
 
 
 def row_shares(rows: Rows) -> Rows:
-    """Return normalized rows |m_ij|/Σ_j|m_ij|, computed without overflow; rows of zeros stay zero."""
+    """Return rows |m_ij|/Σ_j|m_ij|, which sum to 1, computed without overflow; rows of zeros stay zero."""
     weights = rows.abs() / unit_scale(rows, (-1,))
     return ratio(weights, weights.sum(-1, keepdim=True).expand_as(weights))
 
@@ -160,7 +160,7 @@ class RowShares:
         self.mass = scale.new_zeros(*operator.shape[:-2], operator.shape[-1])
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Add the normalized rows of a block to the sums."""
+        """Add the entropies, column sums and number of nonzero rows of a block."""
         shares = row_shares(rows)
         self.entropy = self.entropy + torch.special.entr(shares).sum(MATRIX)
         self.nonzero_rows = self.nonzero_rows + (rows != 0).any(-1).sum(-1)
@@ -170,8 +170,8 @@ class RowShares:
 class DistanceToMeanRow:
     """Distance ‖M − 1m̄ᵀ‖_F of a mixing matrix M from its mean row m̄.
 
-    The first row is subtracted from all rows, so that nearly equal rows keep full precision. Blocks are
-    combined by the formula of Chan, Golub and LeVeque 1983.
+    The first row is subtracted from all rows, so that nearly equal rows keep full precision. Blocks of rows
+    are combined as in parallel variance algorithms (Chan, Golub and LeVeque 1983).
     """
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
@@ -200,17 +200,17 @@ class DistanceToIdentity:
         self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Subtract 1 from the diagonal entries of a block, and accumulate the norm of the difference."""
+        """Subtract 1 from the diagonal entries of a block, and add the norm of the result."""
         own = scaled.clone()
         own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
         self.distance = torch.hypot(self.distance, norm(own, MATRIX))
 
 
 class PairwiseDistances:
-    """Distance ‖A − B‖_F of each pair of heads A and B, divided by the larger scale of A and B.
+    """Distance ‖A − B‖_F of each pair of heads A and B, divided by the larger of their scales.
 
-    Differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would take one matrix product, but the rounding
-    error of 1e-16·‖A‖² exceeds the squared distance of redundant heads: distances below 1e-8 would be noise.
+    Differences are summed directly. ‖A‖² + ‖B‖² − 2⟨A, B⟩ would need only one matrix product, but its
+    rounding error of 1e-16·‖A‖² would hide relative distances below 1e-8, which redundant heads have.
     """
 
     def __init__(self, operator: MixingOperator, scale: Float64[Tensor, "*batch 1 1"]) -> None:
@@ -226,7 +226,7 @@ class PairwiseDistances:
         self.distance = torch.zeros_like(self.scale)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Accumulate the distance of each head to every later head, over a block of rows."""
+        """Add the squared distances of each head to all later heads, over a block of rows."""
         for head in range(rows.shape[-3] - 1):
             first, others = rows[..., head : head + 1, :, :], rows[..., head + 1 :, :, :]
             if not self.plain:

@@ -1,4 +1,4 @@
-"""Measures of the rows of mixing matrices (operators): entropy, weight of single tokens, distances."""
+"""Measures of the rows of mixing matrices (operators): entropy, weight on single tokens, distances."""
 
 import math
 
@@ -32,20 +32,20 @@ __all__ = [
 
 @measure("matrices", RowShares, degree=0)
 def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the mean entropy of the rows, in nats.
+    """Return the mean entropy of the rows of a mixing matrix M, in nats.
 
-    Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. For a
-    row-stochastic matrix, p equals the matrix; otherwise p normalizes the magnitudes of each row. Rows of
-    zeros, such as rows of tokens that see no token, are left out of the mean.
-    Range: [0, log S]; 0 = every row picks one token, log S = every row is uniform. NaN for a matrix with only
-    rows of zeros, or with NaN or infinity.
-    Cost: O(T S).
+    Formula: mean over rows of −Σ_j p_ij log p_ij with p_ij = |m_ij|/Σ_j|m_ij| and 0 log 0 = 0. If the entries
+    are nonnegative and rows sum to 1, p is M itself. Rows of zeros (tokens that attend to no token) are left
+    out of the mean.
+    Range: [0, log S]; 0 if every row selects one token, log S if every row is uniform. NaN for a matrix with
+    only rows of zeros, or with NaN or infinity.
+    Cost: O(T S) time per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -60,19 +60,19 @@ def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", RowShares, degree=0)
 def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "*batch"]:
-    """Return the mean weight of the rows on one token, by default the first token.
+    """Return the mean weight that rows of a mixing matrix M put on one token, by default the first token.
 
-    Formula: mean over rows of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
-    Range: [0, 1]; 1 = every row puts all weight on the token (an attention sink), 1/S = uniform rows. NaN for
+    Formula: mean over rows i of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
+    Range: [0, 1]; 1 if all rows put all weight on the token (an attention sink), 1/S if rows are uniform. NaN
     a matrix with only rows of zeros, or with NaN or infinity.
-    Cost: O(T S).
+    Cost: O(T S) time per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
         column: index of the token; negative indices count from the end.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1, or ``column`` is out of range.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1, or ``column`` is out of range.
 
     Examples:
         >>> import torch
@@ -94,18 +94,18 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
 
 @measure("matrices", RowShares, degree=0)
 def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the largest mean weight of the rows on any single token.
+    """Return the weight of the token that receives the largest mean weight from the rows.
 
-    Formula: max_j of the mean over rows of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
-    Range: [1/S, 1], at least `first_token_mass` of any column; 1 = every row puts all weight on one token.
+    Formula: max_j of the mean over rows i of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
+    Range: [1/S, 1], at least `first_token_mass` of any column; 1 if every row puts all weight on one token.
     NaN for a matrix with only rows of zeros, or with NaN or infinity.
-    Cost: O(T S).
+    Cost: O(T S) time per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -119,16 +119,16 @@ def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("heads", RowShares, degree=0)
 def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
-    """Return the index of the token with the largest mean weight of the rows, as in `max_token_mass`.
+    """Return the index of the token that receives the largest mean weight, as in `max_token_mass`.
 
     Range: [0, S − 1], the lowest index if several tokens tie; −1 if `max_token_mass` is NaN.
-    Cost: O(T S).
+    Cost: O(T S) time per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -141,20 +141,20 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToMeanRow, degree=0)
 def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the distance of a matrix to the nearest matrix with equal rows, divided by the norm.
+    """Return the distance of a mixing matrix M to the nearest matrix with equal rows, divided by its norm.
 
-    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ the mean row; 0 for the zero matrix. It is `token_spread` of the rows.
-    Range: [0, 1] for any real matrix; 0 = all rows equal, so that every token receives the same mixture. NaN
+    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ is the mean row; 0 for the zero matrix. Same as `token_spread` of rows.
+    Range: [0, 1]; 0 if all rows are equal, so that every token receives the same mixture of values. NaN
     for a matrix with NaN or infinity.
-    Cost: O(T S).
-    Numerics: the first row is subtracted from all before they are centered, so that nearly equal rows lose no
-    digits.
+    Cost: O(T S) time per matrix.
+    Numerics: the first row is subtracted from all rows before their mean is, so that nearly equal rows lose
+    no digits.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -167,18 +167,18 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 @measure("matrices", DistanceToIdentity, degree=None)
 def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the normalized distance of a matrix to the identity, which mixes no tokens.
+    """Return the normalized distance of a mixing matrix M to the identity, which mixes no tokens.
 
     Formula: ‖M − I‖_F/√(‖M‖_F² + T).
-    Range: [0, 1] if the trace is not negative, as for every matrix without negative entries, else up to √2;
-    0 = no mixing, 1 = no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
-    Cost: O(T S).
+    Range: [0, 1] if the trace is not negative (as without negative entries), else up to √2. 0 if no tokens
+    are mixed, 1 if no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
+    Cost: O(T S) time per matrix.
 
     Args:
-        op: operator, or tensor (..., T, S).
+        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
 
     Raises:
-        ShapeError: if ``op`` is not (..., T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -195,19 +195,19 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 def head_distance(
     op: MixingOperator | Shaped[Tensor, "*batch H T S"] | RowWalk,
 ) -> Float64[Tensor, "*batch H H"]:
-    """Return the normalized distance between the mixing matrices of each pair of heads of a layer.
+    """Return the normalized distance between the mixing matrices of each pair of heads in a layer.
 
     Formula: ‖A − B‖_F/√(‖A‖_F² + ‖B‖_F²) for heads A and B; 0 for two zero heads.
-    Range: [0, 1] for matrices without negative entries, else up to √2; 0 = equal matrices, 1 = no common
-    token. Symmetric, with a zero diagonal. NaN in the row and column of a head with NaN or infinity.
-    Cost: O(H² T S) time; memory of a block of rows.
-    Numerics: differences are summed directly, so nearly equal heads lose no digits.
+    Range: [0, 1] for matrices without negative entries, else up to √2. 0 if A = B, 1 if no entry is nonzero
+    in both. Symmetric, with a zero diagonal. NaN in the row and column of a head with NaN or infinity.
+    Cost: O(H² T S) time; memory for a block of rows.
+    Numerics: differences of entries are summed directly, so nearly equal heads lose no digits.
 
     Args:
-        op: operator, or tensor (..., H, T, S).
+        op: mixing operator, or tensor (..., H, T, S) with the matrices of all H heads of a layer.
 
     Raises:
-        ShapeError: if ``op`` is not (..., H, T, S) with T, S ≥ 1.
+        ShapeError: if ``op`` does not have shape (..., H, T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch

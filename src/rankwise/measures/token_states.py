@@ -24,7 +24,7 @@ __all__ = [
 
 EPS = torch.finfo(torch.float64).eps
 RTOL = 1e-6
-"""Largest relative error of a coding rate that rounding may cause."""
+"""Largest relative rounding error of a coding rate that is accepted without an error message."""
 
 
 @measure("tokens", degree=0)
@@ -33,18 +33,18 @@ def token_spread(
 ) -> Float64[Tensor, " B"]:
     """Return the distance μ of the tokens from their mean, by default divided by the norm of the tokens.
 
-    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, ȳ the mean token; divided by ‖Y‖_F if ``normalized``, with 0/0 = 0.
-    Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 = all tokens equal, or a single token. NaN for a
+    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, where ȳ is the mean token; divided by ‖Y‖_F if ``normalized`` (0/0 = 0).
+    Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 if all tokens are equal or there is only one. NaN for a
     sequence without a real token, or with NaN or infinity in a real token. Padding is ignored.
-    Cost: O(T D).
-    Numerics: the first real token is subtracted from all before they are centered. The relative error stays
-    near √T·1e-16 even for nearly equal tokens, and equal tokens give exactly 0.
-    Source: μ is the collapse measure of the paper on λ-skip connections, "the architectural component that
-    prevents rank collapse". Normalize for models whose norms change with depth.
+    Cost: O(T D) time per sequence.
+    Numerics: the first real token is subtracted from all tokens before their mean is. So the relative error
+    is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
+    Source: μ measures collapse in the paper on λ-skip connections, "the architectural component that
+    prevents rank collapse". Normalize if the norms of the states change with depth.
 
     Args:
-        tokens: token states.
-        mask: True for real tokens; by default all are real.
+        tokens: states of B sequences, with T tokens of D features each.
+        mask: True for real tokens, False for padding; by default all tokens are real.
         normalized: True to return μ/‖Y‖_F, False to return μ.
 
     Raises:
@@ -69,11 +69,11 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     """Return the Frobenius norm ‖Y‖_F of the token states of each sequence.
 
     Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in a real token.
-    Cost: O(T D).
+    Cost: O(T D) time per sequence.
 
     Args:
-        tokens: token states.
-        mask: True for real tokens; by default all are real.
+        tokens: states of B sequences, with T tokens of D features each.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
@@ -89,18 +89,18 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
 
 @measure("tokens", degree=0)
 def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Return the mean cosine similarity over pairs of different tokens.
+    """Return the mean cosine similarity over all pairs of different tokens.
 
-    Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)), u_i = y_i/‖y_i‖. Tokens of
-    norm 0 have no direction and are left out.
-    Range: [−1/(n − 1), 1]; 1 = all tokens point the same way, near 0 = unrelated. Independent of the lengths
-    of the tokens. NaN for fewer than two tokens with a direction, or with NaN or infinity in a real one.
-    Cost: O(T D); no T×T matrix is formed.
-    Numerics: the sum cancels; the absolute error is about 1e-16.
+    Formula: Σ_{i≠j} ⟨u_i, u_j⟩ / (n(n − 1)) = (‖Σ u_i‖² − Σ‖u_i‖²) / (n(n − 1)) over n tokens y_i with
+    directions u_i = y_i/‖y_i‖. Tokens of norm 0 have no direction and are left out.
+    Range: [−1/(n − 1), 1]; 1 if all tokens have the same direction, near 0 if they are unrelated. Independent
+    of the norms of the tokens. NaN if fewer than two tokens are nonzero, or a real token is not finite.
+    Cost: O(T D) time per sequence; no T×T matrix is formed.
+    Numerics: cancellation in the sum limits the absolute error to about 1e-16.
 
     Args:
-        tokens: token states.
-        mask: True for real tokens; by default all are real.
+        tokens: states of B sequences, with T tokens of D features each.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
@@ -125,19 +125,19 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
 def state_effective_rank(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Return the effective rank of the token states.
+    """Return the effective rank of the token states: how many directions they fill, by entropy.
 
     Formula: `effective_rank` of the T×D matrix of real tokens. Padding becomes rows of zeros, which do not
     change the singular values.
-    Range: [1, min(n, D)] for n real tokens, 0 if all are zero; 1 = all tokens on one line through 0. NaN for
-    a sequence without a real token, or with NaN or infinity in one.
-    Cost: a dense decomposition, O(T D min(T, D)).
-    Numerics: the SVD, because a Gram matrix loses singular values below 1e-8·σ_1.
+    Range: [1, min(n, D)] for n real tokens, 0 if all are zero; 1 if all tokens are multiples of one vector.
+    NaN for a sequence without a real token, or with NaN or infinity in a real token.
+    Cost: a dense decomposition, O(T D min(T, D)) time.
+    Numerics: the SVD is computed, because a Gram matrix loses singular values below 1e-8·σ_1.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
     Args:
-        tokens: token states.
-        mask: True for real tokens; by default all are real.
+        tokens: states of B sequences, with T tokens of D features each.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
@@ -152,21 +152,22 @@ def state_effective_rank(
 
 
 def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
-    """Return the relative size of the update of a block, apart from a scaling of the states.
+    """Return how much a block changes the states, relative to their norm; a mere rescaling counts as 0.
 
-    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)), Y/Z: states before/after; 0 if Z is 0.
-    Range: [0, 1]; 0 = the block only scales its input: it is inactive, or its skip connection dominates.
-    Independent of the scale and sign of Y and Z. NaN if a state is not finite or no token is real.
-    Cost: O(T D).
-    Numerics: the remainder Z − cY itself is summed: 1 − cos² would lose all digits below 1e-8.
+    Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)) for states Y before and Z after the block; 0
+    if Z is 0.
+    Range: [0, 1]; 0 if the block only rescales its input (it is inactive, or its skip connection dominates).
+    Independent of scale and sign of Y and Z. NaN if a state is not finite or no token is real.
+    Cost: O(T D) time per sequence.
+    Numerics: Z − cY is computed and summed, because 1 − cos² would lose all digits of results below 1e-8.
 
     Args:
         before: states that the block reads.
         after: states that the block returns.
-        mask: True for real tokens; by default all are real.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
-        ShapeError: if the states are not of one shape (B, T, D), or the mask is not Bool (B, T).
+        ShapeError: if the states have different shapes or no shape (B, T, D), or the mask is not bool (B, T).
 
     Examples:
         >>> import torch
@@ -195,29 +196,29 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
 def coding_rate(
     tokens: Shaped[Tensor, "B T D"], eps: float = 0.5, mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Return the coding rate of the tokens up to a distortion ε, which measures the volume they fill.
+    """Return the coding rate of the tokens at distortion ε: a measure of the volume that they fill.
 
-    Formula: R(Z) = ½ logdet(I + D/(n ε²)·Z Zᵀ) = ½ Σ_i log(1 + D/(n ε²)·σ_i²), Z the D×n matrix of the n real
-    tokens, σ_i its singular values; natural logarithm. Tokens are neither centered nor normalized. To
-    ignore lengths, normalize the tokens first, as the paper does.
-    Range: [0, ∞); 0 = all tokens zero. Grows with the scale and, at a given ‖Z‖_F, with the number of
-    directions. NaN for a sequence without a real token, or with NaN or infinity in one.
-    Cost: a dense decomposition, O(T D min(T, D)).
-    Numerics: singular values and log1p, because a Cholesky factor loses small directions, and fails if
-    σ_1² D/(n ε²) is near 1e16. Rounding turns a singular value of 0 into 1e-16·σ_1. If 1e-16·σ_1 exceeds
-    ε, as for large tokens with a direction missing, float64 cannot resolve the rate: an error is raised.
+    Formula: R(Z) = ½ logdet(I + D/(n ε²)·Z Zᵀ) = ½ Σ_i log(1 + D/(n ε²)·σ_i²) in nats, where Z is the D×n
+    matrix of the n real tokens and σ_i are its singular values. Tokens are neither centered nor normalized:
+    normalize them first to make the rate independent of norms, as the paper does.
+    Range: [0, ∞); 0 if all tokens are zero. The rate grows with the scale of Z and, at a given ‖Z‖_F, with
+    the number of directions. NaN for a sequence without a real token, or if a real token is not finite.
+    Cost: a dense decomposition, O(T D min(T, D)) time.
+    Numerics: the SVD and log1p are used, because a Cholesky factor loses small directions and fails if
+    σ_1² D/(n ε²) is near 1e16. Rounding turns σ = 0 into about 1e-16·σ_1. If that exceeds ε (large tokens
+    that do not fill all directions), float64 cannot resolve the rate, and an error is raised.
     Source: Yu et al., "Learning Diverse and Discriminative Representations via the Principle of Maximal
     Coding Rate Reduction", NeurIPS 2020, Section 2. The published code calls ε² ``eps``.
 
     Args:
-        tokens: token states.
-        eps: distortion ε.
-        mask: True for real tokens; by default all are real.
+        tokens: states of B sequences, with T tokens of D features each.
+        eps: distortion ε, not its square.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
         ShapeError: if tokens or mask have the wrong shape or dtype.
-        RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by 1e-6 of
-            it.
+        RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by a
+            relative error above 1e-6.
 
     Examples:
         >>> import torch
@@ -231,7 +232,7 @@ def coding_rate(
     sigma, scale = scaled_spectrum(states, "`coding_rate`")
     units = scale[:, None], ((states.shape[-1] / count).sqrt() / eps)[:, None]
     rate = _log1p_product(sigma.square(), *units).sum(-1) / 2
-    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error bound of a backward stable SVD
+    off = 4 * max(states.shape[1:]) * EPS * sigma[:, :1]  # error bound of σ from a backward stable SVD
     far, near = (
         _log1p_product(x.square(), *units).sum(-1) / 2 for x in (sigma + off, (sigma - off).clamp(min=0))
     )
@@ -253,23 +254,24 @@ def variational_rate(
     membership: Float[Tensor, "B H T"],
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> Float64[Tensor, "B H"]:
-    """Return the term of each head in R_c^var, the variational coding rate of tokens grouped by membership.
+    """Return each head's term of R_c^var, the variational coding rate of tokens grouped by membership.
 
-    Formula: ½ (n_h/n) Σ_k log(1 + m_hk), m_hk = Σ_t Π_th w_thk² / n_h, n_h = Σ_t Π_th, n = Σ_h n_h. The sum
-    over heads is R_c^var; a TSSA layer is derived as a gradient step on R_c^var.
-    Range: [0, ∞) nats; low = each group uses few axes of its head. The rate grows with the scale of w. NaN
-    if a number is not finite, or no token is real.
-    Cost: O(T K) per head.
+    Formula: ½ (n_h/n) Σ_k log(1 + m_hk) for head h, where m_hk = Σ_t Π_th w_thk² / n_h is the mean square of
+    feature k, n_h = Σ_t Π_th and n = Σ_h n_h. The sum over heads is R_c^var. A TSSA (token statistics
+    self-attention) layer is derived as a gradient step on R_c^var.
+    Range: [0, ∞) nats; low if the tokens of each group use few axes of its head. The rate grows with the
+    scale of w. NaN if a number is not finite, or no token is real.
+    Cost: O(T K) time per head.
     Source: Wu et al., "Token Statistics Transformer", the variational form of the rate reduction objective,
-    with f = log(1 + ·) and without its constants.
+    with f = log(1 + ·) and without constant factors.
 
     Args:
-        projection: w, the tokens in the subspace of each head.
-        membership: Π ≥ 0, weight of each token in the group of each head; sums to 1 over the heads.
-        mask: True for real tokens; by default all are real.
+        projection: w, the tokens projected to the K-dimensional subspace of each head.
+        membership: Π ≥ 0, soft assignment of each token to the group of each head; sums to 1 over the heads.
+        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
-        ShapeError: if the shapes of projection and membership do not fit together.
+        ShapeError: if projection is not (B, H, T, K), or membership is not (B, H, T).
 
     Examples:
         >>> import torch
@@ -298,7 +300,7 @@ def variational_rate(
 
 
 def _log1p_product(x: Float64[Tensor, "..."], *units: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return log(1 + x·Π units²) for x ≥ 0 of moderate size, also if the product overflows."""
+    """Return log(1 + x·Π units²) for x ≥ 0 of moderate size; the product itself may overflow."""
     unit = math.prod(units[1:], start=units[0])
     product = x * unit * unit
     large = product > 1e200
