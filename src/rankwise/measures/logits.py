@@ -88,7 +88,7 @@ class LogitMoments:
         )
 
     def sum_sequences(self) -> "LogitMoments":
-        """Return moments (B, H, …) summed over sequences; heads of a sequence with NaN or infinity are skipped."""
+        """Return moments (B, H, …) summed over sequences, leaving out heads with NaN or infinity."""
         finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
