@@ -63,7 +63,7 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
     """Return the mean weight that rows of a mixing matrix M put on one token, by default the first token.
 
     Formula: mean over rows i of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
-    Range: [0, 1]; 1 if all rows put all weight on the token (an attention sink), 1/S for uniform rows. NaN for
+    Range: [0, 1]; 1 if all weight is on the token (an attention sink), 1/S if all rows are uniform. NaN for
     a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
 

@@ -1,4 +1,4 @@
-"""Mixing operators: the T×S mixing matrices M by which layers mix tokens (Y = M V), one file per kind."""
+"""Mixing operators: mixing matrices M (T×S) by which layers mix tokens, Y = M V; one file per kind."""
 
 from rankwise.operators.base import MixingOperator
 from rankwise.operators.channels import sample_channels

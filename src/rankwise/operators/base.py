@@ -1,4 +1,4 @@
-"""Interface of all operators (mixing matrices), and code shared by all kinds of operators."""
+"""Base class of all operators (mixing matrices), and code that several kinds of operators share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,36 +18,36 @@ _Kind = TypeVar("_Kind", bound="MixingOperator")
 _Composed = TypeVar("_Composed", bound="ComposedMixing")
 
 ROW_BLOCK = 512
-"""Rows of an operator in memory at once during a walk over rows: 512 × 32,768 float32 is 64 MiB per head."""
+"""Rows of an operator computed at once in a pass over all rows: 512 × 32,768 float32 is 64 MiB per head."""
 
 
 class MixingOperator(ABC):
-    """Mixing matrix M (T×S) by which a layer mixes tokens, one matrix per sequence and head.
+    """Mixing matrix M (T×S) by which a layer mixes tokens, ``Y = M V``; one matrix per sequence and head.
 
-    A layer computes ``Y = M V``. Only `dense` forms the matrix. A subclass declares its tensors, computes
-    blocks of rows, and may override the products with faster algorithms.
+    The matrix itself is formed only by `dense`. A subclass declares its tensors, computes blocks of rows, and
+    may override the products with faster algorithms.
     """
 
     kind: str
-    """Name of the kind of operator that records show, such as softmax."""
+    """Name of the kind of operator in records and reports, such as "softmax"."""
     held: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors of the operator: attributes and constructor arguments, which determine the dtype.
-    The leading axes of a tensor are sequences and heads."""
+    """Names of the operator's tensors, which are attributes and constructor arguments. They determine the
+    dtype, and their leading axes are sequences and heads."""
     masks: ClassVar[tuple[str, ...]] = ()
-    """Names of the masks of the operator: attributes and arguments, whose leading axes may have size 1."""
+    """Names of the operator's masks (attributes and constructor arguments); leading axes may have size 1."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Names of the other arguments of the constructor."""
+    """Names of all other constructor arguments."""
     may_hide_columns: bool = True
-    """True if a mask may hide a column from every row, as a padding mask does.
+    """True if a mask may hide a column from all rows, as a padding mask does.
 
-    Callers then search the support for padding. A kind without a mask, or with only a causal mask, sets
-    False.
+    Padding is then searched for in the support. Kinds without a mask, or with only a causal mask, set this
+    to False.
     """
 
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Shape (..., T, S): leading axes (sequences, heads), then rows T and columns S."""
+        """Shape (..., T, S): leading axes (sequences, heads), T rows and S columns."""
 
     @abstractmethod
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -55,10 +55,10 @@ class MixingOperator(ABC):
 
     @abstractmethod
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return rows ``start`` to ``stop`` of the support: True if the mask allows a non-zero entry."""
+        """Return rows ``start`` to ``stop`` of the support: True where the mask allows a non-zero entry."""
 
     def support(self) -> Bool[Tensor, "*batch T S"]:
-        """Return the support of M, (..., T, S): True if the mask allows a non-zero entry."""
+        """Return the support of M, (..., T, S): True where the mask allows a non-zero entry."""
         return self.support_rows(0, self.shape[-2])
 
     @property
@@ -98,7 +98,7 @@ class MixingOperator(ABC):
         )
 
     def dense(self, dtype: torch.dtype | None = None) -> Float[Tensor, "*batch T S"]:
-        """Return the matrix M as a tensor: O(T S) memory per head.
+        """Return the matrix M as a tensor, which takes O(T S) memory per head.
 
         Args:
             dtype: dtype of the computation and the result; by default float64 for an operator in float64,
@@ -108,7 +108,7 @@ class MixingOperator(ABC):
         return operator.rows(0, self.shape[-2])
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V, computed by default one block of rows at a time: O(T S V) time, O(T V) memory."""
+        """Return M V, computed by default from one block of rows of M at a time, in O(T S V) time."""
         self._check(values)
         tokens = self.shape[-2]
         blocks = [
@@ -119,11 +119,11 @@ class MixingOperator(ABC):
 
     @property
     def mT(self) -> "MixingOperator":  # noqa: N802  (the name of the batched transpose in torch)
-        """Transpose Mᵀ (S×T) as an operator, without forming a matrix."""
+        """Transpose Mᵀ (S×T) as an operator; no matrix is formed."""
         return TransposedMixing(self)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return Mᵀ U, by default one block of rows of M at a time: O(T S V) time, O(S V) memory."""
+        """Return Mᵀ U, computed by default from one block of rows of M at a time, in O(T S V) time."""
         self._check(values, transposed=True)
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
@@ -134,7 +134,7 @@ class MixingOperator(ABC):
         return out
 
     def _check(self, values: Tensor, transposed: bool = False) -> None:
-        """Raise if values are not floating-point, or do not fit M (Mᵀ if ``transposed``)."""
+        """Raise if values are not floating-point or do not fit M, or Mᵀ if ``transposed``."""
         subject = "`M.mT @ values`" if transposed else "`M @ values`"
         tokens = self.shape[-2 if transposed else -1]
         if not values.is_floating_point():
@@ -153,7 +153,7 @@ class MixingOperator(ABC):
             )
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if leading axes of values broadcast with the leading axes of the operator."""
+        """Return True if the leading axes of values broadcast with the leading axes of the operator."""
         pairs = zip(reversed(leading), reversed(self.shape[:-2]), strict=False)
         return all(have == wanted or 1 in (have, wanted) for have, wanted in pairs)
 
@@ -162,25 +162,25 @@ class MixingOperator(ABC):
 
 
 class FastMixing(MixingOperator):
-    """Operator that multiplies by M and Mᵀ without forming rows, in float32 or float64."""
+    """Base class of operators that multiply by M and Mᵀ without computing rows of M."""
 
     @abstractmethod
     def _multiply(self, values: Float[Tensor, "... N V"], transposed: bool) -> Float[Tensor, "... R V"]:
-        """Return M V, or Mᵀ U if ``transposed``, in the dtype of the values (float32 or float64)."""
+        """Return M V, or Mᵀ V if ``transposed``; the values V and the result are float32 or float64."""
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V in the dtype of the values V."""
+        """Return M V in the dtype of V."""
         self._check(values)
         return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), False).to(values.dtype)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return Mᵀ U in the dtype of the values U."""
+        """Return Mᵀ U in the dtype of U."""
         self._check(values, transposed=True)
         return self._multiply(values.to(compute_dtype(self.dtype, values.dtype)), True).to(values.dtype)
 
 
 class ComposedMixing(MixingOperator):
-    """Operator composed of other operators (parts) that have equal leading axes."""
+    """Base class of operators that are composed of other operators (parts) with equal leading axes."""
 
     def __init__(self, *parts: MixingOperator) -> None:
         self.parts = parts
@@ -226,7 +226,7 @@ class TransposedMixing(ComposedMixing):
         return self.operator
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of Mᵀ: all rows of M are computed, one block at a time, to select columns of M."""
+        """Return rows of Mᵀ, which are columns of M; all rows of M are computed, one block at a time."""
         tokens = self.operator.shape[-2]
         blocks = [
             self.operator.rows(at, min(at + ROW_BLOCK, tokens))[..., start:stop]
@@ -239,16 +239,16 @@ class TransposedMixing(ComposedMixing):
         return self.operator.support()[..., start:stop].mT
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return Mᵀ U for values U."""
+        """Return Mᵀ U, where the values U have one row per row of M."""
         return self.operator.apply_transposed(values)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return (Mᵀ)ᵀ V = M V for values V."""
+        """Return (Mᵀ)ᵀ V = M V."""
         return self.operator @ values
 
 
 def causal_rows(start: int, stop: int, sources: int, device: torch.device) -> Bool[Tensor, "R S"]:
-    """Return rows ``start`` to ``stop`` of a causal mask: row t sees column s if s ≤ t."""
+    """Return rows ``start`` to ``stop`` of a causal mask: True where column ≤ row."""
     return torch.arange(sources, device=device) <= torch.arange(start, stop, device=device)[:, None]
 
 
@@ -258,7 +258,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
-    """Return a tensor indexed along its leading axes, which are first broadcast to sizes ``leading``."""
+    """Return a tensor indexed along its leading axes, after expanding these axes to the sizes ``leading``."""
     own = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
@@ -266,7 +266,7 @@ def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
-    """Return a mask with leading axes of size 1 added to match ``shape``; raise if it cannot broadcast."""
+    """Return a mask with axes of size 1 added in front to match ``shape``; raise if it cannot broadcast."""
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):

@@ -1,4 +1,4 @@
-"""Random sample of the channels (heads) of an operator (mixing matrix) that has many channels."""
+"""Random sample of the channels (heads) of an operator (mixing matrix) that has too many to measure all."""
 
 import torch
 from jaxtyping import Int64
@@ -9,11 +9,11 @@ from rankwise.operators.base import MixingOperator
 
 
 def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -> Int64[Tensor, " C"]:
-    """Return indices of a random sample of heads, ascending: a Mamba layer has 1,536 channels as heads.
+    """Return the ascending indices of a random sample of heads, for layers such as Mamba with 1,536 channels.
 
     The heads are divided into ``count`` ranges of equal length (±1), and one head is drawn from each range.
-    So the sample is spread evenly, and each head has the same probability (up to the ±1). A seed draws the
-    same heads on every device. All heads are returned if there are at most ``count``.
+    So the sample is spread evenly, and heads have equal probability (up to the ±1). A seed draws the same
+    heads on every device. All heads are returned if the operator has at most ``count``.
 
     Cost: O(count); no part of the operator is computed.
 

@@ -1,4 +1,4 @@
-"""Operators (mixing matrices) composed of operators: products, sums, and selected rows and columns."""
+"""Operators (mixing matrices) composed of other operators: products, sums, selected rows and columns."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -43,10 +43,10 @@ class _SeveralMixing(ComposedMixing, FastMixing):
 class ProductMixing(_SeveralMixing):
     """Product of operators, such as the path through a gated layer: ``M = M_1 M_2 … M_n``.
 
-    The last operator is applied first. Cost: the sum of the costs of the parts.
+    In ``M V`` the last operator is applied first. The cost is the sum of the costs of the parts.
 
     Raises:
-        ShapeError: if the parts do not fit together.
+        ShapeError: if the shapes of the parts do not fit together.
 
     Examples:
         >>> import torch
@@ -69,18 +69,18 @@ class ProductMixing(_SeveralMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., T, S): T rows of the first part, S columns of the last part."""
+        """Shape (..., T, S), with the T rows of the first part and the S columns of the last part."""
         return torch.Size([*self.parts[0].shape[:-1], self.parts[-1].shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M: rows of the first part, multiplied by each of the other parts."""
+        """Return rows of M: rows of the first part, multiplied by each further part in turn."""
         rows = self.parts[0].rows(start, stop).mT
         for part in self.parts[1:]:
             rows = part.apply_transposed(rows)
         return rows.mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return rows of the support: True if non-zero entries of all parts connect row and column."""
+        """Return rows of the support: True where non-zero entries of all parts connect row and column."""
         seen = self.parts[0].support_rows(start, stop)
         for part in self.parts[1:]:
             if not isinstance(part, DiagonalMixing):  # a diagonal part does not change the support
@@ -94,12 +94,12 @@ class ProductMixing(_SeveralMixing):
 
 
 class SumMixing(_SeveralMixing):
-    """Sum of operators, such as a state space layer and its skip D·x: ``M = M_1 + M_2 + …``.
+    """Sum of operators, such as a state-space layer and its skip connection D·x: ``M = M_1 + M_2 + …``.
 
-    Cost: the sum of the costs of the parts.
+    The cost is the sum of the costs of the parts.
 
     Raises:
-        ShapeError: if the parts do not fit together.
+        ShapeError: if the parts have different shapes.
 
     Examples:
         >>> import torch
@@ -114,7 +114,7 @@ class SumMixing(_SeveralMixing):
 
     def __init__(self, *parts: MixingOperator) -> None:
         super().__init__(*parts)
-        # A column is hidden only if every term hides it.
+        # A column is hidden from all rows only if every term hides it.
         self.may_hide_columns = all(part.may_hide_columns for part in parts)
 
     @staticmethod
@@ -131,7 +131,7 @@ class SumMixing(_SeveralMixing):
         return reduce(torch.add, (part.rows(start, stop) for part in self.parts))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at entries in the support of any part."""
+        """Return rows of the support: True where an entry is in the support of any part."""
         return reduce(torch.logical_or, (part.support_rows(start, stop) for part in self.parts))
 
     def _multiply(self, values: Tensor, transposed: bool) -> Tensor:
@@ -140,9 +140,9 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as all but padding.
+    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as all except padding.
 
-    Cost: the cost of products with the whole M, because values are padded with zeros.
+    Products cost as much as products with the whole M, because values are padded with zeros.
 
     Args:
         operator: M, of shape (..., T, S).
@@ -150,7 +150,7 @@ class IndexedMixing(ComposedMixing):
         columns: True at the columns to keep.
 
     Raises:
-        ShapeError: if rows and columns do not fit M, or no row or column is kept.
+        ShapeError: if rows or columns do not have the sizes of M, or no row or column is kept.
 
     Examples:
         >>> import torch
@@ -183,7 +183,7 @@ class IndexedMixing(ComposedMixing):
         return torch.Size([*self.operator.shape[:-2], len(self._rows), len(self._columns)])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of the selection, cut from a block of rows of M."""
+        """Return rows of the selection, cut out of a block of rows of M."""
         return self._cut(self.operator.rows, start, stop)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
@@ -191,13 +191,13 @@ class IndexedMixing(ComposedMixing):
         return self._cut(self.operator.support_rows, start, stop)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V at the kept rows, with V padded by zeros at the dropped columns."""
+        """Return the kept rows of M V, where V is padded with zeros at the dropped columns."""
         self._check(values)
         whole = _pad_with_zeros(values, self._columns, self.operator.shape[-1])
         return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return Mᵀ U at the kept columns, with U padded by zeros at the dropped rows."""
+        """Return the kept columns' entries of Mᵀ U, where U is padded with zeros at the dropped rows."""
         self._check(values, transposed=True)
         whole = _pad_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]

@@ -9,13 +9,13 @@ from rankwise.operators.base import MixingOperator, check_mask, compute_dtype
 
 
 class DenseMixing(MixingOperator):
-    """A mixing matrix that is stored, such as the attention weights of an eager model.
+    """Mixing matrix M stored as a tensor, such as the attention weights of an eager model.
 
     Args:
-        matrix: M, with any leading axes.
+        matrix: M, (..., T, S) with any leading axes.
         allowed: True at the entries that the mask allows to be non-zero, broadcastable to the matrix; by
             default the non-zero entries. Pass the mask if it is known: a softmax entry that underflows is 0
-            but not masked.
+            although it is not masked.
 
     Raises:
         ShapeError: if the matrix has fewer than two axes or no entries, or the mask does not fit it.
@@ -41,7 +41,7 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.may_hide_columns = allowed is not None  # a zero weight does not prove a mask
+        self.may_hide_columns = allowed is not None  # without a mask, a column of zeros is not proof of one
 
     @property
     def shape(self) -> torch.Size:
@@ -53,7 +53,7 @@ class DenseMixing(MixingOperator):
         return self.matrix[..., start:stop, :].to(compute_dtype(self.dtype))
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at entries that the mask allows; without a mask, at entries that are not exactly 0."""
+        """Return True where the mask allows an entry; without a mask, where an entry is not exactly 0."""
         if self.allowed is None:
             return self.matrix[..., start:stop, :] != 0
         return self.allowed.expand(self.shape)[..., start:stop, :]
@@ -61,6 +61,6 @@ class DenseMixing(MixingOperator):
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
         """Return M V, computed in the wider dtype of M and V."""
         self._check(values)
-        # An entry of M could overflow in the dtype of the values.
+        # M may have entries that overflow in the dtype of the values.
         wide = torch.promote_types(self.dtype, values.dtype)
         return (self.matrix.to(wide) @ values.to(wide)).to(values.dtype)

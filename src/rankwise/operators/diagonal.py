@@ -1,4 +1,4 @@
-"""Diagonal mixing matrix (an operator): one factor per token, no tokens are mixed."""
+"""Diagonal mixing matrix (an operator): scales each token by a factor and mixes no tokens."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -9,12 +9,12 @@ from rankwise.operators.base import MixingOperator, compute_dtype
 
 
 class DiagonalMixing(MixingOperator):
-    """Diagonal mixing matrix of a layer that scales tokens: ``M = diag(d)``, T = S.
+    """Diagonal mixing matrix ``M = diag(d)`` (T = S) of a layer that only scales tokens.
 
-    Cost: O(T V) time for products with M and Mᵀ. The singular values are |d_t|.
+    Products with M and Mᵀ take O(T V) time for values of width V. The singular values are |d_t|.
 
     Args:
-        diagonal: d, with any leading axes: (..., H, T).
+        diagonal: d, (..., H, T): one factor per head and token, with any leading axes.
 
     Raises:
         ShapeError: if the diagonal has no axis or no tokens.
@@ -46,17 +46,17 @@ class DiagonalMixing(MixingOperator):
         return torch.Size([*self.diagonal.shape, self.diagonal.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows with one non-zero entry each."""
+        """Return rows of M, each with one non-zero entry."""
         picked = self.diagonal[..., start:stop].to(compute_dtype(self.dtype))
         return torch.where(self.support_rows(start, stop), picked[..., None], 0.0)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True on the diagonal."""
+        """Return rows of the support: True on the diagonal."""
         tokens = torch.arange(self.shape[-1], device=self.device)
         return (tokens[start:stop, None] == tokens).expand(*self.shape[:-2], -1, -1)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V: token t scaled by d_t."""
+        """Return M V, in which token t is scaled by d_t."""
         self._check(values)
         return self.diagonal[..., None].to(values.dtype) * values
 

@@ -12,20 +12,20 @@ from rankwise.operators.base import compute_dtype
 from rankwise.operators.scan import CHUNK, CausalScanMixing, log_weights
 
 CHANNEL_CHUNK = 16
-"""Tokens per chunk if each feature has its own decay: products take CHANNEL_CHUNK² · K numbers in memory."""
+"""Tokens per chunk if each feature has its own decay: products then hold CHANNEL_CHUNK² · K numbers."""
 
 
 class GatedDeltaMixing(CausalScanMixing):
     r"""Gated delta rule: a linear memory in which each write first removes the value stored at its key.
 
-    Token t has query q_t, key k_t, value v_t, write strength β_t and decay a_t; the state S_t is K×V:
+    Token t has query q_t, key k_t, value v_t, write strength β_t and decay a_t; the memory S_t is K×V:
     ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
     ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
 
     Any block on or below the diagonal has rank at most K. DeltaNet has no decay, Gated DeltaNet one decay per
     token, and Kimi Delta Attention (KDA) one decay per token and feature. Entries may have either sign, and
-    rows need not sum to 1. Layers keep keys at norm 1 and β in [0, 2], so that no step makes a state
-    longer; if ``β_t ‖k_t‖² > 2``, the state can grow without bound.
+    rows need not sum to 1. Layers keep ‖k‖ = 1 and β in [0, 2], so that P_t never increases the norm of the
+    memory. If ``β_t ‖k_t‖² > 2``, the memory can grow without bound.
 
     `M @ V`, Mᵀ U and `rows` (Mᵀ applied to unit vectors) run over chunks of tokens: O(T K V) time and
     O(T (K + V)) memory per head. V is the width of the values or the number of rows.
@@ -35,14 +35,14 @@ class GatedDeltaMixing(CausalScanMixing):
     Networks: Improving Mamba2 with Delta Rule", ICLR 2025, section 3; Kimi Team, "Kimi Linear", 2025.
 
     Args:
-        query: q, (..., H, T, K), multiplied by the layer's scale.
-        key: k, of the same shape.
+        query: q, (..., H, T, K), already multiplied by the scale of the layer.
+        key: k, (..., H, T, K).
         beta: β, (..., H, T).
-        log_decay: log a, in [−inf, 0]: (..., H, T), or (..., H, T, K) per feature, or None for a = 1.
+        log_decay: log a ≤ 0, −inf allowed: (..., H, T), or (..., H, T, K) per feature, or None for a = 1.
             The decay of the first token has no effect.
 
     Raises:
-        ShapeError: if the tensors do not fit together.
+        ShapeError: if the shapes of the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -85,7 +85,7 @@ class GatedDeltaMixing(CausalScanMixing):
         return torch.Size([*self.beta.shape, self.beta.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M by applying Mᵀ to unit vectors: O(stop (stop − start) K)."""
+        """Return rows of M by applying Mᵀ to unit vectors: O(stop (stop − start) K) time."""
         work = compute_dtype(self.dtype)
         if stop <= start:
             return self.beta.new_zeros((*self.shape[:-2], 0, self.shape[-1]), dtype=work)
@@ -97,7 +97,7 @@ class GatedDeltaMixing(CausalScanMixing):
         return (delta_scan_transposed if transposed else delta_scan)(*self._inputs(values.dtype), values)
 
     def _inputs(self, work: torch.dtype, tokens: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, β and log a (with a feature axis) of the first tokens, cast to dtype ``work``."""
+        """Return q, k, β and log a (with a feature axis) of the first ``tokens`` tokens in dtype ``work``."""
         decay = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         decay = decay[..., None] if decay.ndim == self.beta.ndim else decay
         query, key, decay = (tensor[..., :tokens, :].to(work) for tensor in (self.query, self.key, decay))
@@ -106,20 +106,20 @@ class GatedDeltaMixing(CausalScanMixing):
 
 @dataclass(frozen=True)
 class _Block:
-    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay from before the chunk."""
+    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay since the chunk's start."""
 
     query: Tensor
     key: Tensor
     beta: Tensor
     """Write strengths β, (..., C, 1)."""
     attend: Tensor
-    """Weight q_t · D(t, s) k_s with which token t reads the update of token s ≤ t, else 0."""
+    """Weight q_t · D(t, s) k_s with which token t reads the update of token s ≤ t; 0 for s > t."""
     system: Tensor
-    """Linear system for the updates: β_t k_t · D(t, s) k_s; only entries s < t are read."""
+    """Matrix of the linear system for the updates, β_t k_t · D(t, s) k_s; only entries s < t are used."""
     reach: Tensor
-    """Decay D(t) of the previous chunk's state at each token, (..., C, 1 or K)."""
+    """Decay D(t) of the memory before the chunk, at each token; (..., C, 1 or K)."""
     tail: Tensor
-    """Decay from each token to the last token of the chunk, (..., C, 1 or K)."""
+    """Decay from each token to the last token of the chunk; (..., C, 1 or K)."""
 
 
 def delta_scan(
@@ -132,21 +132,21 @@ def delta_scan(
 ) -> Float[Tensor, "*out T V"]:
     """Compute the output of the gated delta rule at every token: o_t = S_tᵀ q_t.
 
-    The state is S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ, S_0 = 0. In a chunk the updates
-    u_t = β_t (v_t − k_tᵀ diag(a_t) S_{t−1}) solve one triangular system, so a chunk takes a few matrix
-    products. A state of K×V numbers connects the chunks.
+    The memory is S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ, S_0 = 0. Within a chunk, the
+    updates u_t = β_t (v_t − k_tᵀ diag(a_t) S_{t−1}) solve one triangular system, so a chunk takes only a few
+    matrix products. The memory, K×V numbers, is passed from chunk to chunk.
 
     Cost: O(T (K V + chunk (K + V))) time and O(T V + chunk² + K V) memory per leading axis; chunk² K instead
     of chunk² if each feature has its own decay. No decay exceeds 1, and nothing is divided by a decay.
 
     Args:
-        query: q, vectors that read the state.
-        key: k, vectors along which the state is written and corrected.
+        query: q, vectors that read the memory.
+        key: k, vectors along which the memory is written and corrected.
         beta: β, strength of each write.
         log_decay: log a, in [−inf, 0]; F is 1 or K. The decay of the first token has no effect.
-        values: v; the leading axes broadcast with the leading axes of q, k, β.
-        chunk: tokens per chunk, by default 64, or 16 with a decay per feature; it affects rounding and time
-            only.
+        values: v; the leading axes broadcast with the leading axes of q, k and β.
+        chunk: tokens per chunk, by default 64, or 16 if each feature has its own decay. The choice affects
+            only rounding and time.
 
     Examples:
         >>> one = torch.ones(3, 1)
@@ -176,7 +176,7 @@ def delta_scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int | None = None,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Mᵀ U for the mixing matrix M that `delta_scan` applies; chunks run from the last to the first.
+    """Return Mᵀ U for the mixing matrix M that `delta_scan` applies, from the last chunk to the first.
 
     Examples:
         >>> one = torch.ones(3, 1)
@@ -197,7 +197,7 @@ def delta_scan_transposed(
 
 
 def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
-    """Return the chunks of tokens, as slices from the first token to the last."""
+    """Return the chunks of tokens as slices, from the first chunk to the last."""
     tokens, features = log_decay.shape[-2:]
     chunk = chunk or (CHUNK if features == 1 else CHANNEL_CHUNK)
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]

@@ -11,13 +11,14 @@ from rankwise.operators.scan import scan, scan_transposed
 
 
 class LinearAttentionMixing(FastMixing):
-    r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a mask, M has rank ≤ F.
+    r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a causal mask, M has rank ≤ F.
 
-    The map φ turns a query or key into F features; Φ applies φ to all rows. z_t is the sum of row t,
-    φ(q_t) · Σ_s φ(k_s) over visible columns s, plus ``eps``; 1 without normalization. If z_t = 0, row t is 0.
+    A feature map φ turns each query and key into F features: row t of Φ(Q) is φ(q_t). z_t is the sum of row
+    t, φ(q_t) · Σ_s φ(k_s) over visible columns s, plus ``eps``; z_t = 1 if M is not normalized. If z_t = 0,
+    row t of M is 0.
 
-    Cost: O((T + S) F V) time and O((T + S) (F + V)) memory per head for `@` and its transpose; the causal
-    products run over chunks.
+    Products with M and Mᵀ take O((T + S) F V) time and O((T + S) (F + V)) memory per head; causal products
+    run over chunks of tokens.
 
     Source: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
     Attention", ICML 2020, eqs. 4 and 5, causal eqs. 8 and 9.
@@ -25,12 +26,12 @@ class LinearAttentionMixing(FastMixing):
     Args:
         query_features: φ(q), (..., H, T, F).
         key_features: φ(k), (..., H, S, F).
-        is_causal: True if row i sees columns 0 … i, counted from the top left.
-        normalized: True to divide each row by its sum; positive features keep the sums away from 0.
-        eps: number added to the row sums, as in many implementations.
+        is_causal: True if row i sees only columns 0 … i, as in torch's causal mask.
+        normalized: True to divide each row by its sum, which positive features keep away from 0.
+        eps: constant added to the row sums.
 
     Raises:
-        ShapeError: if the features do not fit together.
+        ShapeError: if the shapes of the features do not fit together.
 
     Examples:
         >>> import torch
@@ -83,7 +84,7 @@ class LinearAttentionMixing(FastMixing):
         return products * self._inverse(products.sum(-1, keepdim=True)) if self.normalized else products
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True everywhere, or on and below the diagonal if the operator is causal."""
+        """Return rows of the support: True everywhere, or on and below the diagonal if causal."""
         sources = self.shape[-1]
         everywhere = torch.ones(1, 1, dtype=torch.bool, device=self.device)
         seen = causal_rows(start, stop, sources, self.device) if self.is_causal else everywhere
@@ -104,18 +105,18 @@ class LinearAttentionMixing(FastMixing):
         return mixed if transposed or inverse is None else mixed * inverse
 
     def _row_sums(self, query: Tensor, key: Tensor) -> Float[Tensor, "*batch T 1"]:
-        if self.is_causal:  # rows t ≥ S see all columns
+        if self.is_causal:  # _to_length: rows t ≥ S see all S columns
             seen = _to_length(key, self.shape[-2]).cumsum(-2)
             return (query * seen).sum(-1, keepdim=True)
         return query @ key.sum(-2)[..., None]
 
     def _inverse(self, row_sums: Tensor) -> Tensor:
-        """Return 1/z of the row sums z, 0 if z = 0; a second `where` keeps gradients finite there."""
+        """Return 1/z for row sums z, or 0 if z = 0; the second `where` keeps gradients finite at z = 0."""
         divisor = row_sums + self.eps
         return torch.where(divisor == 0, 0.0, 1 / torch.where(divisor == 0, 1.0, divisor))
 
 
 def _to_length(tensor: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` tokens, padded with zeros if there are fewer."""
+    """Return the first ``length`` tokens, padded with zeros if the tensor has fewer."""
     missing = length - tensor.shape[-2]
     return tensor[..., :length, :] if missing <= 0 else F.pad(tensor, (0, 0, 0, missing))

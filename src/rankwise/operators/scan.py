@@ -1,4 +1,4 @@
-"""Causal scans (weighted sums over earlier tokens) with decay, in chunks, and base class of operators."""
+"""Causal scans (weighted sums over earlier tokens) with decay, computed in chunks, and their base class."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -7,30 +7,30 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens per chunk, computed as a dense block: a row of it costs as much as a state with 64 features."""
+"""Tokens per chunk, which is a dense block; a row of the block costs as much as a state of 64 features."""
 
 
 class CausalScanMixing(FastMixing):
-    """Base class of lower-triangular mixing matrices (T = S) that a scan over tokens applies."""
+    """Base class of operators with a lower-triangular M (T = S), applied by a scan over tokens."""
 
     may_hide_columns = False
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True on and below the diagonal."""
+        """Return rows of the support: True on and below the diagonal."""
         seen = causal_rows(start, stop, self.shape[-1], self.device)
         return seen.expand(*self.shape[:-2], -1, -1)
 
 
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
-    """Return Σ_{s < r ≤ t} log a_r, the log-decay from token s to row t, for rows from ``start`` on.
+    """Return the log-decay from each token s to each row t ≥ ``start``: Σ_{s < r ≤ t} log a_r.
 
-    Entries with s > t are −inf. Log-decays are added and never subtracted, so an infinite log-decay between
-    two tokens does not affect other pairs of tokens.
+    Entries with s > t are −inf. Log-decays are added and never subtracted, so an infinite log-decay affects
+    only pairs of tokens that it is between.
 
     Cost: O(R N) memory per leading axis.
 
     Args:
-        log_decay: log a_r, in [−inf, 0].
+        log_decay: log a_r, in [−inf, 0]; a_r is the decay from token r − 1 to token r.
         start: index of the first row to return.
 
     Examples:
@@ -43,7 +43,7 @@ def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[T
     row = tokens[start:, None]
     steps = log_decay[..., start:, None].expand(*log_decay.shape[:-1], stop - start, stop)
     sums = steps.masked_fill(tokens >= row, 0).cumsum(-2)
-    if start > 1:  # add the sums from each token s up to row start − 1
+    if start > 1:  # add the log-decays from each token s to row start − 1
         before = log_decay[..., 1:start].flip(-1).cumsum(-1).flip(-1)
         sums = sums + torch.nn.functional.pad(before, (0, stop - start + 1))[..., None, :]
     return sums.masked_fill(tokens > row, -torch.inf)
@@ -56,19 +56,19 @@ def scan(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every token t.
+    """Return Σ_{s ≤ t} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_s for every token t, with decays a_r.
 
-    Within a chunk of tokens the weights form a dense block; a state of F×V numbers connects chunks.
+    Within a chunk of tokens the weights are a dense block; a state of F×V numbers is passed between chunks.
 
     Cost: O(T (F V + chunk (F + V))) time and O(T V + chunk² + F V) memory per leading axis. No decay exceeds
-    1, and nothing is divided by a decay.
+    1, and nothing is divided by a decay, so nothing overflows.
 
     Args:
-        left: one vector per row; its leading axes broadcast with the leading axes of the others.
-        right: one vector per source.
+        left: F features per row t; all leading axes broadcast with each other.
+        right: F features per source s.
         log_decay: log a_r, in [−inf, 0], or None for a = 1. The decay of the first token has no effect.
-        values: vectors that are summed.
-        chunk: tokens per dense block; it affects rounding and time only.
+        values: vectors that are summed, of width V.
+        chunk: tokens per dense block; the choice affects only rounding and time.
 
     Examples:
         >>> import torch
@@ -93,7 +93,7 @@ def scan(
         elif log_decay is None:
             output, state = output + q @ state, state + added
         else:
-            reach = decay.cumsum(-1).exp()[..., None]  # decay of the previous state at each row
+            reach = decay.cumsum(-1).exp()[..., None]  # decay of the state before the chunk, at each row
             output, state = output + (q * reach) @ state, state * reach[..., -1:, :] + added
         outputs.append(output)
     return torch.cat(outputs, dim=-2)
@@ -106,7 +106,7 @@ def scan_transposed(
     values: Float[Tensor, "*values T V"],
     chunk: int = CHUNK,
 ) -> Float[Tensor, "*out T V"]:
-    """Return Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t for every token s: `scan` backwards.
+    """Apply the transpose of `scan`: Σ_{t ≥ s} (left_t · right_s) (Π_{s < r ≤ t} a_r) values_t per token s.
 
     Examples:
         >>> import torch
@@ -120,5 +120,5 @@ def scan_transposed(
 
 
 def reversed_decays(decay: Float[Tensor, "*batch T"]) -> Float[Tensor, "*batch T"]:
-    """Return decays for a scan over reversed tokens: the decay between tokens r − 1 and r goes to r − 1."""
+    """Return decays for a scan over reversed tokens: the decay between r − 1 and r is stored at r − 1."""
     return decay.roll(-1, -1).flip(-1)

@@ -12,17 +12,18 @@ from rankwise.operators.base import ROW_BLOCK, Index, compute_dtype, index_leadi
 from rankwise.operators.scan import CausalScanMixing, log_weights, reversed_decays
 
 STATES = 1 << 20
-"""Number of state entries that a selective scan keeps in memory at once: 4 MiB in float32."""
+"""State entries that a selective scan keeps in memory at once, over all sequences: 4 MiB in float32."""
 
 
 class SelectiveMixing(CausalScanMixing):
-    r"""Selective scan with one decay per channel and state feature, as in Mamba.
+    r"""Mixing matrices of a selective scan with one decay per channel and state feature, as in Mamba.
 
     ``M_d[t, s] = Σ_n c_t[n] · exp(rate[d, n] · Σ_{s < r ≤ t} step_r[d]) · b_s[n] · step_s[d]`` for s ≤ t,
-    else 0: one T×T matrix per channel d, with N state features n. The D channels are the heads; in Mamba
-    each has one number per token, so values (..., D, T, V) have V = 1. Mamba's skip D·x is not part of M.
+    else 0: one T×T matrix per channel d, from N state features n. The D channels are the heads; in Mamba
+    a channel has one number per token, so values (..., D, T, V) have V = 1. Mamba's skip connection D·x is
+    not part of M.
 
-    `@` forms neither the matrices nor any tensor of D·N·T numbers. It walks over the tokens with a state of
+    `@` forms neither the matrices nor any tensor of D·N·T numbers. It runs over the tokens with a state of
     D·N·V numbers, in O(T D N V) time and O(D V (N + T)) memory per sequence. `rows` and `dense` take O(D T T)
     memory: select a few channels first. Log-decays are only added, so nothing overflows.
 
@@ -32,12 +33,12 @@ class SelectiveMixing(CausalScanMixing):
     Args:
         c: vectors that read the state: (..., 1, T, N) if all channels share them, as in Mamba, otherwise
             (..., D, T, N).
-        b: vectors that enter the state, of the same shape.
-        rate: A, (D, N) or (..., D, N), in (−∞, 0].
-        step: Δ, (..., D, T), finite and not negative. The first step has no effect as a decay.
+        b: vectors that are written to the state, of the shape of ``c``.
+        rate: A, log-decay per unit of step, (D, N) or (..., D, N), in (−∞, 0].
+        step: step sizes Δ, (..., D, T), finite and not negative. Δ of the first token causes no decay.
 
     Raises:
-        ShapeError: if the tensors do not fit together.
+        ShapeError: if the shapes of the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -82,17 +83,17 @@ class SelectiveMixing(CausalScanMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., D, T, T), D channels."""
+        """Shape (..., D, T, T) for D channels."""
         return torch.Size([*self.step.shape, self.step.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M as a sum over the N features: O((stop − start) T N) time per channel."""
-        if stop - start > ROW_BLOCK:  # the terms take several times the memory of the rows
+        """Return rows of M as a sum over N state features: O((stop − start) T N) time per channel."""
+        if stop - start > ROW_BLOCK:  # terms of the sum take several times the memory of the rows
             edges = [*range(start, stop, ROW_BLOCK), stop]
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
-        # Above the diagonal 0 · ∞ would be NaN, so the time is clamped; `tril` later sets these entries to 0.
+        # 0 · ∞ above the diagonal would be NaN, so the time is clamped; `tril` then sets these entries to 0.
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
         rows = torch.zeros_like(time)
         for n in range(c.shape[-1]):
@@ -108,7 +109,7 @@ class SelectiveMixing(CausalScanMixing):
         return selective_scan(b, c, rate, reversed_decays(step), values).flip(-2) * step[..., None]
 
     def __getitem__(self, index: Index) -> "SelectiveMixing":
-        """Return selected sequences and channels; shared vectors c and b stay shared."""
+        """Return selected sequences and channels; c and b stay shared by channels if they are shared now."""
         leading = self.shape[:-2]
         step = index_leading(self.step, index, leading)
         rate = index_leading(self.rate.expand(*leading, -1), index, leading)
@@ -139,16 +140,16 @@ def selective_scan(
 
     This is `scan` with a decay per feature n, computed token by token with a state of N×V numbers.
 
-    Cost: O(T N V) time and O(T V + N V) memory per leading axis, plus two buffers of ``numbers`` numbers over
-    all leading axes.
+    Cost: O(T N V) time and O(T V + N V) memory per leading axis, plus two buffers of ``numbers`` entries in
+    total.
 
     Args:
-        left: one vector per row; its leading axes broadcast with the leading axes of the others.
-        right: one vector per source.
+        left: N features per row t; all leading axes broadcast with each other.
+        right: N features per source s.
         rate: log-decay of each feature per unit of step, at most 0.
-        step: exponent of the decay per token, finite. The step of the first token has no effect.
-        values: vectors that are summed.
-        numbers: number of state entries in memory at once; it affects memory and time only.
+        step: finite factor of the log-decay at each token. The step of the first token has no effect.
+        values: vectors that are summed, of width V.
+        numbers: number of state entries in memory at once; the choice affects only memory and time.
 
     Examples:
         >>> import torch
@@ -162,14 +163,14 @@ def selective_scan(
     chunk = max(1, numbers // max(1, state.numel()))
     for start in range(0, values.shape[-2], chunk):
         part = slice(start, start + chunk)
-        # tokens are the first axis, so that the state of each token is contiguous in memory
+        # The token axis comes first, so that the state of each token is contiguous in memory.
         decay = (step[..., part, None] * rate[..., None, :]).exp().movedim(-2, 0)[..., None]
         added = (right[..., part, :, None] * values[..., part, None, :]).movedim(-3, 0)
         states = []
         for a, x in zip(decay.unbind(), added.unbind(), strict=True):
             state = torch.addcmul(x, a, state)
             states.append(state)
-        # elementwise products and a sum, because many small matrix products take longer on a CPU
+        # An elementwise product and a sum: many small matrix products would take longer on a CPU.
         read = left[..., part, :, None].expand(*lead, -1, -1, 1).movedim(-3, 0)
         outputs.append((read * torch.stack(states)).sum(-2))
     return torch.cat(outputs).movedim(0, -2)

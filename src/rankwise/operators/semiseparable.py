@@ -14,8 +14,8 @@ class SemiseparableMixing(CausalScanMixing):
     r"""Scan with scalar decay: ``M[t, s] = c_t · b_s · (Π_{s < r ≤ t} a_r) · step_s`` for s ≤ t, else 0.
 
     Vectors c_t and b_s have N features, so any block on or below the diagonal has rank at most N. Heads may
-    share c and b in groups: head h of H uses group ``h // (H // G)`` of G. Mamba-2 has log a = Δ·A and
-    step = Δ; its skip D·x is not part of M.
+    share c and b in G groups: head h of H uses group ``h // (H // G)``. Mamba-2 has log a = Δ·A and step = Δ;
+    its skip connection D·x is not part of M.
 
     Log-decays are added and never subtracted, so a = 0 (log a = −inf) and long sequences are exact up to
     rounding, and nothing overflows. `M @ V` and Mᵀ U take O(T N V) time and O(T (N + V)) memory per head.
@@ -25,13 +25,13 @@ class SemiseparableMixing(CausalScanMixing):
 
     Args:
         c: vectors that read the state, (..., G, T, N).
-        b: vectors that enter the state, of the same shape.
-        log_decay: log a, (..., H, T), in [−inf, 0], H a multiple of G. The decay of the first token has no
-            effect.
-        step: factor per source, of the shape of ``log_decay``; 1 by default.
+        b: vectors that are written to the state, (..., G, T, N).
+        log_decay: log a, (..., H, T), in [−inf, 0], where H is a multiple of G. The decay of the first token
+            has no effect.
+        step: factor of each source token, (..., H, T); 1 by default.
 
     Raises:
-        ShapeError: if the tensors do not fit together.
+        ShapeError: if the shapes of the tensors do not fit together.
 
     Examples:
         >>> import torch
@@ -78,7 +78,7 @@ class SemiseparableMixing(CausalScanMixing):
 
     @property
     def heads_per_group(self) -> int:
-        """Number of heads that share one c and b."""
+        """Number of heads that share one group of c and b."""
         return self.log_decay.shape[-2] // self.c.shape[-3] if self.c.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -106,7 +106,7 @@ class SemiseparableMixing(CausalScanMixing):
         return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Return selected sequences and heads; c and b are repeated per head if the index selects heads."""
+        """Return selected sequences and heads; if single heads are selected, each gets its own c and b."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)
@@ -116,5 +116,5 @@ class SemiseparableMixing(CausalScanMixing):
         return SemiseparableMixing(c, b, self.log_decay, self.step)[index]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with G groups as a tensor with H heads: each group is repeated for its heads."""
+        """Return a tensor (..., G, T, N) as (..., H, T, N): each group is repeated for its heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

@@ -11,24 +11,24 @@ from rankwise.errors import ShapeError
 from rankwise.operators.base import Index, MixingOperator, causal_rows, check_mask, compute_dtype
 
 MASKED_BELOW = -9e3
-"""Bias below which an entry is masked: exp(−9000) is 0 in any dtype; models use −inf, finfo.min or −1e4."""
+"""Bias below which an entry counts as masked: exp(−9000) = 0. Models use −inf, finfo.min or −1e4."""
 
 
 class SoftmaxMixing(MixingOperator):
     r"""Softmax attention ``M = softmax(Q Kᵀ · scale + mask)``.
 
-    It takes the arguments of `torch.nn.functional.scaled_dot_product_attention`. If there are fewer key heads
-    Hkv than query heads H, query head h uses key head ``h // (H // Hkv)``. A row that sees no column is zero.
+    The arguments are those of `torch.nn.functional.scaled_dot_product_attention`. With grouped-query
+    attention, query head h of H uses key head ``h // (H // Hkv)`` of Hkv. A row that sees no column is zero.
 
     Args:
         query: queries, (..., H, T, K).
-        key: keys, (..., Hkv, S, K), H a multiple of Hkv.
-        mask: boolean (True = visible) or an additive bias, broadcastable to (..., H, T, S).
-        is_causal: True if row i sees columns 0 … i, counted from the top left as in torch.
+        key: keys, (..., Hkv, S, K), where H is a multiple of Hkv.
+        mask: boolean mask (True = visible) or additive bias, broadcastable to (..., H, T, S).
+        is_causal: True if row i sees only columns 0 … i, as in torch.
         scale: factor of the logits, 1/√K by default.
 
     Raises:
-        ShapeError: if queries, keys and mask do not fit together.
+        ShapeError: if the shapes of queries, keys and mask do not fit together.
 
     Examples:
         >>> import torch
@@ -82,7 +82,7 @@ class SoftmaxMixing(MixingOperator):
         return self.query.shape[-3] // self.key.shape[-3] if self.query.ndim > 2 else 1
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return the softmax of the scores of rows ``start`` to ``stop``: O((stop − start) S K)."""
+        """Return rows ``start`` to ``stop`` of M, the softmax of their scores: O((stop − start) S K) time."""
         work = compute_dtype(self.dtype)
         query, key = self.query[..., start:stop, :].to(work), self._repeat_groups(self.key.to(work))
         scores = (query * self.scale) @ key.mT
@@ -94,11 +94,11 @@ class SoftmaxMixing(MixingOperator):
         if self.is_causal:
             seen = causal_rows(start, stop, self.shape[-1], self.device)
             scores = scores.masked_fill(~seen, -torch.inf)
-        # Softmax of a row of −inf is NaN; return 0 for such a row, as the attention of torch does.
+        # The softmax of a row of −inf is NaN; such a row is set to 0, as in torch's attention.
         return torch.softmax(scores, dim=-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True at entries that neither the mask nor the causal mask hides."""
+        """Return rows of the support: True where neither ``mask`` nor the causal mask hides an entry."""
         sources, mask = self.shape[-1], self._mask_rows(start, stop)
         everywhere = torch.ones(1, sources, dtype=torch.bool, device=self.device)
         allowed = causal_rows(start, stop, sources, self.device) if self.is_causal else everywhere
@@ -107,16 +107,16 @@ class SoftmaxMixing(MixingOperator):
         return allowed.expand(*self.shape[:-2], stop - start, sources)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V by torch's fused attention; values have H or Hkv heads."""
+        """Return M V by torch's fused attention; values V may have H or Hkv heads."""
         self._check(values)
         if self._one_per_key_head(values.shape[:-2]):
             values = self._repeat_groups(values)
         leading = torch.broadcast_shapes(values.shape[:-2], self.shape[:-2])
         values = values.expand(*leading, *values.shape[-2:])
-        if self.is_causal and self.mask is not None:  # fused attention accepts only one of the two
+        if self.is_causal and self.mask is not None:  # fused attention accepts only one of these arguments
             return super().__matmul__(values)
         width = values.shape[-1]
-        # If the width is not K, torch does not use the fused kernel and forms the whole matrix.
+        # If the width is not K, torch does not use its fused kernel and forms the whole matrix.
         whole = F.pad(values, (0, -width % self.query.shape[-1]))
         parts = [self._attend(part) for part in whole.split(self.query.shape[-1], -1)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :width]
@@ -124,13 +124,13 @@ class SoftmaxMixing(MixingOperator):
     def _attend(self, values: Tensor) -> Tensor:
         mask, dtype = self.mask, values.dtype
         if mask is not None and mask.dtype != torch.bool:
-            ends = torch.finfo(dtype)  # clamp: in half precision a large bias would become −inf and mask
+            ends = torch.finfo(dtype)  # a large finite bias must not become −inf in half precision
             mask = torch.where(mask.isinf(), mask, mask.clamp(ends.min, ends.max)).to(dtype)
         query, key = self.query.to(dtype), self._repeat_groups(self.key).to(dtype)
         return F.scaled_dot_product_attention(query, key, values, mask, 0.0, self.is_causal, scale=self.scale)
 
     def __getitem__(self, index: Index) -> "SoftmaxMixing":
-        """Return selected sequences and heads: ``operator[0, 3]``, ``operator[:, 1:2]``."""
+        """Return selected sequences and heads, as in ``operator[0, 3]`` or ``operator[:, 1:2]``."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         key = self._repeat_groups(self.key)
@@ -140,7 +140,7 @@ class SoftmaxMixing(MixingOperator):
         return self.mask if self.mask is None or self.mask.shape[-2] == 1 else self.mask[..., start:stop, :]
 
     def _accepts(self, leading: torch.Size) -> bool:
-        """Return True if the leading axes broadcast; values may have one head per key head."""
+        """Return True if the leading axes broadcast; values may also have one head per key head."""
         return super()._accepts(
             torch.Size([*leading[:-1], 1]) if self._one_per_key_head(leading) else leading
         )
@@ -149,5 +149,5 @@ class SoftmaxMixing(MixingOperator):
         return self.heads_per_group > 1 and len(leading) > 0 and leading[-1] == self.key.shape[-3]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with Hkv key heads as one with H heads: each is repeated for its query heads."""
+        """Return a tensor with Hkv heads as a tensor with H heads: each is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

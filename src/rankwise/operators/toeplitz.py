@@ -9,14 +9,14 @@ from rankwise.operators.base import FastMixing, compute_dtype
 
 
 class ToeplitzMixing(FastMixing):
-    """Convolution over tokens, a Toeplitz matrix: ``M[t, s] = kernel[t − s]``, T = S.
+    """Convolution over tokens as a Toeplitz matrix: ``M[t, s] = kernel[t − s]``, T = S.
 
     `M @ V` and Mᵀ U use the Fourier transform: O(T log T · V) time, O(T V) memory. In float32 each entry of
-    the result has an error of about 1e-7·‖kernel‖·‖values‖, even if it should be 0. `rows` and `dense` are
-    exact.
+    the result has an error of about 1e-7·‖kernel‖·‖values‖, even if its exact value is 0. `rows` and `dense`
+    are exact.
 
     Args:
-        kernel: values at lags t − s: 0 … T − 1 if causal, (..., H, T), otherwise −(T − 1) … T − 1,
+        kernel: kernel at lags t − s. Causal: lags 0 … T − 1, (..., H, T). Otherwise: lags −(T − 1) … T − 1,
             (..., H, 2T − 1).
         is_causal: True if M is lower triangular.
 
@@ -65,24 +65,24 @@ class ToeplitzMixing(FastMixing):
         tokens: int,
         conjugates: bool = False,
     ) -> "ToeplitzMixing":
-        """Return the causal convolution of a diagonal state space model, as in S4D.
+        """Return the causal convolution of a diagonal state-space model with N states, as in S4D.
 
-        Formula: ``kernel[l] = Re Σ_n c_n b̄_n exp(l · step · a_n)`` with b̄ = (exp(step · a) − 1)/a · b, a
-        zero-order hold (step · b if a = 0). The kernel is doubled if each state represents a conjugate pair.
+        Formula: ``kernel[l] = Re Σ_n c_n b̄_n exp(l · step · a_n)`` with b̄ = (exp(step · a) − 1)/a · b
+        (zero-order hold; step · b if a = 0). The kernel is doubled if each state represents a conjugate pair.
         Cost: O(T N) time and O(T) memory per head.
         Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal
         State Space Models", NeurIPS 2022, eq. 4 and listing 1.
 
         Args:
-            a: rate of each state, real or complex, with real part at most 0.
+            a: rate of each state, real or complex, with a real part of at most 0.
             b: input weight of each state.
             c: output weight of each state.
-            step: Δ, one per head.
-            tokens: T.
-            conjugates: True if each complex state represents itself and its conjugate, as in S4D.
+            step: step size Δ of each head.
+            tokens: number of tokens T.
+            conjugates: True if each complex state also represents its conjugate, as in S4D.
 
         Raises:
-            ShapeError: if the tensors do not fit together, or T is less than 1.
+            ShapeError: if the shapes of the tensors do not fit together, or T is less than 1.
 
         Examples:
             >>> import torch
@@ -117,7 +117,7 @@ class ToeplitzMixing(FastMixing):
         return torch.Size([*self.kernel.shape[:-1], tokens, tokens])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of M: the kernel, shifted by one lag per row."""
+        """Return rows of M: the kernel, shifted by one lag from row to row."""
         lag = self._lags(start, stop)
         kernel = self.kernel.to(compute_dtype(self.dtype))
         if self.is_causal:
@@ -125,7 +125,7 @@ class ToeplitzMixing(FastMixing):
         return kernel[..., lag + self.shape[-1] - 1]
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return True everywhere, or on and below the diagonal if the operator is causal."""
+        """Return rows of the support: True everywhere, or on and below the diagonal if causal."""
         lag = self._lags(start, stop)
         seen = lag >= 0 if self.is_causal else torch.ones_like(lag, dtype=torch.bool)
         return seen.expand(*self.shape[:-2], -1, -1)
@@ -146,7 +146,7 @@ class ToeplitzMixing(FastMixing):
         return torch.fft.irfft(product, length, dim=-2)[..., :tokens, :]
 
     def _circular(self, kernel: Tensor, length: int) -> Tensor:
-        """Return the kernel in FFT order: lag 0 and positive lags, zeros, then negative lags."""
+        """Return the kernel in the order of the FFT: lag 0, positive lags, zeros, negative lags."""
         negative = 0 if self.is_causal else self.shape[-1] - 1
         zeros = kernel.new_zeros(*kernel.shape[:-1], length - kernel.shape[-1])
         return torch.cat([kernel[..., negative:], zeros, kernel[..., :negative]], dim=-1)
