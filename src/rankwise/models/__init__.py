@@ -1,6 +1,6 @@
-"""ToST and other token mixers as Hugging Face models, and loading of released ToST checkpoints.
+"""ToST (Token Statistics Transformer) and other token mixers as Hugging Face models; released checkpoints.
 
-Importing this package registers ``model_type = "tost"`` with transformers' Auto classes.
+Importing this package registers ``model_type = "tost"`` with the Auto classes of transformers.
 """
 
 from transformers import (

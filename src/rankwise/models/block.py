@@ -1,4 +1,4 @@
-"""One block of a model: a token mixer and a feed-forward part, each with norm, scale and skip."""
+"""Transformer block: token mixer and feed-forward part, each with a norm, a scale and a skip connection."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -12,7 +12,7 @@ from rankwise.skips.modules import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:
-    """Return a norm layer of the kind in the field ``norm``: LayerNorm, RMSNorm or identity."""
+    """Return the norm layer that ``config.norm`` selects: LayerNorm, RMSNorm or the identity."""
     if config.norm == "none":
         return nn.Identity()
     if config.norm == "rms":
@@ -21,7 +21,7 @@ def make_norm(config: ToSTConfig) -> nn.Module:
 
 
 class LayerScale(nn.Module):
-    """Learned factor per channel that multiplies the update of a mixer or feed-forward part.
+    """Learned factor per channel, by which the output of a mixer or feed-forward part is multiplied.
 
     Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 2.
 
@@ -50,7 +50,7 @@ class LayerScale(nn.Module):
 
 
 def make_scale(hidden_size: int, init: float | None) -> nn.Module:
-    """Return a `LayerScale`, or the identity if `init` is None."""
+    """Return a `LayerScale`, or the identity if ``init`` is None."""
     return nn.Identity() if init is None else LayerScale(hidden_size, init)
 
 
@@ -65,16 +65,16 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return the update of each token, which the block adds to the residual stream."""
+        """Return the output of the feed-forward part, which the block adds to the residual stream."""
         return self.dropout(self.out_proj(self.act(self.in_proj(x))))
 
 
 class Block(GradientCheckpointingLayer):
-    """Residual block with a mixer, a λ-skip (skip connection scaled by λ) and an optional feed-forward part.
+    """Residual block: a mixer with a λ-skip (skip connection scaled by λ), and an optional feed-forward part.
 
-    Formula, pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
+    Pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
     Post-norm: ``y = norm(λ x + γ₁ g(x) mixer(x))``; ``z = norm(y + γ₂ mlp(y))``.
-    The gate g is SiLU of a linear map, or 1. γ₁ and γ₂ are LayerScale factors, or 1.
+    The gate g is SiLU of a linear map, or 1 without a gate. γ₁ and γ₂ are `LayerScale` factors, or 1.
 
     Args:
         config: sizes and options of the model.
@@ -98,7 +98,7 @@ class Block(GradientCheckpointingLayer):
         for part in (self.mixer, self.mlp):
             last = getattr(part, "out_proj", None)
             if isinstance(last, nn.Linear):
-                # `_init_weights` sees one module at a time: mark layers whose initial weights are smaller.
+                # `_init_weights` sees one module at a time, so mark layers with smaller initial weights.
                 last.ends_branch = True  # type: ignore[assignment]
 
     def forward(

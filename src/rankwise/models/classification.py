@@ -1,4 +1,4 @@
-"""Sequence classifier: `ToSTModel`, pooling over tokens and a linear head."""
+"""Classifier of text sequences: `ToSTModel`, pooling over tokens, and a linear head."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTForSequenceClassification(ToSTPreTrainedModel):
-    """Sequence classifier: a linear head on one vector per sequence.
+    """Classifier of text sequences: a linear head that reads one vector per sequence.
 
-    The vector is the state of the last real token, or the mean over real tokens. The field ``pooling`` of
-    the configuration selects one.
+    The configuration field ``pooling`` selects this vector: the state of the last real token, or the mean
+    over real tokens.
 
     Examples:
         >>> import torch
@@ -85,12 +85,12 @@ def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "
 
 
 def _last(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """Return the last real token of each row, or the first token if a row has none."""
+    """Return the state of each sequence's last real token, or of its first token if no token is real."""
     places = torch.arange(tokens.shape[1], device=tokens.device) * real
     return tokens[torch.arange(len(tokens), device=tokens.device), places.argmax(1)]
 
 
 def _mean(tokens: Float[Tensor, "B T D"], real: Bool[Tensor, "B T"]) -> Float[Tensor, "B D"]:
-    """Return the mean of the real tokens of each row, or zeros if a row has none."""
+    """Return the mean state of each sequence's real tokens, or zeros if no token is real."""
     summed = tokens.masked_fill(~real[..., None], 0.0).sum(1)
     return summed / real.sum(1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Configuration of every model in `rankwise.models`."""
+"""Configuration class of all models in `rankwise.models`."""
 
 import inspect
 import math
@@ -21,7 +21,7 @@ CHOICES = {
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
 }
-"""Allowed values of each field that holds a name."""
+"""Allowed values of each field that is a choice among names."""
 FLAGS = ("causal", "position_bias", "use_bias", "gate", "use_cache", "tokens_norm", "tie_word_embeddings")
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
             "num_channels", "max_position_embeddings")  # fmt: skip
@@ -32,59 +32,60 @@ HalfLife = int | float | Sequence[int | float | None] | None
 
 
 class ToSTConfig(PreTrainedConfig):
-    """Configuration of every model in `rankwise.models`: the mixer of each layer, and the block around it.
+    """Configuration of all models in `rankwise.models`: the mixer of each layer, and the block around it.
 
-    The defaults describe a language model of the released base size without LayerScale. The function
-    `rankwise.models.preset` returns the released configurations. ``mixer_options`` holds options of a mixer
-    that are not fields, such as ``{"tssa": {"conv_tokens": 4, "features": 16}}``.
+    The defaults describe a language model of the released base size, but without LayerScale. The function
+    `rankwise.models.preset` returns the released configurations. ``mixer_options`` sets mixer arguments
+    that are not fields, as in ``{"tssa": {"conv_tokens": 4, "features": 16}}``. TSSA stands for token
+    statistics self-attention.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
-    and the code released with it. Norm, skip and gate are options of this package.
+    and the released code. The fields for norm, skip and gate are options of this package only.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
         hidden_size: D, the model width.
         num_hidden_layers: L, the number of blocks.
         num_attention_heads: H, the number of heads of every mixer.
-        head_dim: K, width of a head; D / H by default.
+        head_dim: K, the width of each head; D / H by default.
         intermediate_size: width of the feed-forward part; 4 D by default, 0 for no feed-forward part.
-        hidden_act: activation of the feed-forward part, by transformers' name.
-        max_position_embeddings: number of tokens with learned positions.
+        hidden_act: activation of the feed-forward part, as named in transformers.
+        max_position_embeddings: largest number of tokens, if positions are learned.
         layer_types: mixer of each layer, by its name in `rankwise.models.MIXERS`. One name applies to all
             layers; ``tssa`` by default.
         mixer_options: additional arguments of mixers, by mixer name.
         causal: True if each token reads only itself and earlier tokens.
-        membership: weights Π of a token's heads in TSSA: ``softmax`` over the heads, or ``uniform`` (1 / H).
-        half_life: half-life of the sums in causal TSSA, in tokens, for all heads or per head. A head with
-            None does not decay. `rankwise.ops.half_lives` returns half-lives on a logarithmic scale. By
-            default no head decays, as in the released models.
-        position_bias: learned bias per position in causal TSSA, as in the released models. By default it is
-            used unless sums decay or memberships are uniform.
-        position_embeddings: ``learned``, or ``none``, which does not limit the length.
+        membership: weights Π of the heads at each token in TSSA: ``softmax`` over the heads, or ``uniform``
+            (1 / H).
+        half_life: number of tokens after which a token counts half in the sums of causal TSSA, for all heads
+            or per head; None for a head (or all heads, by default) without decay, as in the released models.
+            `rankwise.ops.half_lives` returns half-lives on a logarithmic scale.
+        position_bias: True for a learned bias per position in causal TSSA, as in the released models. By
+            default True, unless sums decay or memberships are uniform.
+        position_embeddings: ``learned``, or ``none``, which sets no limit on the length.
         norm: ``layer``, ``rms`` or ``none``.
-        norm_position: ``pre`` (norm of the input of a part) or ``post`` (norm of the residual sum).
+        norm_position: ``pre`` (norm before the mixer or feed-forward part) or ``post`` (norm after its skip).
         norm_eps: constant ε that norms add to the variance.
         use_bias: True for biases in linear layers and norms.
-        layer_scale: initial value of a learned scale per channel on the update of each part; None for no
-            scale.
-        skip: λ of the skip λ x around the mixer: ``fixed``, ``learned`` per layer, per ``channel`` of each
-            layer, or ``shared`` by all layers; ``none`` for no skip.
-        skip_init: value of λ, or initial value of a learned λ.
+        layer_scale: initial value of the learned `LayerScale` factors of each block; None for no scale.
+        skip: λ of the skip connection λ x around the mixer: ``fixed``, ``learned`` per layer, learned per
+            ``channel`` and layer, or learned and ``shared`` by all layers; ``none`` for no skip connection.
+        skip_init: value of a fixed λ, or initial value of a learned λ.
         gate: True to multiply the mixer's output by SiLU of a linear map of the mixer's input.
-        dropout: dropout rate of embeddings and of the update of each part.
+        dropout: dropout rate of the embeddings, and of the output of each mixer and feed-forward part.
         initializer_range: standard deviation of initial weights.
         use_cache: True to return the decoding state in evaluation mode.
-        pooling: vector that a sequence classifier reads: ``last`` real token, or ``mean`` of real tokens; by
-            default ``last`` if ``causal``.
+        pooling: vector that a sequence classifier reads: ``last`` (state of the last real token) or ``mean``
+            (mean over real tokens); ``last`` by default if ``causal``, else ``mean``.
         image_size: side of an image in pixels, for image classifiers.
-        patch_size: side of a patch: 2, 4, 8 or 16.
-        num_channels: color channels.
-        class_attention_layers: number of layers, after the blocks, in which the class token reads patches.
-        tokens_norm: True if class attention normalizes all tokens, as released; False for the class token.
+        patch_size: side of an image patch in pixels: 2, 4, 8 or 16.
+        num_channels: number of color channels.
+        class_attention_layers: number of layers after the blocks in which only the class token attends.
+        tokens_norm: True if these layers normalize all tokens, as released; False for the class token only.
         pad_token_id: token that pads short sequences.
         bos_token_id: token at the beginning of a text.
         eos_token_id: token at the end of a text.
-        tie_word_embeddings: True if output head and embedding share weights.
+        tie_word_embeddings: True if the output head shares weights with the embedding.
         **kwargs: arguments of `transformers.PreTrainedConfig`, such as ``num_labels``.
 
     Raises:
@@ -100,7 +101,7 @@ class ToSTConfig(PreTrainedConfig):
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a list)
     # config.json stores `layer_types` as `mixers`: a Trainer that resumes reads the file without this class,
-    # and transformers refuses layer types that it does not know.
+    # and transformers rejects layer types that it does not know.
     attribute_map = {"layer_types": "mixers"}  # noqa: RUF012
 
     def __init__(
@@ -180,14 +181,14 @@ class ToSTConfig(PreTrainedConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
-        # Set last, because the check in `super().__init__` knows only transformers' layer types.
+        # Set last, because `super().__init__` accepts only layer types of transformers.
         self.layer_types = (
             [layer_types] * num_hidden_layers if isinstance(layer_types, str) else list(layer_types)
         )
         self.validate()
 
     def validate(self) -> None:
-        """Raise InputError if a value is out of range or unknown; transformers also calls this on saving."""
+        """Raise InputError if a value is invalid or unknown; transformers also calls this before saving."""
         for name in POSITIVE:
             whole_number(f"ToSTConfig `{name}`", getattr(self, name))
         for name in FLAGS:
@@ -220,7 +221,7 @@ class ToSTConfig(PreTrainedConfig):
 
 
 def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
-    """Return one half-life per head, with None instead of infinity, which JSON cannot store."""
+    """Return one half-life per head; infinity becomes None, because JSON cannot store infinity."""
     if half_life is None:
         return None
     lives = [half_life] * heads if isinstance(half_life, int | float) else half_life
@@ -231,7 +232,7 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
 
 
 def _check_keywords(others: dict[str, Any]) -> None:
-    """Raise InputError if an unknown argument resembles a field; fields of transformers are accepted."""
+    """Raise InputError if an unknown argument resembles a field; accept fields of transformers."""
     fields = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
     for name in others:
         similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)

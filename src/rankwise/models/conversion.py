@@ -1,4 +1,4 @@
-"""Conversion of released ToST checkpoints to models of this package."""
+"""Conversion of released ToST checkpoints to models of this package, and saving of models."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ from rankwise.models.vision import ToSTForImageClassification
 from rankwise.ops.arguments import FLOATS
 
 WRAPPERS = (COMPILED_PREFIX, "module.")
-"""Prefixes that torch.compile and DistributedDataParallel add to weight names."""
+"""Prefixes that torch.compile and DistributedDataParallel put before weight names."""
 
 MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 
@@ -35,20 +35,20 @@ MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 def load_released_tost(
     path: str | Path, *, tokens_norm: bool = True
 ) -> ToSTForCausalLM | ToSTForImageClassification:
-    """Return a model with the weights of a released ToST checkpoint: language (.pt) or vision (.pth).
+    """Load a released ToST checkpoint, a language (.pt) or vision (.pth) model.
 
     The configuration is inferred from weight shapes. Only tensors, plain containers and
     `argparse.Namespace` (the command line in vision checkpoints) are unpickled.
 
     Args:
-        path: file of the checkpoint.
-        tokens_norm: option of `ToSTConfig` for vision models, which cannot be inferred from weight shapes.
+        path: checkpoint file.
+        tokens_norm: field of `ToSTConfig` for vision models, which weight shapes do not determine.
 
     Returns:
         Model in evaluation mode, with float32 weights.
 
     Raises:
-        InputError: if the file cannot be read, lacks weights, has wrong shapes or holds another model.
+        InputError: if the file cannot be read, lacks weights, has wrong shapes or is of another model.
 
     Examples:
         >>> load_released_tost("nothing.pt")
@@ -67,12 +67,12 @@ def load_released_tost(
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
-    """Write a model as safetensors and JSON, all files or none; return the paths.
+    """Save a model as safetensors and JSON files; write either all files or none.
 
-    For an image classifier, the settings of `image_processor_config` are also written.
+    Image classifiers also get the settings that `image_processor_config` returns.
 
     Args:
-        model: a model of this package.
+        model: model of this package.
         folder: folder to write to, created if necessary.
 
     Returns:
@@ -95,14 +95,14 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    """Return the content of a checkpoint file without running code from the file."""
+    """Return the content of a checkpoint file; no code in the file is executed."""
     if not path.is_file():
         got = "a folder" if path.is_dir() else "nothing there"
         raise InputError(f"checkpoint {path}", expected="a file", got=got, fix="Check the path.")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    # A damaged file can raise any error, and torch's messages advise to turn off weights_only.
+    # A damaged file can raise any error, and the messages of torch suggest turning off weights_only.
     except Exception as error:
         refused = isinstance(error, PermissionError)
         raise InputError(
@@ -114,7 +114,7 @@ def _read(path: Path) -> Any:
 
 
 def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint without name prefixes of wrappers; raise if there are no weights."""
+    """Return weights by name, without the prefixes of wrappers; raise if the checkpoint has no weights."""
     inner = checkpoint
     if isinstance(checkpoint, Mapping):
         inner = next((checkpoint[key] for key in ("model", "state_dict") if key in checkpoint), checkpoint)
@@ -134,7 +134,7 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_weight(name: str, weight: Tensor, path: Path) -> None:
-    """Raise InputError unless a weight is a dense tensor of floats with all numbers stored in the file."""
+    """Raise InputError unless a weight is a dense float tensor that is stored completely in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:
@@ -152,7 +152,7 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
 
 
 def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedModel:
-    """Return the inferred configuration and weight names; raise errors that name the file."""
+    """Return the configuration and weight names; raise InputError with the path if they do not fit."""
     try:
         if "transformer.wte.weight" in weights:
             return read_language_config(weights)
@@ -179,9 +179,9 @@ def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedMod
 
 
 def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dict[str, Tensor]:
-    """Return the weights by this package's names; raise if weights are missing, unknown or of wrong shape.
+    """Return weights under the names of this package; raise if any is missing, unknown or of wrong shape.
 
-    Expected shapes come from a model on the meta device, which allocates no memory.
+    The expected shapes come from a model on the meta device, which takes no memory.
     """
     missing = [name for name in released.names if name not in weights and name != "lm_head.weight"]
     foreign = [name for name in weights if name not in released.names]
@@ -229,7 +229,7 @@ def _listed(names: Iterable[Any]) -> str:
 
 
 def _plain(name: Any) -> str:
-    """Return a name from a file, cut to 60 characters and without control characters."""
+    """Return a name from a file as text of at most 60 characters, with control characters escaped."""
     text = ascii(name)
     return (text[1:-1] if isinstance(name, str) else text)[:60]
 
@@ -244,10 +244,10 @@ def _foreign(path: Path, got: str) -> InputError:
 
 
 def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
-    """Return the content of ``preprocessor_config.json``: resize, center crop, ImageNet's mean and deviation.
+    """Return the content of ``preprocessor_config.json``: resize, center crop, ImageNet mean and deviation.
 
     Released checkpoints do not store how images were preprocessed. These settings are the evaluation
-    settings of DeiT's training code, on which the released code is based.
+    settings of the DeiT code, on which the released code is based.
 
     Args:
         config: configuration of the model; only ``image_size`` is used.

@@ -1,4 +1,4 @@
-"""Stack of blocks over text tokens (`ToSTModel`), and the causal language model."""
+"""Text models: the stack of blocks without output head (`ToSTModel`), and the causal language model."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """Text model without output head: embedding, blocks and a final norm.
+    """Text model without output head: token embedding, blocks and a final norm.
 
     Examples:
         >>> import torch
@@ -54,18 +54,18 @@ class ToSTModel(ToSTPreTrainedModel):
         """Return the token states after the last block, (B, T, D), and the cache if requested.
 
         Args:
-            input_ids: tokens of this call.
-            attention_mask: 1 (or true) for real tokens; covers the tokens of this call or all tokens so far.
-            position_ids: positions from 0, counting all tokens or real tokens; real tokens by default.
-            past_key_values: cache that an earlier call returned.
-            inputs_embeds: embeddings in place of ``input_ids``.
-            use_cache: True to return the cache; by default as configured, False in training mode.
-            output_hidden_states: True to return the input of each block and the output of the last norm.
-            return_dict: True to return an object with named fields, False for a tuple.
-            **kwargs: arguments that transformers passes to every model; they have no effect.
+            input_ids: token ids of this call, (B, T).
+            attention_mask: 1 (or true) for real tokens, for this call's tokens or for all tokens so far.
+            position_ids: positions from 0, counting either all tokens or, by default, only real tokens.
+            past_key_values: cache returned by an earlier call.
+            inputs_embeds: embeddings to use instead of ``input_ids``.
+            use_cache: True to return the cache; by default as configured, but False in training mode.
+            output_hidden_states: True to also return the input of each block and the output of the last norm.
+            return_dict: True to return an object with named fields, False to return a tuple.
+            **kwargs: arguments that transformers passes to every model; they have no effect here.
 
         Raises:
-            InputError: if mask or positions are wrong, a text is too long, or an argument would be ignored.
+            InputError: if mask or positions are invalid, a text is too long, or an argument is unknown.
         """
         self._loss_options(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -95,7 +95,7 @@ class ToSTModel(ToSTPreTrainedModel):
         return self._as_requested(output, return_dict)
 
     def _cache(self, past: MixerCache | None, use_cache: bool | None) -> MixerCache | None:
-        """Return the cache for this call, or None without a cache; raise if `past` does not fit the model."""
+        """Return the cache for this call, or None; raise InputError if ``past`` does not fit the model."""
         if past is not None and not self.config.causal:
             raise InputError(
                 "`past_key_values`",
@@ -121,7 +121,7 @@ class ToSTModel(ToSTPreTrainedModel):
     def _with_positions(
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
-        """Return x plus learned position embeddings, if any; raise for wrong positions or long texts."""
+        """Return x plus learned position embeddings, if any; raise if positions are invalid or too large."""
         bounded = self.embed_positions is not None or self.config.position_bias
         if not bounded and position_ids is None:
             return x
@@ -131,7 +131,7 @@ class ToSTModel(ToSTPreTrainedModel):
         )
         if before is not None:
             counted = before[:, None] + counted
-        counted = counted.clamp(min=0).expand(x.shape[:2])  # left padding would be at position -1
+        counted = counted.clamp(min=0).expand(x.shape[:2])  # left padding would have the position −1
         if position_ids is not None:
             _check_positions(position_ids, counted, mask, length)
         if bounded:
@@ -170,7 +170,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(self, generation_config: GenerationConfig, *others: Any) -> None:
-        """Raise InputError if generation requests another kind of cache, which would be ignored."""
+        """Raise InputError if generation requests a cache class of transformers, which would be ignored."""
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InputError(
                 "`cache_implementation`",
@@ -202,10 +202,10 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             position_ids: as for `ToSTModel`.
             past_key_values: as for `ToSTModel`.
             inputs_embeds: as for `ToSTModel`.
-            labels: the same tokens as ``input_ids``; the loss shifts them by one. -100 skips a token.
+            labels: the same tokens as ``input_ids``, because the loss shifts them; −100 excludes a token.
             use_cache: as for `ToSTModel`.
             output_hidden_states: as for `ToSTModel`.
-            logits_to_keep: number of last tokens with logits, or indices of tokens; 0 for all tokens.
+            logits_to_keep: number of last tokens for which logits are returned, or token indices; 0 for all.
             return_dict: as for `ToSTModel`.
             **kwargs: arguments of the loss, such as ``num_items_in_batch``, and arguments of `ToSTModel`.
         """
@@ -231,12 +231,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """Return a mask of this call's tokens, or None if all tokens are real, which selects a faster path."""
+    """Return the mask of this call's tokens, or None if all tokens are real, which is computed faster."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]
     columns = attention_mask.shape[-1]
-    # `==` instead of `in`, because torch.compile supports only `==` for symbolic lengths.
+    # `==` is used, because torch.compile does not support `in` for symbolic lengths.
     fits = columns == tokens or columns == before + tokens
     if attention_mask.ndim != 2 or attention_mask.shape[0] != rows or not fits:
         raise InputError(
@@ -250,7 +250,7 @@ def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Raise InputError unless position ids count all tokens or real tokens; not checked in torch.compile."""
+    """Raise InputError unless position ids count all tokens or real tokens; unchecked in torch.compile."""
     if torch.compiler.is_compiling():
         return
     rows, tokens = counted.shape
@@ -267,7 +267,7 @@ def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None,
 
 
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Raise InputError if a position has no embedding; in torch.compile, the embedding lookup fails."""
+    """Raise InputError if a position has no embedding; in torch.compile the embedding itself raises."""
     if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",

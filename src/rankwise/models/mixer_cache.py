@@ -1,4 +1,4 @@
-"""Cache of a language model for decoding: the state of each layer's mixer."""
+"""Decoding cache of a language model: the state of the mixer in each layer."""
 
 import copy
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from rankwise.models.mixers import MixerState
 
 
 class MixerCache(Cache):
-    """Decoding cache with one mixer state per layer, compatible with transformers' `Cache`.
+    """Decoding cache with the state of each layer's mixer, compatible with the class `Cache` of transformers.
 
     States of softmax layers grow with the number of tokens; states of all other mixers have constant size.
-    Tensors are never changed in place, so a copy of the list of states is a copy of the cache.
+    Tensors are never modified in place, so a shallow copy of the list of states is an independent cache.
 
     Args:
         layers: number of layers L.
@@ -27,30 +27,30 @@ class MixerCache(Cache):
         super().__init__(layers=[])
         self.states: list[MixerState | None] = [None] * layers
         self.length = 0
-        """Number of tokens so far, with padding."""
+        """Number of tokens so far, including padding."""
         self.counts: Tensor | None = None
-        """Number of real tokens so far, per row."""
+        """Number of real tokens so far, per sequence; None before the first call."""
 
     def advance(self, mask: Bool[Tensor, "B T"] | None, rows: int, tokens: int, device: torch.device) -> None:
-        """Add the tokens of a call to the numbers of tokens so far, `length` and `counts`."""
+        """Add the tokens of a call to `length` and `counts`, the numbers of tokens so far."""
         new = mask.sum(1) if mask is not None else torch.full((rows,), tokens, device=device)
         self.counts = new if self.counts is None else self.counts + new
         self.length += tokens
 
     def numel(self) -> int:
-        """Return the number of entries in all states, for all rows."""
+        """Return the total number of entries in all states of all sequences."""
         return sum(tensor.numel() for state in self.states if state is not None for tensor in state)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens so far, with padding."""
+        """Return the number of tokens so far, including padding."""
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1, transformers' value for a cache without maximum length."""
+        """Return −1, by which transformers means that the cache has no maximum length."""
         return -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return -1, transformers' value for a cache without maximum length."""
+        """Return −1, by which transformers means that the cache has no maximum length."""
         return -1
 
     def __len__(self) -> int:
@@ -66,39 +66,39 @@ class MixerCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False, because a state is a sum over tokens, from which single tokens cannot be removed."""
+        """False, because a state sums over tokens, and a token cannot be removed from the sum."""
         return False
 
     @property
     def is_initialized(self) -> bool:
-        """True after the first token."""
+        """True if the cache contains at least one token."""
         return self.length > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MixerCache":
-        """Return a deep copy without autograd graph, because torch cannot deep-copy non-leaf tensors."""
+        """Return a deep copy, detached from autograd, because torch cannot deep-copy non-leaf tensors."""
         memo[id(self)] = copied = copy.copy(self)
         copied._change(lambda tensor: tensor.detach().clone())
         return copied
 
     def reorder_cache(self, beam_idx: Int[Tensor, " N"]) -> None:
-        """Reorder the rows of all states, for beam search."""
+        """Reorder the sequences of all states, for beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Int[Tensor, " N"]) -> None:
-        """Select the rows `indices` of the batch, in the given order."""
+        """Select the sequences ``indices`` of the batch, in the given order."""
         self._change(lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
+        """Repeat every sequence of the batch ``repeats`` times."""
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
-        """Remove all states, so that the next call starts a new text."""
+        """Remove all states, so that the next call begins a new text."""
         self.states = [None] * len(self.states)
         self.length, self.counts = 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise InputError, because tokens cannot be removed from a sum."""
+        """Raise InputError, because a state sums over tokens, and a token cannot be removed from the sum."""
         raise InputError(
             "`MixerCache.crop`",
             expected="no removal of tokens",
@@ -107,6 +107,6 @@ class MixerCache(Cache):
         )
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to every tensor of the cache."""
+        """Replace every tensor of the cache by ``change(tensor)``."""
         self.states = [None if s is None else tuple(change(tensor) for tensor in s) for s in self.states]
         self.counts = None if self.counts is None else change(self.counts)

@@ -1,4 +1,4 @@
-"""Base class of the Hugging Face models (initialization, shared λ, argument checks); optimizer groups."""
+"""Base class of all models (initialization, shared λ, argument checks), and optimizer parameter groups."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ from rankwise.models.configuration import ToSTConfig
 from rankwise.skips.modules import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
-"""Keyword arguments of transformers' loss functions."""
+"""Keyword arguments that the loss functions of transformers accept."""
 
 IGNORED = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
-"""Arguments without effect that tokenizers, `generate` and wrappers pass to every model."""
+"""Arguments that tokenizers, `generate` and wrappers pass to every model, and that have no effect here."""
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments by which transformers marks rows that contain several packed texts."""
+"""Arguments by which transformers marks several texts packed into one row; these models reject them."""
 
 DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Classes of modules whose weights get weight decay."""
+"""Module classes whose weights get weight decay."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two optimizer groups: parameters with weight decay, and trainable parameters without it.
+    """Return two optimizer groups: trainable parameters with weight decay, and all others without.
 
     Weights of linear layers, embeddings and convolutions get weight decay. λ, scales, norms, biases,
-    temperatures and decay rates of states do not. A shared parameter is listed once.
+    temperatures and decay rates do not. A shared parameter is listed once.
 
     Args:
-        model: any module.
-        weight_decay: weight decay of the first group; the second group has weight decay 0.
+        model: any torch module.
+        weight_decay: weight decay of the first group; it is 0 in the second group.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
@@ -61,10 +61,10 @@ class ToSTPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _tied_weights_keys: dict[str, str] | None = None
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers reads a list)
-    _is_stateful = True  # disables assisted decoding, which must remove tokens from states
+    _is_stateful = True  # disables assisted decoding, which would have to remove tokens from states
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize a module as in GPT-2; modules of this package with `reset_parameters` call it."""
+        """Initialize a module as in GPT-2; modules of this package initialize themselves."""
         super()._init_weights(module)
         if isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
@@ -76,16 +76,16 @@ class ToSTPreTrainedModel(PreTrainedModel):
             reset()
 
     def post_init(self) -> None:
-        """Declare a shared λ as tied weights, which are saved once, then initialize the model."""
+        """Declare a shared λ as tied weights, so that it is saved once; then initialize the model."""
         self._tied_weights_keys = {**(self._tied_weights_keys or {}), **self._shared_skips()}
         super().post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return tied weight names with their source; includes a shared λ if embeddings are not tied."""
+        """Return tied weights as {name: source name}; a shared λ is tied even if embeddings are not."""
         return {**super().get_expanded_tied_weights_keys(all_submodels), **self._shared_skips()}
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Tie weights; raise InputError if λ is shared but loaded weights have different λ per layer."""
+        """Tie weights; raise InputError if λ is shared by configuration but the loaded values differ."""
         super().tie_weights(*args, **kwargs)
         tied = self._shared_skips()
         weights = [self.get_parameter(name) for name in dict.fromkeys((*tied.values(), *tied))]
@@ -99,18 +99,18 @@ class ToSTPreTrainedModel(PreTrainedModel):
             )
 
     def _as_requested(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """Return an output as an object with named fields or, if `return_dict` is False, as a tuple."""
+        """Return an output as an object with named fields, or as a tuple if ``return_dict`` is False."""
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
 
     def _shared_skips(self) -> dict[str, str]:
-        """Map the weight name of each shared λ after the first to the weight name of the first λ."""
+        """Return {name: name of the first λ} for every shared λ except the first; names are weight names."""
         modules = self.named_modules()
         skips = [name for name, one in modules if isinstance(one, LambdaSkip) and one.kind == "shared"]
         return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}
 
     def _loss_options(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the loss; raise InputError for unknown keyword arguments."""
+        """Return the keyword arguments for the loss; raise InputError for an unknown keyword argument."""
         options = {name: value for name, value in others.items() if value is not None}
         for name in options:
             if name in PACKING:

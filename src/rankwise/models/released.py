@@ -1,4 +1,4 @@
-"""Released ToST models: sizes, weight names, and configurations inferred from weight shapes."""
+"""Sizes and weight names of released ToST models, and configurations inferred from weight shapes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ LANGUAGE: dict[str, tuple[int, int, int]] = {
     "tost-medium": (24, 1024, 16),
     "tost-large": (36, 1280, 20),
 }
-"""Layers, model width and heads of the released language models; the head width is 64."""
+"""Number of layers, model width and number of heads of released language models; the head width is 64."""
 
 VISION: dict[str, tuple[int, int, int]] = {
     "tost-t12": (12, 192, 4),
@@ -23,7 +23,7 @@ VISION: dict[str, tuple[int, int, int]] = {
     "tost-m24": (24, 512, 8),
     "tost-l24": (24, 768, 16),
 }
-"""Layers, model width and heads of the released vision models, each with patches of side 16 or 8."""
+"""Layers, model width and heads of released vision models; each exists with 16×16 and 8×8 patches."""
 
 PRESETS = (*LANGUAGE, *(f"{name}-p{patch}" for name in VISION for patch in (16, 8)))
 """All names that `preset` accepts."""
@@ -36,7 +36,7 @@ LANGUAGE_DEFAULTS: dict[str, Any] = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": END_OF_TEXT,
 }
-"""Fields that all language models share: GPT-2's padded vocabulary, context length and special token."""
+"""Fields that all released language models share: GPT-2's padded vocabulary, length and special token."""
 
 VISION_DEFAULTS: dict[str, Any] = {
     "causal": False,
@@ -45,13 +45,13 @@ VISION_DEFAULTS: dict[str, Any] = {
     "class_attention_layers": 2,
     "tokens_norm": True,
 }
-"""Fields that all vision models share."""
+"""Fields that all released vision models share."""
 
 LANGUAGE_BLOCK = {
     "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
     "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
 }  # fmt: skip
-"""Names of the modules with weight and bias in a block: (released name, name in this package)."""
+"""Modules with weight and bias in a block: released name, and name in this package."""
 LANGUAGE_SINGLES = {
     "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
     "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",
@@ -79,7 +79,7 @@ class ReleasedModel:
     Args:
         kind: ``language`` or ``vision``.
         config: configuration inferred from weight shapes.
-        names: required weights of the checkpoint, as released name and name in this package.
+        names: name in this package of each weight in the checkpoint, by its released name.
     """
 
     kind: str
@@ -90,10 +90,10 @@ class ReleasedModel:
 def preset(name: str, **changes: Any) -> ToSTConfig:
     """Return the configuration of a released model.
 
-    Source: the released configurations. Language models have 110M, 304M and 655M parameters by their README.
+    Source: the released code, whose README states 110M, 304M and 655M parameters for the language models.
 
     Args:
-        name: one of `PRESETS`: ``tost-base``, ``tost-medium``, ``tost-large``; ``tost-t12-p16``, ….
+        name: one of `PRESETS`, such as ``tost-base``, ``tost-large`` or ``tost-t12-p16``.
         **changes: arguments of `ToSTConfig` that replace released values, such as ``num_labels``.
 
     Raises:
@@ -118,12 +118,12 @@ def preset(name: str, **changes: Any) -> ToSTConfig:
 
 
 def vision_layer_scale(layers: int) -> float:
-    """Return the initial LayerScale of a vision model: 1 below 24 layers, otherwise 1e-5."""
+    """Return the initial LayerScale factor of a vision model: 1 below 24 layers, otherwise 1e-5."""
     return 1.0 if layers < 24 else 1e-5
 
 
 def read_language_config(weights: Weights) -> ReleasedModel:
-    """Infer a language model's configuration from weight shapes; raise KeyError if a weight is missing."""
+    """Infer the configuration of a language model from weight shapes; raise KeyError if one is missing."""
     layers = count(weights, r"transformer\.h\.(\d+)\.")
     vocabulary, width = sizes(weights, "transformer.wte.weight", 2)
     config = ToSTConfig(
@@ -151,7 +151,7 @@ def read_language_config(weights: Weights) -> ReleasedModel:
 
 
 def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
-    """Infer a vision model's configuration from weight shapes; raise KeyError if a weight is missing."""
+    """Infer the configuration of a vision model from weight shapes; raise KeyError if a weight is missing."""
     layers = count(weights, r"blocks\.(\d+)\.")
     class_layers = count(weights, r"cls_attn_blocks\.(\d+)\.")
     halvings = count(weights, r"patch_embed\.proj\.(\d+)\.0\.weight")
@@ -174,7 +174,7 @@ def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
     ends = {
         "norm": "norm",
         "head": "classifier",
-        "pos_embeder.token_projection": "positions.projection",  # spelled like this in released files
+        "pos_embeder.token_projection": "positions.projection",  # the typo is in the released files
     }
     names = {
         "cls_token": "class_token",
@@ -190,14 +190,14 @@ def read_vision_config(weights: Weights, tokens_norm: bool) -> ReleasedModel:
 
 
 def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
-    """Remove the last axis of temperatures (H, 1) and position biases (H, P, 1); return others unchanged."""
+    """Drop the last axis of temperatures (H, 1) and position biases (H, P, 1); keep other weights."""
     if released.endswith((".attn.temp", ".attn.denom_bias")) and weight.shape[-1:] == (1,):
         return weight[..., 0]
     return weight
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Map released weight names to this package's names, for modules with the given parameters."""
+    """Return {released weight name: own name} for each parameter ``ending`` of each module."""
     return {f"{name}.{end}": f"{own}.{end}" for name, own in modules.items() for end in endings}
 
 
@@ -210,7 +210,7 @@ def in_layers(
     endings: Iterable[str] = ("weight", "bias"),
     first: int = 0,
 ) -> dict[str, str]:
-    """Map released weight names of all layers to this package's names; add `first` to layer indices."""
+    """Return {released weight name: own name} for all layers; own layer indices begin at ``first``."""
     block = {**singles, **with_endings(modules, endings)}
     return {
         f"{theirs}.{layer}.{name}": f"{ours}.{first + layer}.{own}"
@@ -220,12 +220,12 @@ def in_layers(
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return the number of different layer indices that a pattern matches at the start of names."""
+    """Return the number of layers: of different indices that ``pattern`` finds at the start of names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of a weight; raise InputError if it does not have `axes` axes, KeyError if missing."""
+    """Return the shape of a weight; raise KeyError if it is missing, InputError if it lacks ``axes`` axes."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

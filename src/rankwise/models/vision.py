@@ -19,9 +19,9 @@ from rankwise.models.pretrained import ToSTPreTrainedModel
 
 
 class PatchEmbedding(nn.Module):
-    """Patch embedding by 3×3 convolutions of stride 2, until each patch is one pixel of D channels.
+    """Patch embedding by 3×3 convolutions with stride 2, until each patch is one vector of D channels.
 
-    Each convolution doubles the channels and is followed by a batch norm, with GELU between convolutions.
+    Each convolution doubles the channels and is followed by a batch norm; GELU is between convolutions.
     Source: El-Nouby et al., "XCiT: Cross-Covariance Image Transformers", NeurIPS 2021.
     """
 
@@ -43,7 +43,7 @@ class PatchEmbedding(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths[1:])
 
     def forward(self, pixel_values: Float[Tensor, "B C Y X"]) -> Float[Tensor, "B D Y2 X2"]:
-        """Return patch tokens on a grid, (B, D, Y2, X2); raise if the patch size does not divide Y and X."""
+        """Return patch tokens on a grid, (B, D, Y2, X2); raise unless the patch size divides Y and X."""
         _, channels, height, width = pixel_values.shape
         if height % self.patch_size or width % self.patch_size or channels != self.num_channels:
             raise InputError(
@@ -59,15 +59,15 @@ class PatchEmbedding(nn.Module):
 
 
 class FourierPositions(nn.Module):
-    """Position encoding of image patches: sines and cosines of row and column, mapped linearly to D.
+    """Position encoding of image patches: a linear map of sines and cosines of row and column.
 
-    Rows and columns are scaled to (0, 2π], so that a model accepts images of any size.
+    Rows and columns are scaled to (0, 2π], so that images of any size can be encoded.
     Source: XCiT, see `PatchEmbedding`.
 
     Args:
         hidden_size: D, the model width.
-        frequencies: number of sines and cosines per axis.
-        temperature: inverse of the lowest frequency.
+        frequencies: number of sines and cosines per axis (rows, columns).
+        temperature: approximate ratio of the highest to the lowest frequency.
     """
 
     def __init__(self, hidden_size: int, frequencies: int = 32, temperature: float = 10_000.0) -> None:
@@ -76,14 +76,14 @@ class FourierPositions(nn.Module):
         self.projection = nn.Conv2d(2 * frequencies, hidden_size, kernel_size=1)
 
     def forward(self, rows: int, columns: int) -> Float[Tensor, "1 D Y X"]:
-        """Return the position encoding of each patch on a grid, (1, D, rows, columns)."""
+        """Return the encoding of a grid of patches, (1, D, rows, columns)."""
         weight = self.projection.weight
         down, across = self._axis(rows, weight.device), self._axis(columns, weight.device)
         grid = torch.cat([down[:, None].expand(-1, columns, -1), across.expand(rows, -1, -1)], -1)
         return self.projection(grid.permute(2, 0, 1)[None].to(weight.dtype))
 
     def _axis(self, places: int, device: torch.device) -> Float[Tensor, "Y F"]:
-        """Return the features of each position along an axis, sines and cosines alternating."""
+        """Return the features of each position along an axis: sines and cosines alternate."""
         angle = torch.arange(1, places + 1, device=device) / (places + 1e-6) * (2 * math.pi)
         index = torch.arange(self.frequencies, device=device)
         scaled = angle[:, None] / self.temperature ** (2 * (index // 2) / self.frequencies)
@@ -91,7 +91,7 @@ class FourierPositions(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Softmax attention in which only the first token, the class token, has a query. Cost: O(T D).
+    """Softmax attention in which only the first token (class token) has a query; O(T D) time for T tokens.
 
     Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 3.
     """
@@ -105,22 +105,22 @@ class ClassAttention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B 1 D"]:
-        """Return the update of the class token."""
+        """Return the attention output for the class token, before its skip connection."""
         query, key, value = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query[:, :, :1], key, value)
         return self.dropout(self.out_proj(mixed.transpose(1, 2).flatten(2)))
 
 
 class ClassAttentionBlock(GradientCheckpointingLayer):
-    """Class-attention layer of the released models.
+    """Layer in which the class token attends to all patches, as in the released models.
 
     Two peculiarities of the released code are kept, because trained weights depend on them:
 
-    - Patches also change: a patch p becomes ``p + γ₁ norm₁(p)``, because the attention output of a patch is
-      the normalized patch.
-    - The residual of the feed-forward part starts after norm₂. The class token c becomes ``n + γ₂ mlp(n)``
-      with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``; without it, norm₂ skips
-      patches, and p becomes ``2 p``. The next norm removes the factor 2, except for ε.
+    - Patches change too: a patch p becomes ``p + γ₁ norm₁(p)``, because the normalized patch takes the place
+      of its attention output.
+    - The skip connection of the feed-forward part starts after norm₂. The class token c becomes
+      ``n + γ₂ mlp(n)`` with ``n = norm₂(c)``. With ``tokens_norm``, a patch p becomes ``2 norm₂(p)``;
+      without, it becomes ``2 p``. The next norm removes the factor 2, up to its constant ε.
     """
 
     def __init__(self, config: ToSTConfig) -> None:
@@ -132,7 +132,7 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
         self.mlp_scale = make_scale(config.hidden_size, config.layer_scale)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        """Return the new states of the class token (first) and the patches."""
+        """Return the new states: the class token first, then the patches."""
         normed = self.attention_norm(x)
         x = x + self.attention_scale(torch.cat([self.attention(normed), normed[:, 1:]], 1))
         token, patches = self.mlp_norm(x[:, :1]), x[:, 1:]
@@ -143,8 +143,8 @@ class ClassAttentionBlock(GradientCheckpointingLayer):
 class ToSTForImageClassification(ToSTPreTrainedModel):
     """Image classifier: patch embedding, blocks over patches, class attention, and a linear head.
 
-    Source: the released vision models. They are XCiT models with TSSA instead of cross-covariance attention
-    and without local patch interaction.
+    The released vision models are XCiT models with TSSA (token statistics self-attention) instead of
+    cross-covariance attention, and without local patch interaction.
 
     Examples:
         >>> import torch
@@ -179,7 +179,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         self.post_init()
 
     def reset_parameters(self) -> None:
-        """Initialize the class token at random; submodules initialize their own weights."""
+        """Initialize the class token with random numbers; submodules initialize their own weights."""
         nn.init.trunc_normal_(self.class_token, std=self.config.initializer_range)
 
     def forward(
@@ -194,14 +194,14 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
         Args:
             pixel_values: images whose sides are multiples of the patch size.
-            labels: class indices, for a loss.
-            output_hidden_states: True to return the input of each block and the output of the last norm;
-                from class attention on, the class token is first.
-            return_dict: True to return an object with named fields, False for a tuple.
+            labels: class indices for the loss.
+            output_hidden_states: True to also return the input of each block and the output of the last norm;
+                from the class-attention layers on, the class token is first.
+            return_dict: True to return an object with named fields, False to return a tuple.
             **kwargs: arguments of the loss, and arguments that transformers passes to every model.
 
         Raises:
-            InputError: if the patch size does not divide the images, or an argument would be ignored.
+            InputError: if the patch size does not divide the image sides, or an argument is unknown.
         """
         options = self._loss_options(kwargs)
         grid = self.patch_embedding(pixel_values)

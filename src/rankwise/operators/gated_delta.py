@@ -106,7 +106,7 @@ class GatedDeltaMixing(CausalScanMixing):
 
 @dataclass(frozen=True)
 class _Block:
-    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay since before the chunk."""
+    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay since the last chunk."""
 
     query: Tensor
     key: Tensor

@@ -1,4 +1,4 @@
-"""Token Statistics Self-Attention (TSSA): one function, `tssa`, with implementations for CPU and GPU."""
+"""Token Statistics Self-Attention (TSSA): the function `tssa`, with implementations for CPUs and GPUs."""
 
 from rankwise.ops.decay import half_lives
 from rankwise.ops.token_statistics import TSSAOutput, TSSAState, tssa

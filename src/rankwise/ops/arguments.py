@@ -1,4 +1,4 @@
-"""Check the arguments of `tssa` and convert them to a `Call`, the input of every implementation."""
+"""Checks of the arguments of `tssa`, and their conversion to a `Call`, the input of all implementations."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ for _prefix in ("", "end_", "d_"):
     AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
 """Axes of each argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
 DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
-"""Accepted dtypes by name of an argument; arguments without an entry accept every dtype except complex."""
+"""Accepted dtypes of an argument, by name; an argument without an entry may have any real dtype."""
 FIXES = {
     "w": "Split the last axis into heads: w.unflatten(-1, (H, -1)); one row is w[None].",
     "temperature": "Flatten a released (H, 1) parameter.",
@@ -59,16 +59,16 @@ class Sums(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Checked arguments of `tssa`; temperature, offset and start have the dtype of the sums.
+    """Checked arguments of `tssa`; temperature, offset and start are converted to the dtype of the sums.
 
     Attributes:
-        w: projections of tokens to the heads, in the user's dtype.
+        w: projections of tokens to the heads, in the dtype that the caller passed.
         temperature: temperature per head; None for uniform memberships.
-        offset: number added to each score: K times the learned bias at the token's position.
+        offset: constant added to each score: K times the learned bias at the token's position.
         mask: True for real tokens.
-        start: sums before the first token of a causal call; None for zeros.
-        rate: factor λ by which a token decays the sums; None for λ = 1.
-        bounds: boundaries of the sequences packed in one row; None if each row is a sequence.
+        start: sums before the first token of a causal call; None if they are zero.
+        rate: factor λ by which the sums decay at each token; None for λ = 1.
+        bounds: boundaries of sequences that are packed in one row; None if each row is one sequence.
         causal: True if a token reads only itself and earlier tokens.
     """
 
@@ -87,7 +87,7 @@ class Call(NamedTuple):
         return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
 
     def initial_sums(self) -> Sums:
-        """Return `start`, or sums of zeros if `start` is None."""
+        """Return ``start``, or sums of zeros if ``start`` is None."""
         if self.start is not None:
             return self.start
         heads, width = self.w.shape[2:]
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         return Sums(energy, energy.clone(), energy.new_zeros((self.sequences, heads)))
 
     def sequence_of_tokens(self) -> tuple[Int64[Tensor, " N1"], Int64[Tensor, " M"]]:
-        """Return sequence boundaries in the list of all M tokens, and the sequence index of each token."""
+        """Return the sequence boundaries in a list of all M tokens, and the sequence index of each token."""
         batch, tokens = self.w.shape[:2]
         index, bounds = torch.arange(batch * tokens, device=self.w.device), self.bounds
         if bounds is None:
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
 
     Attributes:
         membership: memberships Π.
-        score: scores; if no gradient is needed, the memberships, which share the memory of the scores.
+        score: scores; or memberships, in the same memory, if no gradient is needed.
         sums: sums after the last token.
     """
 
@@ -126,7 +126,7 @@ class Saved(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Gradients of the loss with respect to the outputs of a `tssa` call, given to the backward pass."""
+    """Gradients of the loss with respect to the outputs of a `tssa` call: the input of the backward pass."""
 
     output: Float[Tensor, "B T H K"]
     membership: Float[Tensor, "B T H"]
@@ -148,7 +148,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to a dtype; return it unchanged if possible, because `Tensor.to` can take 40 µs."""
+    """Return a tensor in a dtype; a call of `Tensor.to`, which can take 40 µs, is avoided if possible."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -166,12 +166,12 @@ def make_call(
     """Check the arguments of `tssa` and convert them.
 
     Returns:
-        The call and, if causal, the number of real tokens per sequence, including those of earlier calls.
+        The call and, if causal, the number of real tokens per sequence, including earlier calls.
 
     Raises:
-        ShapeError: if a shape or dtype does not fit, or the bias is shorter than the longest sequence.
+        ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.
         InputError: if an argument is not a tensor, is on another device or contradicts another argument, or
-            if a forked process requires threads that torch has lost.
+            if the process is a fork that lacks threads of torch.
     """
     parts = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
     if state is not None:
@@ -201,10 +201,10 @@ def make_call(
 
 
 def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
-    """Raise ShapeError if a tensor does not have the axes that `AXES` lists for the tensor's name.
+    """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name.
 
-    The custom operators repeat this check, because compiled graphs call them directly, and kernels do not
-    check the bounds of arrays.
+    The custom operators check again, because compiled graphs call them directly, and kernels do not check
+    array bounds.
     """
     if w.ndim != 4:
         raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
@@ -226,7 +226,7 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
     for name, part in parts.items():
         if part is None:
             continue
-        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for a bias, which may have any length
+        wanted = shapes.get(AXES[name.removeprefix("state.")])  # None for the bias, whose length may vary
         if part.shape != wanted if wanted else part.ndim != 2 or part.shape[0] != heads:
             expected = f"{tuple(wanted)}" if wanted else f"({heads}, P)"
             fix = FIXES.get(name, "Call rankwise.ops.tssa, which prepares the tensors of an operator.")
@@ -234,7 +234,7 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
 
 
 def check_boundaries(ends: list[int], tokens: int) -> None:
-    """Raise ShapeError unless boundaries start at 0, never decrease and end at the number of tokens."""
+    """Raise ShapeError unless boundaries start at 0, never decrease, and end at the number of tokens."""
     if ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         got = f"{ends[:8]}{'…' * (len(ends) > 8)}"
         raise ShapeError(
@@ -243,7 +243,7 @@ def check_boundaries(ends: list[int], tokens: int) -> None:
 
 
 def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
-    """Raise if an argument is not a dense tensor, has a wrong dtype or is not on the device of w."""
+    """Raise if an argument is not a dense tensor, has a wrong dtype, or is on another device than w."""
     instance_of(name, value, Tensor, "a tensor", fix=f"Pass torch.as_tensor({name}).")
     if value.layout != torch.strided:
         fix = f"Pass {name}.to_dense()."
@@ -253,13 +253,13 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
         expected = "real numbers" if known is None else " or ".join(map(str, known))
         fix = f"Pass {name}.real." if known is None else FIXES[name] if name == "mask" else "Convert it."
         raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
-    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves these two
+    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves the two
         fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
         raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
 
 def _check_process(w: Tensor) -> None:
-    """Raise InputError if torch would wait in a forked process for threads that only the parent has."""
+    """Raise InputError if this process is a fork in which torch would wait for threads that do not exist."""
     if torch.compiler.is_compiling() or sys.platform != "linux" or os.getpid() == _PROCESS:
         return
     if w.device.type == "cpu" and w.numel() >= ONE_THREAD_BELOW and torch.get_num_threads() > 1:
@@ -302,7 +302,7 @@ def _check_options(
     if half_life is not None and not bool((half_life > 0).all()):
         got, fix = f"{half_life.min().item():g}", "Pass infinity for a head without decay."
         raise InputError("half_life", expected="numbers above 0", got=got, fix=fix)
-    # on a GPU this check would wait for the GPU
+    # On a GPU, this check would wait for the GPU.
     if state is not None and state[3].device.type == "cpu" and int(state[3].min()) < 0:
         fix = "It counts real tokens; TSSAState.zeros starts at 0."
         raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(state[3].min())}", fix=fix)
@@ -319,7 +319,7 @@ def _lengths(call: Call) -> Int[Tensor, " N"]:
 
 
 def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T"]:
-    """Return the index of each token among the real tokens of a sequence; at padding the value is unused."""
+    """Return each token's index among the real tokens of its sequence; values at padding are not used."""
     mask, (bounds, sequence) = call.mask, call.sequence_of_tokens()
     real = torch.ones_like(sequence) if mask is None else mask.flatten().long()
     upto = torch.nn.functional.pad(real.cumsum(0), (1, 0))
@@ -330,9 +330,9 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return K · bias[h, position] for each token, because the formula adds the bias to each of K channels.
+    """Return the score offset K · bias[h, position] of each token: K channels, each with the bias added.
 
-    A compiled graph cannot check the length of the bias; indexing fails if the bias is too short.
+    A compiled graph does not check the length of the bias; indexing raises if the bias is too short.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:
@@ -347,7 +347,7 @@ def _offset(
 
 
 def _check_positions(positions: int, farthest: int) -> None:
-    """Raise ShapeError if a learned bias has too few positions for the last token."""
+    """Raise ShapeError if the learned bias has no position for the last token."""
     if farthest >= positions:
         expected = f"at least {farthest + 1} positions, because the last token is at position {farthest}"
         fix = "A learned bias limits the length; half-lives (half_life=) do not."

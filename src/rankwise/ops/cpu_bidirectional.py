@@ -8,8 +8,8 @@ Formula for token t, per head and channel; w_t is the projection of the token, s
     m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)               moment: mean of w² weighted by Π
     output_t = -Π_t w_t factor, factor = 1/(1 + m)
 
-d_x is the gradient of the loss with respect to x. Chunk i reads arrays per sequence, such as inverse
-(N, H, K), at sequence[i]. `cpu_chunks` describes chunks and arrays; the decay λ is 1 here.
+d_x is the gradient of the loss with respect to x. In chunk i, arrays with one entry per sequence, such as
+inverse (N, H, K), are read at sequence[i]. `cpu_chunks` describes chunks and arrays; here λ = 1 (no decay).
 """
 
 from typing import no_type_check
@@ -33,7 +33,7 @@ from rankwise.ops.reference import MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and sums for the backward pass."""
+    """Return the output; and memberships, scores and sums, which are saved for the backward pass."""
     work = ChunkedCall(call)
     w, dtype, tokens, chunks = work.w, work.dtype, work.tokens, work.chunks
     membership = np.empty(w.shape[:2], w.dtype)
@@ -62,7 +62,7 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     d_temperature, dw = np.empty(unused.shape[:2]), work.new()
 
     work.run(outputs_back, w, d_output, membership, factor, tokens[0], *chunks, d_membership, added)
-    with np.errstate(all="ignore"):  # infinite sums give ∞ − ∞ = NaN, which numpy would warn about
+    with np.errstate(all="ignore"):  # infinite sums make ∞ − ∞ = NaN, about which numpy would warn
         each = 1 / (mass[..., None] + w.dtype.type(MASS_EPS))
         d_moment = work.total(added) * each
         d_mass = (d_moment * (assigned * each)).sum(-1)
@@ -79,12 +79,12 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
 
 
 def _inverse(energy: np.ndarray) -> np.ndarray:
-    """Return 1/max(energy, eps), where energy is Σ w² over the tokens; NaN stays NaN."""
+    """Return inverse = 1/max(energy, eps), where energy is Σ w² over the tokens; NaN stays NaN."""
     return 1 / np.maximum(energy, energy.dtype.type(NORM_EPS**2))
 
 
 def _factor(assigned: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """Return 1/(1 + m), where the moment m = assigned/(mass + eps) is the mean of w² weighted by Π."""
+    """Return 1/(1 + m), where m = assigned/(mass + eps) is the mean of w² weighted by memberships."""
     with np.errstate(all="ignore"):
         return 1 / (1 + assigned / (mass + mass.dtype.type(MASS_EPS)))
 
@@ -95,7 +95,7 @@ def assign(
     w, inverse, temperature, mask, power, rate, first, last, sequence, score, membership, added, masses,
     low, high,
 ):  # fmt: skip
-    """Write the scores and memberships of tokens, and the sums of Π w² and of Π over each chunk."""
+    """Write the scores and memberships Π of the tokens, and the sums of Π w² and Π over each chunk."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
@@ -110,7 +110,7 @@ def assign(
 @Loop
 @no_type_check
 def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
-    """Write the outputs of tokens, -Π w factor; 0 at padding."""
+    """Write the output -Π w factor of each token, with membership Π; 0 at padding."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
@@ -125,7 +125,7 @@ def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, factor, membership, sums):
-    """Return Σ_k d_output w factor, the negated gradient of Π; add the gradient of the moment m to `sums`."""
+    """Return minus the gradient of the membership, Σ_k d_output w factor; add the gradient of m to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -137,7 +137,7 @@ def output_row_back(row, d_output, factor, membership, sums):
 @Loop
 @no_type_check
 def outputs_back(w, d_output, membership, factor, mask, first, last, sequence, direct, added, low, high):
-    """Write the negated gradient of Π through outputs to `direct`, and the gradient of m by each chunk."""
+    """Write minus the gradient of memberships to `direct`, and each chunk's gradient of m to `added`."""
     for i in range(low, high):
         added[i] = 0
         for t in range(first[i], last[i]):
@@ -155,10 +155,10 @@ def scores_back(
     w, membership, score, temperature, given, d_moment, d_mass, mask, power, rate, first, last, sequence,
     d_membership, d_score, d_temperature, added, unused, low, high,
 ):  # fmt: skip
-    """Write the gradients of scores and, per chunk, of the temperature, and Σ_t d_score w².
+    """Write the gradients of scores and, per chunk, of temperatures, and the sums Σ_t d_score w².
 
-    d_membership holds the negated gradient of Π through outputs; it is overwritten by the whole gradient of
-    Π. `given` is the gradient of memberships from the loss.
+    On input, d_membership contains minus the gradient of memberships through the outputs. It is overwritten
+    by their whole gradient. `given` is the gradient of memberships from the loss directly.
     """
     for i in range(low, high):
         n = sequence[i]
@@ -178,7 +178,7 @@ def scores_back(
 @inlined
 @no_type_check
 def token_row_back(row, d_output, factor, d_moment, inverse, d_energy, membership, d_score, out):
-    """Write the gradient of w of one token and head to `out`."""
+    """Write the gradient of w at one token and head to `out`."""
     two = row.dtype.type(2)
     for k in range(len(row)):
         g = d_moment[k] * membership + d_score * inverse[k] + d_energy[k]

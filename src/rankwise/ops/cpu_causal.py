@@ -9,8 +9,8 @@ Formula for token t, per head and channel; w_t is the projection of the token an
     n_t = λ n_{t-1} + Π_t                  mass
     output_t = -Π_t w_t n_t/(n_t + a_t)    here n_t includes a small eps
 
-d_x is the gradient of the loss with respect to x. Gradients take three loops over chunks: through outputs,
-through memberships, and through scores. `cpu_chunks` describes chunks and arrays.
+d_x is the gradient of the loss with respect to x. The gradient is computed in three loops over chunks:
+through outputs, through memberships, and through scores. `cpu_chunks` describes chunks and arrays.
 """
 
 from typing import no_type_check
@@ -37,7 +37,7 @@ from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and last sums for the backward pass."""
+    """Return the output; and memberships, scores and last sums, which are saved for the backward pass."""
     work = ChunkedCall(call)
     w, dtype, start = work.w, work.dtype, work.wide(call.initial_sums())
     where = (*work.tokens, *work.chunks[:2])
@@ -57,7 +57,7 @@ def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
 
 
 def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Return the gradients of w, the temperature, the offset and the sums before the first token."""
+    """Return the gradients of w, temperature, offset, and the sums before the first token."""
     work = ChunkedCall(call)
     w, dtype, where = work.w, work.dtype, (*work.tokens, *work.chunks[:2])
     start, d_end = work.wide(call.initial_sums()), work.wide(cotangents.sums)
@@ -87,13 +87,13 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
 @inlined
 @no_type_check
 def score_row(row, begin, local, factors, tiny):
-    """Add w² of one token to `local`, the sums in its chunk; return the token's score Σ_k w²/max(c, eps)."""
+    """Add w² of one token to `local`, the sums in its chunk; return its score Σ_k w²/max(energy, tiny)."""
     score = row.dtype.type(0)
     for k in range(len(row)):
         square = row[k] * row[k]
         local[k] = kept(local[k], factors) + square
         c = begin[k] * factors[2] + local[k]
-        score += square / (tiny if c < tiny else c)  # NaN stays in c, because NaN < tiny is False
+        score += square / (tiny if c < tiny else c)  # a NaN in c is kept, because NaN < tiny is False
     return score
 
 
@@ -103,9 +103,9 @@ def assign(
     w, offset, temperature, mask, power, rate, first, last, begin, eps, score, membership, added, masses,
     low, high,
 ):  # fmt: skip
-    """Write the scores and memberships of tokens, and the sums of Π w² and of Π over each chunk.
+    """Write the scores and memberships Π of the tokens, and the sums of Π w² and Π over each chunk.
 
-    begin[i] is the running energy c at the start of chunk i.
+    begin[i] is the running energy (sum of w²) at the start of chunk i.
     """
     heads, tiny, local = w.shape[1], w.dtype.type(eps), np.empty(w.shape[1:], w.dtype)
     for i in range(low, high):
@@ -126,7 +126,7 @@ def assign(
 @inlined
 @no_type_check
 def output_row(row, begin, local, factors, membership, n, out):
-    """Add Π w² of one token to `local`, the sums in its chunk; write the token's output."""
+    """Add Π w² of one token (membership Π) to `local`, the sums in its chunk; write the token's output."""
     for k in range(len(row)):
         local[k] = kept(local[k], factors) + membership * (row[k] * row[k])
         out[k] = -membership * n * row[k] / (begin[k] * factors[2] + local[k] + n)
@@ -135,7 +135,7 @@ def output_row(row, begin, local, factors, membership, n, out):
 @Loop
 @no_type_check
 def outputs(w, membership, mask, power, rate, first, last, begin, begin_mass, eps, out, low, high):
-    """Write the outputs of tokens; begin[i] and begin_mass[i] are a and n at the start of chunk i."""
+    """Write the outputs; begin[i], begin_mass[i] are the assigned energy and mass at the start of chunk i."""
     real, heads = w.dtype.type, w.shape[1]
     local, n = np.empty(w.shape[1:], w.dtype), np.empty(heads)
     for i in range(low, high):
@@ -166,7 +166,7 @@ def running_row(row, weight, begin, local, factors, out):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, out, share, membership, n):
-    """Return the negated gradients of Π and n through one output; replace a by its gradient in `share`."""
+    """Return minus the gradients of membership and mass; `share` gets the gradient of the assigned energy."""
     zero, one = row.dtype.type(0), row.dtype.type(1)
     direct, mass = zero, zero
     each = one / n
@@ -186,7 +186,7 @@ def output_row_back(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add to `out` the gradient of w through the sums a from this token on; return the gradient of Π."""
+    """Add to `out` the gradient of w through assigned energies from here on; return that of membership."""
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):
@@ -203,7 +203,7 @@ def outputs_back(
     w, d_output, membership, mask, power, rate, first, last, begin, begin_mass, eps, out, d_membership,
     d_begin, d_begin_mass, low, high,
 ):  # fmt: skip
-    """Write the gradients of w, Π, and the sums a and n at the start of each chunk, through its outputs."""
+    """Write gradients through outputs of each chunk: of w, memberships, and sums at the chunk's start."""
     heads, real, local = w.shape[1], w.dtype.type, np.empty(w.shape[1:], w.dtype)
     share, d_n = np.empty((CHUNK, *w.shape[1:]), w.dtype), np.empty((CHUNK, heads), w.dtype)
     n, d_mass = np.empty(heads), np.empty(heads)
@@ -242,7 +242,7 @@ def outputs_back(
 @inlined
 @no_type_check
 def energy_row_back(row, begin, local, factors, d_score, tiny, sums):
-    """Add to `sums` the gradient of the energy c at the start of the chunk through the score of one token."""
+    """Add to `sums` the gradient of the energy at the start of the chunk, through the score of one token."""
     zero, one = row.dtype.type(0), row.dtype.type(1)
     for k in range(len(row)):
         y = row[k] * row[k]
@@ -259,10 +259,10 @@ def memberships_back(
     w, membership, score, temperature, given, mask, power, rate, first, last, begin, eps, d_after,
     d_after_mass, d_membership, d_score, d_temperature, d_begin, low, high,
 ):  # fmt: skip
-    """Write the gradients of scores and, per chunk, of the temperature and of c at the start of the chunk.
+    """Write the gradients of scores and, per chunk, of temperatures and of the energy at the chunk's start.
 
-    d_after[i] and d_after_mass[i] are the gradients of a and n at the end of chunk i; `given` is the gradient
-    of memberships from the loss.
+    d_after[i] and d_after_mass[i] are the gradients of assigned energy and mass at the end of chunk i.
+    `given` is the gradient of memberships from the loss directly.
     """
     heads, real, tiny = w.shape[1], w.dtype.type, w.dtype.type(eps)
     local, d_energy = np.empty(w.shape[1:], w.dtype), np.empty(w.shape[1:], w.dtype)
@@ -295,7 +295,7 @@ def memberships_back(
 @inlined
 @no_type_check
 def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_assigned, membership):
-    """Add to `out` the gradient of w of one token through scores of its chunk and sums of later chunks."""
+    """Add to `out` the gradient of w at one token through scores in its chunk and sums of later chunks."""
     zero, one, two = row.dtype.type(0), row.dtype.type(1), row.dtype.type(2)
     for k in range(len(row)):
         c = sums[k]
@@ -311,7 +311,7 @@ def score_row_back(row, out, sums, d_energy, local, factors, d_score, tiny, d_as
 def scores_back(
     w, d_score, membership, mask, power, rate, first, last, begin, eps, d_energies, d_after, out, low, high
 ):  # fmt: skip
-    """Add to `out` the gradient of w through scores, and through c and a at the end of each chunk."""
+    """Add to `out` the gradient of w through scores, and through the sums at the end of each chunk."""
     heads, tiny, one = w.shape[1], w.dtype.type(eps), w.dtype.type(1)
     local, sums = np.empty(w.shape[1:], w.dtype), np.empty((CHUNK, *w.shape[1:]), w.dtype)
     for i in range(low, high):

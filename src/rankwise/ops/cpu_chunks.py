@@ -1,14 +1,14 @@
 """Chunks of a sequence, and the compiled loops that causal and bidirectional TSSA share on a CPU.
 
 TSSA (token statistics self-attention) needs only sums over tokens: energy Σ w², assigned Σ Π w² and mass Σ Π,
-where w are projections of tokens to heads and Π are memberships, the weights of the heads per token. Each
+where w are projections of tokens to heads, and memberships Π are weights of the heads at each token. Each
 sequence is cut into chunks of at most `CHUNK` tokens. One loop computes the sums over each chunk,
 `ChunkedCall.carry` adds these sums in float64, and the next loop starts each chunk with the sums before it.
-So threads can visit chunks in any order, and a sum over T tokens has the rounding error of 64 additions.
+So threads can process chunks in any order, and a sum over T tokens has the rounding error of 64 additions.
 
 Arrays in loops: w (M, H, K) for M tokens of all sequences, H heads and K channels; mask (M,), True for real
-tokens, or empty; power (CHUNK + 2, H) and rate (H,), the decay λ (see `ChunkedCall`). Chunk i holds the
-tokens first[i] ≤ t < last[i] of sequence[i]. Each loop visits the chunks low ≤ i < high.
+tokens, or empty; power (CHUNK + 2, H) and rate (H,), which hold the decay λ (see `ChunkedCall`). Chunk i has
+the tokens first[i] ≤ t < last[i] of sequence[i]. Each loop processes the chunks low ≤ i < high.
 """
 
 from functools import lru_cache
@@ -25,11 +25,11 @@ from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 CHUNK = 64
 """Largest number of tokens per chunk; only sums over several chunks are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-"""numpy's dtype of each dtype of torch that the loops read."""
+"""Dtypes of numpy for the dtypes of torch that the loops read."""
 
 
 class Chunks(NamedTuple):
-    """Tokens first ≤ t < last and sequence index of each of C chunks; no chunk spans two sequences."""
+    """C chunks: chunk i has the tokens first[i] ≤ t < last[i], all of the sequence with index sequence[i]."""
 
     first: np.ndarray
     last: np.ndarray
@@ -42,17 +42,17 @@ class ChunkedCall:
     Attributes:
         call: checked arguments of `tssa`.
         dtype: dtype of the sums, float32 or float64.
-        w: w in the dtype of the sums, (M, H, K).
+        w: projections of tokens, (M, H, K), in the dtype of the sums.
         temperature: temperatures, (H,); empty for uniform memberships.
-        tokens: the arrays mask, power and rate: mask, (M,) or empty; λ^0 … λ^CHUNK per head and, in a last
-            row, the rounding error of λ in the dtype of the sums, (CHUNK + 2, H); λ in float64, (H,).
+        tokens: three arrays: mask, (M,) or empty; power, (CHUNK + 2, H), which holds λ^0 … λ^CHUNK per head
+            and, in the last row, the rounding error of λ in the dtype of the sums; rate, (H,), λ in float64.
         chunks: tokens and sequence of each chunk.
         threads: number of threads that run a loop.
     """
 
     def __init__(self, call: Call) -> None:
         self.call, self.dtype = call, sum_dtype(call.w.dtype)
-        # a copy: torch cannot free memory that numpy shares, and FSDP2 frees weights between passes
+        # A copy, because torch cannot free memory that numpy shares, and FSDP2 frees weights between passes.
         temperature = None if call.temperature is None else call.temperature.clone()
         self.w, self.temperature = flat(call.w, self.dtype), flat(temperature, self.dtype, axes=1)
         rates = [1.0] * self.w.shape[1] if call.rate is None else call.rate.tolist()
@@ -63,16 +63,16 @@ class ChunkedCall:
         self.threads = threads_for(self.w.size)
 
     def run(self, loop: Loop, *arrays: Any) -> None:
-        """Run a compiled loop over all chunks; the loop writes its results to some of the arrays."""
+        """Run a compiled loop over all chunks; the loop writes its results to some of the given arrays."""
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate arrays for Σ w² per chunk, head and channel, (C, H, K), and Σ Π in float64, (C, H, 1)."""
+        """Allocate arrays for Σ weight · w² of each chunk, (C, H, K), and Σ weight in float64, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return Σ weight · w² and Σ weight over the tokens of each chunk; without weights, weight is 1."""
+        """Return Σ weight · w² and Σ weight over the tokens of each chunk; the weight is 1 if None."""
         squares, masses = self.empty_sums()
         weight = flat(None, self.dtype) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
@@ -83,9 +83,9 @@ class ChunkedCall:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the running sums at the start of each chunk and at the end of each sequence.
 
-        ``added`` holds the sums over each chunk and is overwritten; ``start`` holds the sums before each
-        sequence, (N, H, …), float64. If ``backward``, sums (of gradients) run from last to first token, so
-        that they are returned for the end of each chunk and the start of each sequence.
+        ``added`` contains the sums over each chunk and is overwritten; ``start`` contains the sums before
+        each sequence, (N, H, …), float64. If ``backward``, sums (of gradients) run from the last token to the
+        first: the results are then sums at the end of each chunk and at the start of each sequence.
         """
         mask, _, rate = self.tokens
         end = start.copy()
@@ -94,7 +94,7 @@ class ChunkedCall:
         return added, end
 
     def total(self, added: np.ndarray) -> np.ndarray:
-        """Add the sums over chunks; return one sum per sequence, (N, H, …)."""
+        """Add up the sums of chunks; return one sum per sequence, (N, H, …)."""
         start = np.zeros((self.call.sequences, *added.shape[1:]))
         return self.carry(added, start)[1].astype(self.w.dtype)
 
@@ -105,41 +105,41 @@ class ChunkedCall:
         return [energy, assigned, mass[..., None]]
 
     def narrow(self, energy: np.ndarray, assigned: np.ndarray, mass: np.ndarray) -> Sums:
-        """Return the sums of each sequence as tensors in the dtype of the sums; the inverse of `wide`."""
+        """Return sums of sequences as tensors in the dtype of the sums; the inverse of `wide`."""
         return Sums(*(tensor(part, self.dtype) for part in (energy, assigned, mass[..., 0])))
 
     def per_token(self, x: np.ndarray) -> Tensor:
-        """Return an array of (M, H) as a tensor of (B, T, H)."""
+        """Return an array (M, H) as a tensor (B, T, H)."""
         return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
 
     def new(self) -> Tensor:
-        """Allocate a tensor of the shape of w with numpy, which requests large memory pages; torch does not.
+        """Allocate a tensor of the shape of w with numpy, which requests large memory pages from the system.
 
-        With small pages, the first write to 25 MB of memory can take longer than the computation of TSSA.
+        With small pages, as torch requests, writing 25 MB the first time can take longer than TSSA itself.
         """
         return torch.from_numpy(np.empty(self.call.w.shape, self.w.dtype))
 
 
 def array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Return a tensor as a numpy array; copy only if the dtype changes or the memory is not contiguous."""
+    """Return a tensor as a numpy array; the data are copied only if dtype or memory layout change."""
     return np.ascontiguousarray(as_dtype(x.detach(), dtype).numpy())
 
 
 def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
-    """Return a tensor (B, T, …) as an array (M, …) with M = B·T; for None, an empty array of `axes` axes."""
+    """Return a tensor (B, T, …) as an array (B·T, …), or None as an empty array with ``axes`` axes."""
     if x is None:
         return np.zeros((0,) * axes, NUMPY[dtype])
     return array(x, dtype).reshape(-1, *x.shape[2:])
 
 
 def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Return an array as a tensor of a dtype, copied if the dtype changes."""
+    """Return an array as a tensor of a dtype; the data are copied only if the dtype changes."""
     return torch.from_numpy(np.ascontiguousarray(x, NUMPY[dtype]))
 
 
 @lru_cache(256)
 def _powers(rates: tuple[float, ...], dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the arrays `power` and `rate` of `ChunkedCall.tokens` for one decay λ per head."""
+    """Return the arrays power and rate of `ChunkedCall.tokens`, for one decay λ per head."""
     rate = np.array(rates)
     lost = rate - rate.astype(NUMPY[dtype])
     return np.concatenate([rate ** np.arange(CHUNK + 1)[:, None], lost[None]]).astype(NUMPY[dtype]), rate
@@ -162,30 +162,30 @@ def _chunks(ends: tuple[int, ...]) -> Chunks:
 @inlined
 @no_type_check
 def factors(power, age, h):
-    """Return the decay factors of head h: λ, the rounding error of λ, and λ^age."""
+    """Return three decay factors of head h: λ, the rounding error of λ, and λ^age."""
     return power[1, h], power[CHUNK + 1, h], power[age, h]
 
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ, where factors[0] is λ rounded and factors[1] the rounding error."""
+    """Return x λ, where λ = factors[0] + factors[1] is split into a rounded value and its rounding error."""
     return x * factors[0] + x * factors[1]
 
 
-kept = inlined(_kept, {"contract"})  # reordering to x (λ + error) would lose the rounding error
+kept = inlined(_kept, {"contract"})  # reordering to x (λ + error) would drop the rounding error
 
 
 @inlined
 @no_type_check
 def tokens_between(mask, first, last):
-    """Return the number of tokens first ≤ t < last that are not padding."""
+    """Return the number of real tokens t with first ≤ t < last."""
     return mask[first:last].sum() if mask.size > 0 else last - first
 
 
 @inlined
 @no_type_check
 def project_row(row, vector):
-    """Return the weighted sum Σ_k vector_k w_k² over the channels k of one token."""
+    """Return the weighted sum Σ_k vector_k w_k² over the channels k of one token and head."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         out += row[k] * row[k] * vector[k]
@@ -195,7 +195,7 @@ def project_row(row, vector):
 @inlined
 @no_type_check
 def add_row(row, weight, sums, factors):
-    """Let the sums of one head decay by one token, then add weight · w² of this token."""
+    """Multiply the sums of one head by the decay of one token, then add weight · w² of the token."""
     for k in range(len(row)):
         sums[k] = kept(sums[k], factors) + weight * (row[k] * row[k])
 
@@ -203,7 +203,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
-    """Write Σ weight · w² to `sums` and Σ weight to `mass` for one chunk; without weights, weight is 1."""
+    """Write Σ weight · w² to `sums` and Σ weight to `mass` for one chunk; an empty `weight` counts as 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
@@ -220,7 +220,7 @@ def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
 @Loop
 @no_type_check
 def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, high):
-    """Write Σ weight · w² and Σ weight of each chunk to `squares` and `masses`."""
+    """Write Σ weight · w² of each chunk to `squares`, and Σ weight to `masses`."""
     for i in range(low, high):
         add_chunk(w, weight, mask, power, rate, first[i], last[i], squares[i], masses[i])
 
@@ -230,8 +230,8 @@ def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, 
 def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, low, high):
     """Replace the sums over each chunk, in `added`, by the running sums at the start of the chunk.
 
-    The sums after each sequence are written to `end`. The heads low ≤ h < high are visited. If `backward`,
-    chunks come in reverse order, and sums over a chunk are replaced by the running sums at its end.
+    The sums after each sequence are written to `end`. Heads low ≤ h < high are processed. If `backward`,
+    chunks are processed in reverse order, and sums are replaced by the running sums at the end of the chunk.
     """
     sums = np.zeros((high - low, added.shape[2]))
     count = len(added)
@@ -258,8 +258,8 @@ def carry_heads(added, start, mask, rate, first, last, sequence, end, backward, 
 def _exp32(x):
     """Return e^x in float32 for x ≤ 0, with an error of at most 2 ulp; 0 for x < -87.
 
-    Computed as 2^n e^r with |r| ≤ ln 2 / 2, where n times the first part of ln 2 is exact. The compiler
-    can vectorize a loop that calls this function, but not a loop that calls the library function `exp`.
+    e^x = 2^n e^r with |r| ≤ ln 2 / 2, where n times the first part of ln 2 is exact. The compiler can
+    vectorize a loop that calls this function, which is not possible with the library function `exp`.
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
@@ -272,7 +272,7 @@ def _exp32(x):
     return real(0) if x < real(-87) else y * two_to_n
 
 
-exp32 = inlined(_exp32, {"contract"})  # reordering would add the two parts of ln 2 first
+exp32 = inlined(_exp32, {"contract"})  # reordering would first add the two parts of ln 2
 
 
 @inlined
@@ -290,9 +290,9 @@ def exponentials(row):
 @inlined
 @no_type_check
 def softmax_rows(score, temperature, mask, out, first, last):
-    """Write the memberships of the tokens of a chunk: softmax over heads of temperature · score.
+    """Write the memberships of the tokens of a chunk to `out`: softmax over heads of temperature · score.
 
-    Memberships are 1/H without a temperature, and 0 at padding. ``out`` may be the same array as ``score``.
+    Memberships are 1/H if `temperature` is empty, and 0 at padding. `out` and `score` may be the same array.
     """
     heads = score.shape[1]
     zero, one = score.dtype.type(0), score.dtype.type(1)
@@ -303,7 +303,7 @@ def softmax_rows(score, temperature, mask, out, first, last):
             top = temperature[0] * score[t, 0]
             for h in range(heads):
                 out[t, h] = temperature[h] * score[t, h]
-                if not out[t, h] <= top:  # `not <=` lets NaN become the maximum
+                if not out[t, h] <= top:  # true for NaN, which thus becomes the maximum
                     top = out[t, h]
             for h in range(heads):
                 out[t, h] -= top
@@ -326,7 +326,8 @@ def softmax_rows(score, temperature, mask, out, first, last):
 def softmax_rows_back(membership, d_membership, score, temperature, d_score, d_temperature, first, last):
     """Write the gradients of scores to `d_score`; add the gradient of the temperature to `d_temperature`.
 
-    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π); without a temperature it is 0.
+    The gradient of a score is temperature · Π (d_Π - Σ_h Π d_Π), where Π is the membership and d_Π its
+    gradient; it is 0 without a temperature.
     """
     heads = membership.shape[1]
     for t in range(first, last):

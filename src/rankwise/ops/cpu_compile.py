@@ -1,4 +1,4 @@
-"""Compile the loops of the CPU kernels, cache them, and run them on threads."""
+"""Compile the loops of the CPU kernels with numba, cache the machine code, and run it on threads."""
 
 import os
 from collections import deque
@@ -17,22 +17,22 @@ import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
 ALLOWED = {"reassoc", "contract", "arcp", "nsz"}
-"""Changes the compiler may make: reorder sums, fuse products into sums, multiply by 1/y, drop the sign of 0.
+"""Changes the compiler may make: reorder sums, fuse a product and a sum, multiply by 1/y, drop the sign of 0.
 
-The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may not
-approximate functions either.
+The compiler may not assume that NaN and infinity do not occur, because they must reach the output. It may
+not approximate functions either.
 """
 TWO_THREADS_FROM = 1 << 19
-"""Number of entries of the input w from which a second thread saves time."""
+"""Number of entries of the input w from which several threads are faster than one."""
 
 
 class Loop:
     """Function with a loop over arrays, compiled for each combination of dtypes; runs without the GIL.
 
-    numba's disk cache keeps all signatures of a function in one index file. Two processes can overwrite that
-    file so that it names the wrong machine code. Here each signature is compiled as a separate function. The
-    name of that function has a digest of the signature, sources, versions and processor, so that a name
-    always means the same machine code.
+    The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
+    this file such that it names the wrong machine code. So each signature is compiled as a separate function.
+    The name of this function contains a digest of signature, sources, versions and processor, so that a name
+    always stands for the same machine code.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -47,13 +47,13 @@ class Loop:
         return self._compiled[key]
 
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
-        """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of the tasks.
+        """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
-        Each task writes a separate part of the results. A thread that is free takes the next slice, so a slow
+        Each task writes to its own part of the result arrays. A free thread takes the next slice, so a slow
         thread does not delay the others. The calling thread works too, and does not wait for threads that
         have not begun.
         """
-        run = self.of(*given, 0, tasks)  # compile before threads start, so that it happens once
+        run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:
             run(*given, 0, tasks)
             return
@@ -72,30 +72,30 @@ class Loop:
         try:
             work()
         finally:
-            todo.clear()  # after Ctrl-C the other threads find no slice and stop
+            todo.clear()  # if Ctrl-C was pressed, the other threads find no slice and stop
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
 
 
 def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[..., Any]:
-    """Let numba compile a function into each loop that calls it, with only the ``allowed`` changes."""
+    """Return a function that numba inlines into each loop that calls it, with only ``allowed`` changes."""
     return numba.njit(nogil=True, fastmath=allowed, error_model="numpy", forceinline=True)(function)
 
 
 def threads_for(numbers: int) -> int:
-    """Return the number of threads for an input of `numbers` entries: 1 or torch's, at most one per core."""
+    """Return the number of threads for an input of ``numbers`` entries: 1, or torch's up to one per core."""
     return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 
 @cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of a process; a forked process needs a new pool, because forks lose threads."""
+    """Return a thread pool; the process id is a key, because a forked process has none of the threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a name that has a digest (see `Loop`)."""
+    """Compile a function for one signature, under a name that contains a digest (see `Loop`)."""
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]
@@ -105,7 +105,7 @@ def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[...
 
 @cache
 def _origin(file: Path) -> str:
-    """Return a text of all that compiled loops of a file depend on: sources, versions and the processor."""
+    """Return a text that identifies sources, versions and processor, on which compiled loops depend."""
     files = {file, *Path(__file__).parent.glob("cpu_*.py")}
     sources = b"".join(path.read_bytes() for path in sorted(files))
     versions = f"{numba.__version__} {llvmlite.__version__}"

@@ -1,4 +1,4 @@
-"""TSSA kernels as custom operators of torch with gradients, which `torch.compile` treats as one node."""
+"""TSSA kernels as custom torch operators with gradients, each of which `torch.compile` treats as one node."""
 
 from functools import cache
 from importlib import import_module
@@ -17,10 +17,10 @@ class Kernels(Protocol):
     """Interface of the modules `cpu_causal`, `cpu_bidirectional`, `triton_causal`, `triton_bidirectional`."""
 
     def forward(self, call: Call, keep_scores: bool) -> tuple[Float[Tensor, "B T H K"], Saved]:
-        """Return the output and tensors for `backward`; without `keep_scores`, memberships replace scores."""
+        """Return the output, and tensors for `backward`; without ``keep_scores``, no scores among them."""
 
     def backward(self, call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
-        """Return the gradients of w, the temperature, the offset and the sums before the first token."""
+        """Return the gradients of w, temperature, offset and the sums before the first token."""
 
 
 @cache
@@ -50,7 +50,7 @@ def tssa(
     impl: str,
     keep_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run a forward pass; return output, memberships, scores (empty without `keep_scores`) and three sums."""
+    """Run a forward pass; return output, memberships, scores (empty unless ``keep_scores``) and sums."""
     parts = {"temperature": temperature, "offset": offset, "mask": mask, "rate": rate}
     check_shapes(w, bounds, **parts, energy=energy, assigned=assigned, mass=mass)
     start = _start(energy, assigned, mass)
@@ -83,7 +83,7 @@ def tssa_backward(
     causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of w, temperature, offset and three first sums; the last four empty if not causal."""
+    """Return gradients of w, temperature, offset and initial sums; the last four are empty if not causal."""
     parts = {"temperature": temperature, "mask": mask, "rate": rate, "membership": membership}
     parts |= {"score": score, "energy": energy, "assigned": assigned, "mass": mass}
     parts |= {"end_energy": end_energy, "end_assigned": end_assigned, "end_mass": end_mass}
@@ -99,14 +99,14 @@ def tssa_backward(
 
 
 def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Call, Saved]:
-    """Mask tokens whose outputs the loss does not read, so that 0 · NaN does not reach other gradients.
+    """Mask tokens that do not affect the loss, so that their NaN does not reach other gradients as 0 · NaN.
 
     A cotangent is the gradient of the loss with respect to an output. In a causal call, the tokens after the
-    last nonzero cotangent are masked, unless the last sums have a cotangent. A bidirectional sequence is
-    masked only if all cotangents are 0. Without NaN, masking changes no gradient. So it is skipped on a CPU
-    if all scores are finite. A GPU always masks, because a check would wait for the GPU.
+    last nonzero cotangent are masked, unless the final sums have a cotangent. A bidirectional sequence is
+    masked only if all its cotangents are 0. Without NaN, masking changes no gradient, so a CPU skips it if
+    all scores are finite. A GPU always masks, because checking the scores would wait for the GPU.
     """
-    # one NaN makes the sum NaN; testing the sum is 20 times as fast as testing each score
+    # One NaN makes the sum NaN, and testing only the sum is 20 times as fast as testing each score.
     if call.w.device.type == "cpu" and bool(saved.score.sum().isfinite()):
         return call, saved
     bounds, sequence = call.sequence_of_tokens()
@@ -122,7 +122,7 @@ def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Ca
 
 
 def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
-    """Return the sums before the first token; None (zeros) if all three are None; raise if only some are."""
+    """Return the sums before the first token, or None (zeros) if all are None; raise if only some are."""
     if energy is None and assigned is None and mass is None:
         return None
     if energy is None or assigned is None or mass is None:
@@ -132,7 +132,7 @@ def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) 
 
 
 def _empty(w: Tensor, *shape: Any) -> Tensor:
-    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # while tracing, sizes are symbols
+    return w.new_empty(shape, dtype=sum_dtype(w.dtype))  # sizes are symbols while torch traces
 
 
 def _empty_sums(w: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +166,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, d_output: Tensor, d_membership: Tensor, _: Tensor, *d_sums: Tensor
 ) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # under activation checkpointing, they can be read only once
+    saved = ctx.saved_tensors  # read once, because activation checkpointing allows only one access
     found = tssa_backward(d_output, d_membership, *d_sums, *saved, ctx.causal, ctx.impl)
     dw, d_temperature, d_offset, *d_start = found
     tempered, biased, started = ctx.given

@@ -1,4 +1,4 @@
-"""Half-lives of the decaying sums of causal TSSA: how fast a head forgets earlier tokens."""
+"""Half-lives of the decaying sums of causal TSSA: numbers of tokens after which a token counts half."""
 
 import math
 
@@ -14,9 +14,9 @@ def half_lives(
 ) -> Float64[Tensor, " H"]:
     """Return one half-life per head for `tssa`, evenly spaced on a logarithmic scale.
 
-    ``h_i = shortest · (longest/shortest)^(i/(n-1))`` for the first n = heads - infinite heads. The last
+    The first n = heads − infinite heads have ``h_i = shortest · (longest/shortest)^(i/(n−1))``. The last
     ``infinite`` heads do not decay, as in the published causal TSSA. With half-life h, a token that is u
-    tokens old has the weight 2^(-u/h) in a sum, so that a sum covers about 1.44·h tokens.
+    tokens old has the weight 2^(−u/h) in a sum, so that a sum effectively covers 1.44·h tokens.
 
     Args:
         heads: number of heads H.
@@ -25,10 +25,10 @@ def half_lives(
         infinite: number of heads without decay.
 
     Returns:
-        Half-lives in tokens, an argument of `tssa`.
+        Half-lives in tokens, for the argument ``half_life`` of `tssa`.
 
     Raises:
-        InputError: if there are no heads, or the half-lives are not positive and rising.
+        InputError: if ``heads`` is below 1, or not 0 < shortest ≤ longest < ∞.
 
     Examples:
         >>> half_lives(4, shortest=2, longest=16).round(decimals=6).tolist()
@@ -48,10 +48,10 @@ def half_lives(
 
 
 def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64[Tensor, " H"]:
-    """Return λ = 2^(-1/h) for half-life h: the factor by which sums decay per token; exactly 1 for h = ∞.
+    """Return λ = 2^(−1/h) for half-life h: the factor by which sums decay per token; exactly 1 for h = ∞.
 
-    λ is float64, because rounding to float32 changes a half-life of a million tokens by a tenth. λ is on the
-    CPU if the device has no float64.
+    λ is float64, because float32 would change a half-life of a million tokens by 10 %. λ is on the CPU if the
+    device does not support float64.
 
     Examples:
         >>> import torch

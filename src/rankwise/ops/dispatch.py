@@ -1,4 +1,4 @@
-"""Choose the implementation (reference, CPU or Triton kernels) of a `tssa` call and run it."""
+"""Choice of the implementation (reference, CPU or Triton kernels) of a `tssa` call, and its execution."""
 
 import os
 from functools import cache
@@ -23,14 +23,14 @@ from rankwise.ops.arguments import Call, Solution, Sums
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
-"""Python packages that each implementation requires."""
+"""Python packages that an implementation requires; the reference requires none."""
 
 
 def choose(impl: str, device: torch.device) -> str:
     """Return the name of the implementation for a device; raise if an explicit choice cannot run.
 
-    ``"auto"`` is ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if triton
-    can be imported, and ``"reference"`` otherwise. The choice does not depend on length or dtype.
+    ``"auto"`` means ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if
+    triton can be imported, and ``"reference"`` otherwise. The choice does not depend on length or dtype.
 
     Args:
         impl: "auto" or the name of an implementation.
@@ -48,7 +48,7 @@ def choose(impl: str, device: torch.device) -> str:
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
         return "reference" if fast is None or missing(fast) else fast
     one_of("impl", impl, ("auto", *IMPLEMENTATIONS))
-    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, slowly, for tests
+    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # runs Triton on a CPU, for tests
     if impl == "cpu" and device.type != "cpu":
         expected, got = "tensors on a CPU", f"tensors on {device}"
     elif reason := missing(impl):
@@ -65,13 +65,13 @@ def choose(impl: str, device: torch.device) -> str:
 
 @constant_when_traced
 def missing(impl: str) -> str:
-    """Return why a package that an implementation needs cannot be imported, or "" if all can be."""
+    """Return why a package that an implementation requires cannot be imported, or "" if all can be."""
     return next((reason for name in PACKAGES.get(impl, ()) if (reason := _failure(name))), "")
 
 
 @cache
 def _failure(package: str) -> str:
-    """Return why a package cannot be imported, or "". Installed packages can fail if a library is missing."""
+    """Return why a package cannot be imported, or ""; an installed package may fail, too."""
     try:
         import_module(package)
     except Exception as error:
@@ -80,15 +80,15 @@ def _failure(package: str) -> str:
 
 
 def solve(call: Call, impl: str) -> Solution:
-    """Run a call by the reference, by the custom operator, or directly by a kernel if nothing watches torch.
+    """Run a call by the reference, by a custom operator, or directly by a kernel if `_unobserved`.
 
     Raises:
-        InputError: if forward-mode derivatives are requested, which custom operators would drop silently.
+        InputError: if forward-mode derivatives are requested, which custom operators would silently drop.
     """
     if impl == "reference":
         return reference.solve(call)
     inputs = [x for x in (call.w, call.temperature, call.offset, *(call.start or ())) if x is not None]
-    transformed = False  # inside a torch.func transform, `requires_grad` may be hidden
+    transformed = False  # in a torch.func transform, `requires_grad` may be hidden
     if not torch.compiler.is_compiling():
         transformed = in_function_transform()
         if in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
@@ -104,10 +104,10 @@ def solve(call: Call, impl: str) -> Solution:
 
 
 def _unobserved(tensors: list[Tensor | None]) -> bool:
-    """Return True if a kernel can be called without the custom operator, in half the time for one token.
+    """Return True if a kernel can be called without a custom operator, which halves the time for one token.
 
-    Dispatch modes, tracers, profilers and tensor subclasses must see an operator. Lazy negations and
-    ZeroTensors require it too, because only torch's dispatcher computes their values.
+    Dispatch modes, tracers, profilers and tensor subclasses have to see an operator. Lazy negations and
+    ZeroTensors need one too, because only torch's dispatcher computes their values.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or is_profiled():
         return False

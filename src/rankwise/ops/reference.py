@@ -1,7 +1,7 @@
-"""Token statistics self-attention (TSSA) in plain torch, the reference that tests compare kernels with.
+"""Token statistics self-attention (TSSA) in plain torch, the reference with which tests compare kernels.
 
-The docstring of `rankwise.ops.tssa` has the formulas. w: projections of tokens to heads; energy: Σ w² over
-tokens; membership Π: softmax over heads of temperature · score; assigned: Σ Π w²; mass: Σ Π.
+The docstring of `rankwise.ops.tssa` contains the formulas. w: projections of tokens to heads; energy: Σ w²
+over tokens; membership Π: softmax over heads of temperature · score; assigned: Σ Π w²; mass: Σ Π.
 """
 
 from contextlib import nullcontext
@@ -14,24 +14,24 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, Solution, Sums, check_boundaries, sum_dtype
 
 NORM_EPS = 1e-12
-"""Lower bound of the norm of a channel over all tokens in bidirectional TSSA."""
+"""Lower bound of the norm of a channel over all tokens, in bidirectional TSSA."""
 ENERGY_EPS = 1e-12
-"""Lower bound of the running energy c of a channel in causal TSSA."""
+"""Lower bound of the running energy (sum of w²) of a channel, in causal TSSA."""
 MASS_EPS = 1e-8
-"""Constant added to the mass Σ Π, by which Σ Π w² is divided."""
+"""Constant added to the mass Σ Π before Σ Π w² is divided by it."""
 BLOCK = 64
 """Number of tokens that one matrix product adds to a decaying sum."""
 
 
 def solve(call: Call) -> Solution:
-    """Return output, memberships and last sums of a call; packed sequences are computed one by one."""
+    """Return output, memberships and final sums of a call; packed sequences are computed one by one."""
     device = call.w.device.type
     known = torch.amp.autocast_mode.is_autocast_available(device)
     with torch.autocast(device, enabled=False) if known else nullcontext():
         if call.bounds is None:
             return _solve(call)
         ends = call.bounds.tolist()
-        check_boundaries(ends, call.w.shape[1])  # a compiled graph has not checked the boundaries
+        check_boundaries(ends, call.w.shape[1])  # a compiled graph has not checked the boundaries yet
         parts = [_solve(_sequence(call, n, low, high)) for n, (low, high) in enumerate(pairwise(ends))]
     output = torch.cat([part.output for part in parts], 1)
     membership = torch.cat([part.membership for part in parts], 1)
@@ -41,18 +41,18 @@ def solve(call: Call) -> Solution:
 
 
 def _sequence(call: Call, n: int, low: int, high: int) -> Call:
-    """Return a call on packed sequence n alone, which has the tokens low ≤ t < high."""
+    """Return a call for packed sequence n alone, which has the tokens low ≤ t < high."""
     offset, mask = (None if x is None else x[:, low:high] for x in (call.offset, call.mask))
     start = None if call.start is None else Sums(*(part[n : n + 1] for part in call.start))
     return call._replace(w=call.w[:, low:high], offset=offset, mask=mask, start=start, bounds=None)
 
 
 def _solve(call: Call) -> Solution:
-    """Return output, memberships and last sums of a call in which each row is one sequence.
+    """Return output, memberships and final sums of a call in which each row is one sequence.
 
-    Entries of w that are not finite are replaced by 0, and NaN is added as a constant to the results that
-    depend on these entries. Otherwise the backward pass would multiply NaN by gradients of 0, and NaN would
-    reach the gradients of earlier tokens.
+    Entries of w that are not finite are replaced by 0, and NaN is added as a constant to all results that
+    depend on them. Otherwise NaN would reach the gradients of earlier tokens, because the backward pass would
+    multiply NaN by gradients of 0.
     """
     w, mask = call.w.to(sum_dtype(call.w.dtype)), call.mask
     start = call.initial_sums() if call.causal else None
@@ -81,14 +81,14 @@ def _solve(call: Call) -> Solution:
 
 
 def _nan_where(condition: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor of NaN where a condition is True and 0 elsewhere, without gradient."""
+    """Return a constant tensor that is NaN where ``condition`` is True and 0 elsewhere."""
     return torch.zeros_like(condition, dtype=like.dtype).masked_fill(condition, torch.nan)
 
 
 def bidirectional(
     w: Float[Tensor, "B T H K"], temperature: Float[Tensor, " H"] | None, mask: Bool[Tensor, "B T"] | None
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"]]:
-    """Return output and memberships of bidirectional TSSA; w must be 0 at padding. Cost O(B T H K)."""
+    """Return output and memberships of bidirectional TSSA in O(B T H K) time; w must be 0 at padding."""
     energy = w.square()
     total = energy.sum(1, keepdim=True).clamp(min=NORM_EPS**2)
     membership = _membership((energy / total).sum(-1), temperature, mask)
@@ -105,7 +105,7 @@ def causal(
     start: Sums,
     rate: Float64[Tensor, " H"] | None,
 ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H"], Sums]:
-    """Return output, memberships and last sums of causal TSSA; w must be 0 at padding. Cost O(B T H K)."""
+    """Return output, memberships and final sums of causal TSSA in O(B T H K) time; w must be 0 at padding."""
     energy = w.square()
     total = running_sum(energy, start.energy, rate, mask)
     score = (energy / total.clamp(min=ENERGY_EPS)).sum(-1)
@@ -132,17 +132,17 @@ def running_sum(
     rate: Float64[Tensor, " H"] | None,
     mask: Bool[Tensor, "B T"] | None,
 ) -> Float[Tensor, "B T H N"]:
-    """Return the running sums S_t = λ_h S_{t-1} + x_t from S_0 = ``start``, where ``rate`` is λ per head.
+    """Return the running sums S_t = λ_h S_{t−1} + x_t from S_0 = ``start``, with decay λ (``rate``) per head.
 
-    At padding, where x must be 0, S_t = S_{t-1}. Without decay (rate None) this is a cumulative sum. With
+    At padding, where x must be 0, S_t = S_{t−1}. Without decay (rate None), S is a cumulative sum. With
     decay, blocks of `BLOCK` tokens are multiplied by a triangular matrix of powers of λ, and the last sum of
-    a block starts the next block. Time O(T · BLOCK). ``rate`` is on the CPU if x's device has no float64.
+    a block is the start of the next block. Time O(T · BLOCK). ``rate`` may be on the CPU, for float64.
     """
     if rate is None:
         return x.cumsum(1) + start[:, None]
     batch, tokens = x.shape[:2]
     real = torch.ones(batch, tokens, device=rate.device) if mask is None else mask.to(rate.device)
-    age = real.double().cumsum(1)  # number of real tokens up to each token = number of decay steps
+    age = real.double().cumsum(1)  # number of real tokens up to each token, which is the number of decays
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before

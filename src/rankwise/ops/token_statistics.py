@@ -1,4 +1,4 @@
-"""Token Statistics Self-Attention (TSSA): function `tssa`, its output and its decoding state."""
+"""Token Statistics Self-Attention (TSSA): the function `tssa`, its output and its decoding state."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ from rankwise.ops.dispatch import choose, solve
 
 
 class TSSAState(NamedTuple):
-    """Decoding state of causal TSSA: running sums over the tokens so far, of constant size.
+    """Decoding state of causal TSSA: running sums over all tokens so far, of constant size.
 
-    Sums are float32, or float64 if the inputs are float64. Each call rounds the sums once. Their relative
-    error is at most n·2^-24 after n calls, and 1.44·h·2^-24 with a half-life of h tokens. A float32 sum does
-    not change if it is 2^24 times the added number. To decode millions of tokens one by one without
-    half-lives, pass float64 inputs.
+    Sums are float32, or float64 if the inputs are float64. Each call rounds them once, so their relative
+    error is at most n·2^-24 after n calls, and 1.44·h·2^-24 with a half-life of h tokens. A float32 sum
+    stops growing when it is 2^24 times as large as the added number. To decode millions of tokens one by one
+    without half-lives, use float64 inputs.
 
     Attributes:
-        energy: Σ_u w²[u,h,k] over tokens u, decayed by λ per token if half-lives are passed.
-        assigned: Σ_u Π[u,h]·w²[u,h,k], decayed by the same λ; Π is the membership.
-        mass: Σ_u Π[u,h], decayed by the same λ.
-        seen: number of real tokens so far, which is the next position of a learned bias.
+        energy: Σ_u w²[u,h,k] over tokens u; with half-lives, older tokens count less by λ per token.
+        assigned: Σ_u Π[u,h]·w²[u,h,k] with the same decay λ, where Π are memberships.
+        mass: Σ_u Π[u,h] with the same decay λ.
+        seen: number of real tokens so far, which is the position of the next token in the learned bias.
 
     Examples:
         >>> state = TSSAState.zeros(1, heads=2, width=3)
@@ -45,12 +45,12 @@ class TSSAState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "TSSAState":
-        """Return the state before the first token: zeros.
+        """Return the state before the first token, in which all sums are zero.
 
         Args:
             sequences: number of sequences N.
             heads: number of heads H.
-            width: channels per head K.
+            width: number of channels per head K.
             dtype: dtype of the sums.
             device: device of the sums.
         """
@@ -60,25 +60,25 @@ class TSSAState(NamedTuple):
         return cls(sums, sums.clone(), mass, seen)
 
     def select(self, index: Int[Tensor, " M"]) -> "TSSAState":
-        """Return the states of the sequences with these indices, which may repeat, for beam search."""
+        """Return the states of the sequences with these indices, which may repeat (as in beam search)."""
         return TSSAState(*(part.index_select(0, index) for part in self))
 
     def detach(self) -> "TSSAState":
-        """Return the state detached from the autograd graph, for training on a long text in segments."""
+        """Return the state detached from the autograd graph, to train on a long text segment by segment."""
         return TSSAState(*(part.detach() for part in self))
 
 
-torch.serialization.add_safe_globals([TSSAState])  # lets torch.load read states; a state holds only tensors
+torch.serialization.add_safe_globals([TSSAState])  # lets torch.load read states, which hold only tensors
 
 
 class TSSAOutput(NamedTuple):
     """Output, memberships and decoding state of a `tssa` call.
 
     Attributes:
-        output: output per token, head and channel, in the dtype of w; 0 at masked tokens.
-        membership: memberships Π, the weights of the heads per token, float32 (float64 if w is float64). They
-            sum to 1 over the heads; they are 0 at masked tokens.
-        state: sums after the last token, to be passed as ``state`` to the next call; None if not causal.
+        output: output for each token, head and channel, in the dtype of w; 0 at masked tokens.
+        membership: memberships Π, the weights of the heads at each token, in float32 (float64 if w is
+            float64). They sum to 1 over the heads, and are 0 at masked tokens.
+        state: sums after the last token, to pass as ``state`` to the next call; None if not causal.
     """
 
     output: Float[Tensor, "B T H K"]
@@ -99,60 +99,62 @@ def tssa(
     half_life: Float[Tensor, " H"] | None = None,
     cu_seqlens: Int[Tensor, " N1"] | None = None,
 ) -> TSSAOutput:
-    """Compute Token Statistics Self-Attention: attention by sums over tokens, without token pairs.
+    """Compute Token Statistics Self-Attention (TSSA), in which tokens interact only through sums over tokens.
 
-    Bidirectional, with sums over all tokens u::
+    Bidirectional TSSA, with sums over all tokens u, score s, membership Π and moment m::
 
         s[t,h]     = Σ_k w[t,h,k]² / max(‖w[:,h,k]‖, 1e-12)²
         Π[t,·]     = softmax over heads of temperature[h] · s[t,h]
         m[h,k]     = Σ_u Π[u,h] w[u,h,k]² / (Σ_u Π[u,h] + 1e-8)
         out[t,h,k] = -Π[t,h] w[t,h,k] / (1 + m[h,k])
 
-    Causal, a different function, with running sums. The learned bias per position counts K times::
+    Causal TSSA, a different function, has running sums. It adds the learned bias once for each channel k::
 
         c_t = λ_h c_{t-1} + w_t²;        s[t,h] = Σ_k ( w[t,h,k]² / max(c[t,h,k], 1e-12) + bias[h,t] )
         a_t = λ_h a_{t-1} + Π_t w_t²;    n_t = λ_h n_{t-1} + Π_t;    m_t = a_t / (n_t + 1e-8)
 
     λ_h is 1, or 2^(-1/half_life[h]) if half-lives are passed. A token that is u tokens old has the weight λ^u
-    in all three sums, so that m is a weighted mean, and s does not shrink as the text grows.
+    in all three sums, so m is a weighted mean, and s does not shrink as the text grows.
 
-    A masked token has no effect: it adds nothing, does not decay the sums and takes no position of the bias.
-    The output and gradient of a masked token are 0, even if w is NaN there. Padding may be on the left, on
-    the right or between tokens; results at real tokens equal those without padding.
+    A masked token has no effect: it adds nothing, does not decay the sums, and takes no position of the bias.
+    Its own output and gradient are 0, even if w is NaN there. Padding may be on the left, on the right or
+    between tokens; results at real tokens equal the results without padding.
 
-    NaN in w reaches the outputs that depend on it. It reaches the gradients of other tokens only if the loss
-    reads one of these outputs.
+    NaN in w reaches all outputs that depend on it. It reaches the gradients of other tokens only if the loss
+    depends on one of these outputs.
 
-    Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: time O(B T H K); memory O(B T H) in addition to input and output,
-    on a CPU also the sums at every 64th token, 1/32 of w forward and 1/16 backward. On a CPU half precision
-    adds float32 copies of w and the output, and a w that is not contiguous adds a contiguous copy.
+    Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; O(B T H) memory in addition to input and output.
+    A CPU also stores the sums at every 64th token: 1/32 of the size of w forward, 1/16 backward. On a CPU,
+    half precision adds float32 copies of w and output, and a non-contiguous w adds a contiguous copy.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction"
     (2024), and its released modules, whose outputs this function reproduces. Uniform memberships and
     half-lives are additions of this package.
 
     Args:
-        w: projections of tokens to the head subspaces: a linear map of the tokens, split into heads.
+        w: projections of tokens to the heads: a linear map of the tokens, split into H heads of K channels.
         temperature: factor of the scores in the softmax, per head; may be None for uniform memberships.
         causal: True if a token reads only itself and earlier tokens.
-        bias: learned bias per head and position, for causal calls; P is at least the length of the longest
+        bias: learned bias per head and position, only if causal; P is at least the length of the longest
             sequence.
-        mask: True for real tokens.
-        state: state after the previous tokens, for causal calls. Calls on segments equal one call.
-        impl: implementation, "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the
-            rule for "auto". An explicit choice runs or raises.
+        mask: True for real tokens; by default all tokens are real.
+        state: state returned by a call on the previous tokens, only if causal. Calls on successive segments
+            equal one call on the whole sequence.
+        impl: "auto", "reference", "cpu" or "triton"; `rankwise.ops.dispatch.choose` is the rule for "auto".
+            An explicit choice either runs or raises.
         membership: "softmax", or "uniform" for Π = 1/H.
-        half_life: half-life of the causal sums per head, in tokens, such as `half_lives(H)`; not learned.
+        half_life: half-life of the sums in tokens, per head, only if causal; not learned. See `half_lives`.
         cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of N sequences packed in one row (B = 1). The
             sequences are independent, and the state has one row per sequence.
 
     Returns:
+        Output, memberships and state; gradients flow through all three.
         Output, memberships and state; all three have gradients.
 
     Raises:
-        ShapeError: if a shape or dtype does not fit, or the bias is shorter than the longest sequence.
-        InputError: if options contradict each other, the implementation cannot run here, or a forked process
-            requires threads that torch has lost.
+        ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.
+        InputError: if options contradict each other, the implementation cannot run here, or the process is
+            a fork that lacks threads of torch.
 
     Examples:
         >>> import torch

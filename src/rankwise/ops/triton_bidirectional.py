@@ -7,8 +7,8 @@ Formula for token t, per head and channel; w_t is the projection of the token, s
     m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)                 moment: mean of w² weighted by Π
     output_t = -Π_t w_t factor, factor = 1/(1 + m)
 
-d_x is the gradient of the loss with respect to x. Chunks of tokens are first summed up, then visited with the
-sums of the whole sequence. `triton_chunks` describes the arguments that all kernels share.
+d_x is the gradient of the loss with respect to x. Kernels first sum over each chunk of tokens, and then visit
+the chunks again with the sums of whole sequences. `triton_chunks` describes arguments that kernels share.
 """
 
 from typing import no_type_check
@@ -38,7 +38,7 @@ def project_kernel(
     w, mask, first, last, sequence, decay, vector, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ_k vector_k w_k² of each token of a chunk to `out`; each sequence and head has one vector."""
+    """Write Σ_k vector_k w_k² for each token of a chunk to `out`; the vector depends on sequence and head."""
     inside, _real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(out.dtype.element_ty)
     by = vector_of(vector, sequence, tl.program_id(1), H, K, BK)
@@ -51,7 +51,7 @@ def scale_kernel(
     w, mask, first, last, sequence, decay, membership, factor, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs -Π w factor of the tokens of a chunk."""
+    """Write the output -Π w factor of each token of a chunk, with membership Π."""
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
     pi = tl.load(membership + row, mask=real, other=0.0)
@@ -65,7 +65,7 @@ def scale_back_kernel(
     w, mask, first, last, sequence, decay, d_output, membership, factor, direct, total,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the negated gradient of Π through outputs to `direct`, and the gradient of m by one chunk."""
+    """Write minus the gradient of memberships to `direct`, and a chunk's gradient of moments to `total`."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
@@ -99,7 +99,7 @@ def token_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and sums for the backward pass."""
+    """Return the output; and memberships, scores and sums, which are saved for the backward pass."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))

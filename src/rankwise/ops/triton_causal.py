@@ -8,10 +8,10 @@ Formula for token t, per head and channel; w_t is the projection of the token an
     a_t = λ a_{t-1} + Π_t w_t²;    n_t = λ n_{t-1} + Π_t    assigned energy and mass
     output_t = -Π_t w_t n_t/(n_t + a_t)    here n_t includes a small eps
 
-Kernels compute the sums over each chunk of tokens, `Chunks.carry` adds them, and the next kernel starts each
-chunk with the running sums before it (`base`). d_x is the gradient of the loss with respect to x. Kernels for
-gradients run twice: first they sum up each chunk, then (FINISH) they use sums of later chunks (`d_after`).
-`triton_chunks` describes the arguments that all kernels share.
+Kernels compute the sums over each chunk of tokens, `Chunks.carry` adds them up, and the next kernel starts
+each chunk with the sums before it (`base`). d_x is the gradient of the loss with respect to x. Kernels that
+compute gradients run twice: first they sum over each chunk, then (FINISH) they add sums from later chunks
+(`d_after`). `triton_chunks` describes arguments that all kernels share.
 """
 
 from typing import no_type_check
@@ -39,7 +39,7 @@ from rankwise.ops.triton_chunks import (
 @triton.jit
 @no_type_check
 def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: tl.constexpr):
-    """Return the running energy c_t of each token of a chunk: the decayed sum of w² up to token t."""
+    """Return the running energy of each token of a chunk: the decayed sum of w² up to the token."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     if DECAYED:
@@ -52,7 +52,7 @@ def energy_at(x, base, age, real, rate, c, h, H, K, BK: tl.constexpr, DECAYED: t
 def moment_at(
     x, pi, base, base_mass, age, real, rate, c, h, H, K, eps, BK: tl.constexpr, DECAYED: tl.constexpr
 ):
-    """Return the running sums a_t (of Π w²) and n_t + eps (of Π) of each token of a chunk."""
+    """Return assigned energy Σ Π w² and mass Σ Π + eps up to each token of a chunk, with membership Π."""
     k = tl.arange(0, BK)
     before = tl.load(base + (c * H + h) * K + k, mask=k < K, other=0.0)[None, :]
     mass = tl.load(base_mass + c * H + h)
@@ -74,7 +74,7 @@ def score_kernel(
     w, mask, first, last, sequence, decay, base, score, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores Σ_k w_t²/max(c_t, eps) of the tokens of a chunk, without the offset."""
+    """Write the score Σ_k w²/max(energy, eps) of each token of a chunk, without the offset."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(score.dtype.element_ty)
@@ -89,7 +89,7 @@ def output_kernel(
     w, mask, first, last, sequence, decay, membership, base, base_mass, out, eps,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs -Π_t w_t n_t/(n_t + a_t) of the tokens of a chunk."""
+    """Write the output -Π w mass/(mass + assigned energy) of each token of a chunk, with membership Π."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -108,7 +108,7 @@ def output_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients through outputs: of a and n at the start of the chunk, or (FINISH) of w and Π."""
+    """Write gradients through outputs: of the sums at the chunk's start, or (FINISH) of w and memberships."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -151,7 +151,7 @@ def score_back_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     FINISH: tl.constexpr,
 ):  # fmt: skip
-    """Write gradients through scores: of the energy c at the start of the chunk, or (FINISH) of w."""
+    """Write gradients through scores: of the energy at the chunk's start, or (FINISH) of w."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(base.dtype.element_ty)
@@ -177,7 +177,7 @@ def score_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and memberships, scores and last sums for the backward pass."""
+    """Return the output; and memberships, scores and final sums, which are saved for the backward pass."""
     chunks, start = Chunks(call), call.initial_sums()
     base, energy = chunks.carry(chunks.sums(None)[0], start.energy)
     score = chunks.per_token()
@@ -194,7 +194,7 @@ def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
 
 
 def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
-    """Return the gradients of w, the temperature, the offset and the sums before the first token."""
+    """Return the gradients of w, temperature, offset and the sums before the first token."""
     membership, score, _ = saved
     chunks, start, d_end = Chunks(call), call.initial_sums(), cotangents.sums
     total, total_mass = chunks.sums(membership)

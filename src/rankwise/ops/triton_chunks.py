@@ -1,10 +1,10 @@
 """Chunks of a sequence, the launch of kernels over chunks, and functions that all Triton kernels share.
 
 TSSA (token statistics self-attention) needs only sums over tokens: energy Σ w², assigned Σ Π w² and mass Σ Π,
-where w are projections of tokens to heads and Π are memberships, the weights of the heads per token. A
-program (one run of a kernel) handles one chunk of at most BT tokens and one head, with BK ≥ K channels.
+where w are projections of tokens to heads, and memberships Π are weights of the heads at each token. A
+program (one run of a kernel) processes one chunk of at most BT tokens and one head, with BK ≥ K channels.
 Sums decay by λ per real token; `rate` is log2 λ. The age of a token is the number of real tokens in its chunk
-up to this token. Without decay (DECAYED), running sums are cumulative sums; with decay they are products with
+up to this token. Without decay, running sums are cumulative sums; with decay (DECAYED) they are products with
 `triangle`. Memberships are computed in plain torch.
 """
 
@@ -18,15 +18,15 @@ from torch import Tensor
 from rankwise.ops.arguments import Call, sum_dtype
 
 MIN_LOG2_RATE = -2000.0
-"""Lower bound of log2 λ. For λ = 0 it replaces -∞, because age 0 · -∞ would be NaN; 2^-2000 is still 0."""
+"""Lower bound of log2 λ, used for λ = 0: age 0 · −∞ would be NaN, and 2^−2000 rounds to 0."""
 
 
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return masks of the chunk's tokens and real tokens, offsets into (M, H) and (M, H, K), and 2-D masks.
+    """Return masks of a chunk's tokens and real tokens, offsets into (M, H) and (M, H, K), and 2-D masks.
 
-    The two last masks are (BT, BK): channels of real tokens, and channels of all tokens of the chunk.
+    The last two masks are (BT, BK): channels of real tokens, and channels of all tokens of the chunk.
     """
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
@@ -43,9 +43,9 @@ def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED:
 @triton.jit
 @no_type_check
 def ages_of(real, decay, h, DECAYED: tl.constexpr):
-    """Return the age of each token (number of real tokens up to it) and log2 λ of the head."""
+    """Return the age of each token (number of real tokens in its chunk up to it), and log2 λ of the head."""
     age = tl.cumsum(real.to(tl.float32), 0)
-    if DECAYED:  # noqa: SIM108 - Triton chooses the branch at compile time
+    if DECAYED:  # noqa: SIM108 - Triton selects the branch at compile time
         rate = tl.load(decay + h)
     else:
         rate = tl.load(decay)
@@ -55,21 +55,21 @@ def ages_of(real, decay, h, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def power(rate, age, x):
-    """Return the decay λ^age, where rate is log2 λ, in the dtype of x."""
+    """Return the decay λ^age in the dtype of x, where ``rate`` is log2 λ."""
     return tl.exp2(rate * age.to(tl.float64)).to(x.dtype)
 
 
 @triton.jit
 @no_type_check
 def triangle(x, age, real, rate, REVERSE: tl.constexpr):
-    """Return the matrix of decays λ^|age_t - age_u| for real u ≤ t (u ≥ t if REVERSE), otherwise 0."""
+    """Return the matrix of decays λ^|age_t - age_u| for real tokens u ≤ t (u ≥ t if REVERSE), otherwise 0."""
     t = tl.arange(0, x.shape[0])
     if REVERSE:
         gap = age[None, :] - age[:, None]
         order = t[:, None] <= t[None, :]
     else:
         gap = age[:, None] - age[None, :]
-        order = t[:, None] >= t[None, :]  # padding has the age of the token before it
+        order = t[:, None] >= t[None, :]  # needed, because padding has the age of the token before it
     weight = tl.where((gap >= 0) & order & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
     return weight.to(x.dtype)
 
@@ -77,9 +77,9 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
 @triton.jit
 @no_type_check
 def running(x, age, real, rate, DECAYED: tl.constexpr):
-    """Return the running sums Σ_{u ≤ t} λ^(age_t - age_u) x_u of each token t of a chunk."""
+    """Return the running sum Σ_{u ≤ t} λ^(age_t - age_u) x_u at each token t of a chunk."""
     if DECAYED:
-        finite = tl.abs(x) < float("inf")  # 0 · NaN in the product would reach earlier tokens
+        finite = tl.abs(x) < float("inf")  # a product 0 · NaN would reach earlier tokens
         weight = triangle(x, age, real, rate, False)
         total = tl.dot(weight, tl.where(finite, x, 0.0), input_precision="ieee", out_dtype=x.dtype)
         return total + tl.cumsum(tl.where(finite, 0.0, x), 0)
@@ -89,7 +89,7 @@ def running(x, age, real, rate, DECAYED: tl.constexpr):
 @triton.jit
 @no_type_check
 def reverse_running(x, age, real, rate, DECAYED: tl.constexpr):
-    """Return the sums from the last token back to t, Σ_{u ≥ t} λ^(age_u - age_t) x_u, of each token t."""
+    """Return the sum from the last token back to t, Σ_{u ≥ t} λ^(age_u - age_t) x_u, at each token t."""
     if DECAYED:
         weight = triangle(x, age, real, rate, True)
         return tl.dot(weight, x, input_precision="ieee", out_dtype=x.dtype)
@@ -103,7 +103,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ weight · w² and Σ weight over a chunk; each term decays up to the end of the chunk."""
+    """Write Σ weight · w² and Σ weight over a chunk; each term decays until the end of the chunk."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
@@ -145,12 +145,12 @@ class Chunks:
     """Chunks of the tokens of a `tssa` call: C chunks, none of which spans two sequences.
 
     Attributes:
-        first: first token of each chunk, (C,).
-        last: token after the last one of each chunk, (C,).
-        sequence: sequence of each chunk, (C,).
-        begin: first chunk of each sequence, and C, (N + 1,).
-        size: largest number of tokens of a chunk, BT; a power of 2, at least 16.
-        channels: K rounded up to a power of 2, at least 16, BK.
+        first: index of the first token of each chunk, (C,).
+        last: index after the last token of each chunk, (C,).
+        sequence: index of the sequence of each chunk, (C,).
+        begin: index of the first chunk of each of N sequences, followed by C, (N + 1,).
+        size: BT, the largest number of tokens of a chunk; a power of 2, at least 16.
+        channels: BK, the number of channels K rounded up to a power of 2, at least 16.
     """
 
     def __init__(self, call: Call) -> None:
@@ -158,14 +158,14 @@ class Chunks:
         self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if call.rate is None else 32  # with a rate, each chunk forms a BT×BT matrix
+        most = 64 if call.rate is None else 32  # with decay, a program forms a BT×BT matrix
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if call.mask is None else call.mask.contiguous()
         if call.bounds is not None:
             bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # waits for the GPU; without packing this is not necessary
+            self.count = int(self.begin[-1])  # waits for the GPU, which is needed only for packed sequences
         else:
             batch, tokens = w.shape[:2]
             each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
@@ -174,7 +174,7 @@ class Chunks:
         self.sequence = torch.searchsorted(self.begin, index, right=True) - 1
         self.first = bounds[self.sequence] + (index - self.begin[self.sequence]) * self.size
         self.last = torch.minimum(self.first + self.size, bounds[self.sequence + 1])
-        self.ages = self.last - self.first  # real tokens of each chunk
+        self.ages = self.last - self.first  # number of real tokens of each chunk
         if self.mask is not None:
             upto = torch.nn.functional.pad(self.mask.flatten().cumsum(0), (1, 0))
             self.ages = upto[self.last] - upto[self.first]
@@ -185,9 +185,9 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for each chunk and head; `arrays` follow the arguments that all kernels share."""
+        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that all kernels share."""
         masked = self.mask is not None
-        mask = self.mask if masked else self.w  # an unused argument must be a tensor too
+        mask = self.mask if masked else self.w  # without a mask, the argument is unused but must be a tensor
         kernel[(self.count, self.heads)](
             self.w, mask, self.first, self.last, self.sequence, self.decay, *arrays,
             H=self.heads, K=self.width, BT=self.size, BK=self.channels, MASKED=masked,
@@ -195,14 +195,14 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · w² and Σ weight over the tokens of each chunk; without weights, weight is 1."""
+        """Return Σ weight · w² and Σ weight over the tokens of each chunk; the weight is 1 if None."""
         total, mass = self.per_chunk()
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
 
     def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate tensors for Σ w² per chunk, head and channel, (C, H, K), and for Σ Π, (C, H, 1)."""
+        """Allocate tensors for Σ weight · w² of each chunk, (C, H, K), and for Σ weight, (C, H, 1)."""
         sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         return sums, sums.new_empty((self.count, self.heads, 1))
 
@@ -210,8 +210,8 @@ class Chunks:
         """Return the running sums at the start of each chunk and at the end of each sequence.
 
         ``sums`` are the sums over each chunk, (C, H, X); ``start`` the sums before each sequence, (N, H, X).
-        If ``backward``, sums (of gradients) run from last to first token, so that they are returned for the
-        end of each chunk and the start of each sequence.
+        If ``backward``, sums (of gradients) run from the last token to the first: the results are then sums
+        at the end of each chunk and at the start of each sequence.
         """
         at, end = torch.empty_like(sums), torch.empty_like(start, memory_format=torch.contiguous_format)
         width = sums.shape[2]
@@ -223,7 +223,7 @@ class Chunks:
         return at, end
 
     def total(self, sums: Tensor) -> Tensor:
-        """Add the sums over chunks; return one sum per sequence, (N, H, X)."""
+        """Add up the sums of chunks; return one sum per sequence, (N, H, X)."""
         return self.carry(sums, sums.new_zeros(len(self.begin) - 1, *sums.shape[1:]))[1]
 
     def per_token(self) -> Tensor:
@@ -232,9 +232,9 @@ class Chunks:
 
 
 def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, keep: bool) -> Tensor:
-    """Return memberships: softmax over heads of temperature · score, 1/H without temperature, 0 at padding.
+    """Return memberships: softmax over heads of temperature · score; 1/H without temperature; 0 at padding.
 
-    If `keep` is False, memberships are written to the memory of the scores.
+    If ``keep`` is False, memberships overwrite the scores in memory.
     """
     if temperature is None:
         out = torch.full_like(score, 1 / score.shape[-1])
@@ -248,7 +248,7 @@ def memberships(score: Tensor, temperature: Tensor | None, mask: Tensor | None, 
 def softmax_back(
     d_membership: Tensor, membership: Tensor, score: Tensor, temperature: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the scores and of the temperature, given the gradient of memberships."""
+    """Return the gradients of scores and temperature from the gradient of memberships."""
     if temperature is None:
         return torch.zeros_like(score), score.new_zeros(score.shape[-1])
     d_logit = membership * (d_membership - (membership * d_membership).sum(-1, keepdim=True))

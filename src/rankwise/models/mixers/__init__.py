@@ -1,6 +1,6 @@
-"""Token mixers, one file per mixer; `MIXERS` lists all mixers by name.
+"""Token mixers, one file per mixer; `MIXERS` maps names to mixer classes.
 
-To add a mixer, write a file with a subclass of `Mixer`, and add a line to `MIXERS`.
+To add a mixer, write a file with a subclass of `Mixer`, and add it to `MIXERS`.
 """
 
 import inspect
@@ -29,7 +29,7 @@ MIXERS: dict[str, type[Mixer]] = {
 
 
 def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
-    """Return the mixer of a layer, built from fields of the configuration and from `mixer_options`."""
+    """Return the mixer of a layer, with arguments from the configuration's fields and ``mixer_options``."""
     name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
     known = inspect.signature(MIXERS[name]).parameters
     options = config.mixer_options.get(name, {})

@@ -1,4 +1,4 @@
-"""Linear attention: a mixer whose attention weights are products of positive features."""
+"""Linear attention mixer: attention weights are products of positive query and key features."""
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from rankwise.operators.base import compute_dtype
 
 
 class LinearAttention(Mixer):
-    """Multi-head linear attention with features φ(x) = elu(x) + 1.
+    """Multi-head linear attention with the feature map φ(x) = elu(x) + 1.
 
-    Formula of the mixing matrix: M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), with row sums z, or z = 1 if rows are not
-    normalized. Without a causal mask, rank M ≤ ``feature_dim``. Masked tokens have weight 0 as sources.
+    The mixing matrix is M = diag(1/z)·(φ(Q)φ(K)ᵀ ⊙ mask), z the row sums, or z = 1 if rows are not
+    normalized. Without a causal mask, M has rank ≤ F. Masked tokens have weight 0 as sources.
     Cost: O(T F V) time and O(T (F + V)) memory per head; the decoding state has F (V + 1) numbers per head.
     Source: A. Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
     Attention", ICML 2020, equations 5, 7 and 9.
@@ -22,8 +22,8 @@ class LinearAttention(Mixer):
     Args:
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
-        head_dim: V, width of a head's values; D / H by default.
-        feature_dim: F, width of a head's queries and keys; ``head_dim`` by default.
+        head_dim: V, the width of each head's values; D / H by default.
+        feature_dim: F, the width of each head's queries and keys; ``head_dim`` by default.
         normalized: True to divide each row of M by the row sum.
         causal: True if each token reads only itself and earlier tokens.
         bias: True for biases in the projections.
@@ -59,7 +59,7 @@ class LinearAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return H F (V + 1), the number of entries in two sums over tokens, for any `tokens`."""
+        """Return H F (V + 1), the number of entries in two sums over tokens; independent of ``tokens``."""
         return self.num_heads * self.feature_dim * (self.head_dim + 1)
 
     def _mixing(
@@ -69,7 +69,7 @@ class LinearAttention(Mixer):
             split_heads(projection(hidden_states), self.num_heads)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        wide = compute_dtype(value.dtype)  # half precision is too coarse for sums over all tokens
+        wide = compute_dtype(value.dtype)  # half precision would be too inaccurate for sums over all tokens
         query, key = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1
         if mask is not None:
             key = key * mask[:, None, :, None]
@@ -84,9 +84,10 @@ class LinearAttention(Mixer):
 def _with_state(
     state: MixerState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value with one source prepended per feature of the decoding state.
+    """Return queries, keys and values with one source token prepended per feature of the decoding state.
 
-    For feature n with summed key z_n, the source has the key z_n e_n and the value Σ k_n v / z_n.
+    If z_n is the sum of feature n over earlier keys k, the source for feature n has the key z_n e_n and the
+    value Σ k_n v / z_n, so that it contributes to every query exactly what the earlier tokens contribute.
     """
     summed, weight = state
     seen = weight[..., None] > 0

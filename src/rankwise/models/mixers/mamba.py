@@ -21,29 +21,29 @@ from rankwise.operators import SelectiveMixing
 from rankwise.operators.base import compute_dtype
 
 TINY = 2.0**-60
-"""Step Δ of a source that represents a state: exp(−a·TINY) rounds to 1, and 1 / TINY cancels it exactly."""
+"""Step Δ of a source token that represents a state: exp(−a·TINY) rounds to 1; 1 / TINY cancels Δ exactly."""
 
 
 class Mamba(RecurrentMixer):
     """Mamba mixer: values from a short convolution, and steps Δ, b and c computed from the values.
 
     Formula: ``M_d[t, s] = Σ_n c_t[n] exp(−a[d, n] Σ_{s < r ≤ t} Δ_r[d]) b_s[n] Δ_s[d]``, one mixing matrix
-    for each of the ``expand``·D channels, which replace heads. The D-term and the gate of the published
-    block are left out, because `Block` has a λ-skip and a gate. A masked token has Δ = 0: it adds nothing to
-    the state, and the state does not decay.
+    for each of the ``expand``·D channels, which replace heads. The skip connection D·x and the gate of the
+    published block are left out, because `Block` has a λ-skip and a gate. A masked token has Δ = 0: it adds
+    nothing to the state, and the state does not decay.
     Cost: O(T N) time and O(T + N) memory per channel, token by token; the state has N + conv_tokens − 1
-    numbers per channel for any T.
+    numbers per channel, independent of T.
     Source: A. Gu and T. Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", COLM 2024,
     section 3.
 
     Args:
         hidden_size: D, the model width.
-        expand: number of channels divided by D.
+        expand: number of channels per model channel; there are ``expand``·D channels.
         state_dim: N, number of state features per channel.
         step_rank: rank of the linear map to the steps Δ; D / 16, rounded up, by default.
         conv_tokens: number of tokens that the short convolution reads.
-        causal: must be true.
-        bias: biases in the projections.
+        causal: must be True.
+        bias: True for biases in the input and output projections.
         dropout: dropout rate of the output.
 
     Examples:
@@ -78,14 +78,14 @@ class Mamba(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set rates a to 1 … N and steps Δ at random in [0.001, 0.1], as in the released code."""
+        """Set rates a to 1 … N, and draw steps Δ at random from [0.001, 0.1], as in the released code."""
         rates = torch.arange(1, self.state_dim + 1, dtype=self.log_rate.dtype, device=self.log_rate.device)
         init.copy_(self.log_rate, rates.log().expand_as(self.log_rate))
         init.uniform_(self.step_proj.weight, -(self.step_rank**-0.5), self.step_rank**-0.5)
         init.copy_(self.step_proj.bias, initial_step_bias(self.step_proj.bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of channels and convolution, for any `tokens`."""
+        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
         return self.channels * (self.state_dim + self.convolution.reach)
 
     def _mixing(
@@ -100,7 +100,7 @@ class Mamba(RecurrentMixer):
         if mask is not None:
             step = step * mask[:, None]
         rate, value = -self.log_rate.to(wide).exp(), projected.mT[..., None]
-        if past is not None:  # feature n of the state becomes a source with b = e_n, not decayed
+        if past is not None:  # each state feature n becomes a source token with b = e_n that does not decay
             n = self.state_dim
             b = prepend_sources(torch.eye(n, dtype=wide, device=b.device) / TINY, b)
             c = prepend_sources(torch.zeros_like(b[..., :n, :]), c)
@@ -113,7 +113,7 @@ class Mamba(RecurrentMixer):
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:
-    """Return the state after the last token; a loop over N features saves memory: B·D·T, not B·D·N·T."""
+    """Return the state after the last token; the loop over N features takes B·D·T, not B·D·N·T numbers."""
     time, sources = decay_to_end(step), value[..., 0].to(step.dtype) * step
     features = zip(b.unbind(-1), rate.unbind(-1), strict=True)
     return torch.stack([(sources * own_b * (a[:, None] * time).exp()).sum(-1) for own_b, a in features], -1)

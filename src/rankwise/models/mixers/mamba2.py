@@ -22,23 +22,23 @@ from rankwise.operators.base import compute_dtype
 class Mamba2(RecurrentMixer):
     """Mamba-2 mixer: values, b and c from a short convolution, and steps Δ from a linear map of the token.
 
-    Formula: ``M[t, s] = c_t·b_s (Π_{s < r ≤ t} exp(−Δ_r a)) Δ_s`` with a rate a > 0 per head. The D-term and
-    the gate of the published block are left out, because `Block` has a λ-skip and a gate. A masked token has
-    Δ = 0: it adds nothing to the state, and the state does not decay.
+    Formula: ``M[t, s] = c_t·b_s (Π_{s < r ≤ t} exp(−Δ_r a)) Δ_s`` with a rate a > 0 per head. The skip
+    connection D·x and the gate of the published block are left out, because `Block` has a λ-skip and a gate.
+    A masked token has Δ = 0: it adds nothing to the state, and the state does not decay.
     Cost: O(T N V) time and O(T (N + V)) memory per head; the state has
-    H N V + (H V + 2 G N)·(conv_tokens − 1) numbers for any T.
+    H N V + (H V + 2 G N)·(conv_tokens − 1) numbers, independent of T.
     Source: T. Dao and A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality", ICML 2024, sections 3, 6 and 7.
 
     Args:
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
-        head_dim: V, width of a head's values; D / H by default.
+        head_dim: V, the width of each head's values; D / H by default.
         state_dim: N, number of state features per head.
-        groups: G, number of groups of heads, a divisor of H; heads of a group share b and c.
+        groups: G, number of groups of heads, a divisor of H; the heads of a group share b and c.
         conv_tokens: number of tokens that the short convolution reads.
-        causal: must be true.
-        bias: biases in the projections.
+        causal: must be True.
+        bias: True for biases in the input and output projections.
         dropout: dropout rate of the output.
 
     Examples:
@@ -74,12 +74,12 @@ class Mamba2(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set rates a at random in [1, 16] and steps Δ in [0.001, 0.1], as in the released code."""
+        """Draw rates a at random from [1, 16] and steps Δ from [0.001, 0.1], as in the released code."""
         init.copy_(self.log_rate, torch.empty_like(self.log_rate).uniform_(1, 16).log())
         init.copy_(self.step_bias, initial_step_bias(self.step_bias))
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the states of heads and convolution, for any `tokens`."""
+        """Return the number of entries in the states of scan and convolution; independent of ``tokens``."""
         return self.num_heads * self.state_dim * self.head_dim + sum(self.sizes) * self.convolution.reach
 
     def _mixing(

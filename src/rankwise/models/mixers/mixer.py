@@ -1,4 +1,4 @@
-"""Base class of token mixers, and helpers for masks and head widths."""
+"""Base class of token mixers (layers that mix tokens by a matrix M), helpers for masks and head widths."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -11,25 +11,25 @@ from rankwise.errors import InputError, ShapeError, in_range, whole_number
 from rankwise.operators import MixingOperator
 
 MixerState = tuple[Tensor, ...]
-"""Decoding state of a mixer: tensors whose first axis is the batch; they are never changed in place."""
+"""Decoding state of a mixer: tensors with the batch as first axis, which are never modified in place."""
 
 
 class MixerOutput(NamedTuple):
-    """Output of a mixer, and its decoding state for the next call."""
+    """Output of a mixer, and the decoding state for the next call."""
 
     output: Float[Tensor, "B T D"]
-    """Mixed tokens, the update that a block adds to its skip connection."""
+    """Mixed tokens, which the block adds to its skip connection."""
     state: MixerState | None = None
-    """Decoding state to be passed to the next call; None unless it was requested."""
+    """Decoding state for the next call; None unless it was requested."""
 
 
 class MixingStep(NamedTuple):
-    """Mixing operator, values and next state of one call.
+    """Mixing operator, values and next decoding state of one call of a mixer.
 
     Args:
         operator: mixing matrix M, (B, H, T, S).
         values: values that M multiplies, (B, H, S, V).
-        state: decoding state for the next call; None unless requested.
+        state: decoding state for the next call; None unless it was requested.
     """
 
     operator: MixingOperator
@@ -38,11 +38,11 @@ class MixingStep(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """Base class of token mixers: ``dropout(out_proj(heads of M @ values, concatenated))``.
+    """Base class of token mixers, which compute ``dropout(out_proj(concatenated heads of M @ values))``.
 
-    `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a captured call can be
-    repeated. A decoding state becomes N additional sources before the T tokens: M is (T, N + T), and exact.
-    To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
+    `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
+    repeated. A decoding state is represented by N source tokens before the T tokens: M is (T, N + T), and
+    exact. To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
     """
 
     causal: bool
@@ -54,7 +54,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the state of one sequence after `tokens` tokens."""
+        """Return the number of entries in the state of one sequence after ``tokens`` tokens."""
 
     @abstractmethod
     def _mixing(
@@ -64,7 +64,7 @@ class Mixer(nn.Module, ABC):
         state: MixerState | None,
         return_state: bool,
     ) -> MixingStep:
-        """Return mixing operator, values and next state of one call."""
+        """Return the mixing operator, the values and the next decoding state of one call."""
 
     def forward(
         self,
@@ -74,14 +74,14 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> MixerOutput:
-        """Return the mixed tokens, (B, T, D), and the next decoding state if requested.
+        """Return the mixed tokens, (B, T, D), and the next decoding state if it is requested.
 
         Args:
             hidden_states: tokens of this call.
-            attention_mask: 1 (or true) for real tokens; all by default. A masked token does not influence
-                other tokens, and the output of a masked token is meaningless.
-            state: decoding state after the previous tokens, returned by an earlier call.
-            return_state: True to return the state after the tokens of this call.
+            attention_mask: 1 (or true) for real tokens; by default all tokens are real. A masked token does
+                not influence other tokens, and its own output has no meaning.
+            state: decoding state that an earlier call returned after the previous tokens.
+            return_state: True to return the decoding state after the tokens of this call.
         """
         mask = token_mask(attention_mask, hidden_states)
         mixed, final = self._mix(hidden_states, mask, state, return_state)
@@ -90,7 +90,7 @@ class Mixer(nn.Module, ABC):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values and the next state; mixers with a faster implementation override this method."""
+        """Return M @ values and the next state; mixers with a faster algorithm override this method."""
         operator, values, final = self._mixing(hidden_states, mask, state, return_state and self.causal)
         return (operator @ values).to(hidden_states.dtype), final
 
@@ -113,24 +113,24 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = False,
     ) -> Float[Tensor, "B H S V"]:
-        """Return the values that M multiplies, (B, H, S, V); sources from a state come first."""
+        """Return the values that M multiplies, (B, H, S, V); source tokens of a decoding state come first."""
         return self._mixing(hidden_states, token_mask(attention_mask, hidden_states), state, False).values
 
     def _add_output(self, width: int, hidden_size: int, bias: bool, dropout: float) -> None:
-        """Create `out_proj` and `dropout`."""
+        """Create the output projection ``out_proj`` and ``dropout``."""
         self.out_proj = nn.Linear(width, hidden_size, bias=bias)
         self.dropout = nn.Dropout(in_range(f"{type(self).__name__} `dropout`", dropout, "[0, 1]"))
 
 
 def split_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B H T K"]:
-    """Split the last axis into heads: (B, T, H K) becomes (B, H, T, K)."""
+    """Split the last axis into H heads: (B, T, H·K) becomes (B, H, T, K)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def token_mask(
     attention_mask: Shaped[Tensor, "B T"] | None, hidden_states: Float[Tensor, "B T D"]
 ) -> Bool[Tensor, "B T"] | None:
-    """Return a mask as booleans, or None; raise if it does not have one value per token of the call."""
+    """Return a boolean mask, or None; raise if the mask does not have one value per token of this call."""
     if attention_mask is None:
         return None
     if attention_mask.shape != hidden_states.shape[:2]:
@@ -144,7 +144,7 @@ def token_mask(
 
 
 def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return a mask as booleans; raise for values other than 0 and 1, except inside `torch.compile`.
+    """Return a boolean mask; raise if a value is neither 0 nor 1, which `torch.compile` does not check.
 
     Examples:
         >>> as_bool_mask(torch.tensor([[0.0, 1.0]])).tolist()
@@ -164,7 +164,7 @@ def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
 
 
 def head_dim_of(subject: str, hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the head width: `head_dim`, or D / H if `head_dim` is None; raise if H does not divide D."""
+    """Return the head width: ``head_dim``, or D / H if it is None; raise if H does not divide D."""
     for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
         if size is not None:
             whole_number(f"{subject} `{name}`", size)

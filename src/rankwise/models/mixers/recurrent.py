@@ -1,4 +1,4 @@
-"""Base class of recurrent mixers, and helpers that represent a decoding state as extra source tokens."""
+"""Base class of recurrent mixers, and helpers that represent a decoding state by extra source tokens."""
 
 import math
 
@@ -12,11 +12,11 @@ from rankwise.models.mixers.mixer import Mixer
 from rankwise.operators import IndexedMixing, MixingOperator
 
 STEPS = (0.001, 0.1)
-"""Range of initial steps Δ in the released state-space models."""
+"""Lowest and highest initial step Δ of the released state-space models."""
 
 
 class RecurrentMixer(Mixer):
-    """Base class of causal mixers with a state of constant size; raise InputError if ``causal`` is False."""
+    """Base class of causal mixers whose state has constant size; raise InputError if ``causal`` is False."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -31,18 +31,18 @@ class RecurrentMixer(Mixer):
 
 
 def initial_step_bias(like: Float[Tensor, "*H"]) -> Float[Tensor, "*H"]:
-    """Return random biases whose softplus is log-uniform over `STEPS`."""
+    """Return random biases whose softplus, the initial step Δ, is log-uniform over the range `STEPS`."""
     low, high = (math.log(step) for step in STEPS)
     step = torch.empty_like(like).uniform_(low, high).exp()
     return step + torch.log(-torch.expm1(-step))
 
 
 class ShortConvolution(nn.Conv1d):
-    """Causal convolution per channel over a few real tokens (padding is skipped), followed by SiLU.
+    """Causal convolution per channel over a few tokens, followed by SiLU; padding tokens are skipped.
 
     Args:
         channels: number of channels.
-        tokens: number of tokens that each output reads; 1 means a scale and a bias per channel.
+        tokens: number of tokens that each output reads; 1 means only a scale and a bias per channel.
 
     Examples:
         >>> import torch
@@ -62,12 +62,12 @@ class ShortConvolution(nn.Conv1d):
         mask: Bool[Tensor, "B T"] | None = None,
         state: Float[Tensor, "B R C"] | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
-        """Return the outputs, and the last ``tokens - 1`` real inputs (preceded by zeros if fewer exist).
+        """Return the outputs and the state: the last ``tokens − 1`` real inputs, after zeros if fewer exist.
 
         Args:
             x: tokens of this call.
             mask: True for real tokens; None if all tokens are real.
-            state: last inputs that an earlier call returned.
+            state: last real inputs, as returned by an earlier call.
         """
         past = x.new_zeros(len(x), self.reach, x.shape[-1]) if state is None else state.to(x.dtype)
         if mask is None:
@@ -80,12 +80,12 @@ class ShortConvolution(nn.Conv1d):
         return _take(self._convolve(line), (count - 1).clamp(min=0)), _take(line, last)
 
     def _convolve(self, line: Tensor) -> Tensor:
-        """Return the convolution without padding, followed by SiLU."""
+        """Return the convolution with SiLU of inputs that already include earlier tokens."""
         return F.silu(super().forward(line.mT)).mT
 
 
 def _take(tokens: Tensor, places: Tensor) -> Tensor:
-    """Return the tokens at the given positions of each row."""
+    """Return the tokens at the given positions of each sequence."""
     return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
@@ -95,7 +95,7 @@ def with_state(
     log_decay: Float[Tensor, "B H T"],
     step: Float[Tensor, "B H T"],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return c, b, log decay and step with N sources prepended, one per feature n of a decoding state."""
+    """Return c, b, log-decay and step with a source token prepended for each feature of a decoding state."""
     features = b.shape[-1]
     b = prepend_sources(torch.eye(features, dtype=b.dtype, device=b.device), b)
     c = prepend_sources(torch.zeros_like(b[..., :features, :]), c)
@@ -108,20 +108,20 @@ def final_state(
     step: Float[Tensor, "B H T"],
     values: Float[Tensor, "B H T V"],
 ) -> Float[Tensor, "B H N V"]:
-    """Return the state after the last token: the decayed sum of step_s b_s v_sᵀ over all tokens s."""
+    """Return the state after the last token: the sum of step_s b_s v_sᵀ over all tokens s, with decay."""
     return (b * (decay_to_end(log_decay).exp() * step)[..., None]).mT @ values.to(b.dtype)
 
 
 def prepend_sources(
     states: Float[Tensor, "*A N F"], tokens: Float[Tensor, "*B T F"]
 ) -> Float[Tensor, "*C S F"]:
-    """Prepend N sources, which represent a decoding state, to the tokens, in the dtype of the tokens."""
+    """Prepend N source tokens that represent a decoding state, in the dtype of ``tokens``."""
     lead = torch.broadcast_shapes(states.shape[:-2], tokens.shape[:-2])
     return torch.cat([states.to(tokens.dtype).expand(*lead, -1, -1), tokens], -2)
 
 
 def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
-    """Return an operator without the first `states` rows, which belong to the state; keep all columns."""
+    """Return an operator without its first ``states`` rows, which belong to the state's source tokens."""
     if not states:
         return operator
     rows, columns = (
@@ -132,7 +132,7 @@ def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Return the log decay from token s to the last token, Σ_{r > s} log a_r, without cancellation.
+    """Return the log-decay from each token s to the last token, Σ_{r > s} log a_r, without cancellation.
 
     Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()

@@ -1,4 +1,4 @@
-"""S4D mixer: a diagonal state-space model whose parameters do not depend on the token."""
+"""S4D mixer: a diagonal state-space model, whose parameters do not depend on the token."""
 
 import math
 
@@ -15,22 +15,22 @@ from rankwise.operators.base import compute_dtype
 
 
 class S4D(RecurrentMixer):
-    """S4D mixer: a convolution over all earlier tokens per channel, from N complex states with conjugates.
+    """S4D mixer: a convolution per channel over all earlier tokens, from N complex states with conjugates.
 
     Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t, independent of
-    the input. The D-term of the published layer is left out, because `Block` has a λ-skip.
-    A masked token adds nothing to the state, and does not count as a time step.
+    the input. The skip connection D·x of the published layer is left out, because `Block` has a λ-skip. A
+    masked token adds nothing to the state, and does not count as a time step.
     Cost: O(T (N + log T)) time and O(T) memory per channel. A call with a state, or with padding between
     real tokens, computes dense matrices: O(T²) per sequence and channel. The state has 2 N numbers per
-    channel for any T.
+    channel, independent of T.
     Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal State
     Space Models", NeurIPS 2022; initialized as its S4D-Lin.
 
     Args:
         hidden_size: D, the model width and number of channels, which replace heads.
         state_dim: N, number of complex states per channel, without conjugates.
-        causal: must be true.
-        bias: biases in the projections.
+        causal: must be True.
+        bias: True for biases in the input and output projections.
         dropout: dropout rate of the output.
 
     Examples:
@@ -61,7 +61,7 @@ class S4D(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set a_n to −1/2 + iπn, steps Δ at random in [0.001, 0.1], and c to Gaussian random numbers."""
+        """Set a_n to −1/2 + iπn; draw steps Δ at random from [0.001, 0.1], and c from a Gaussian."""
         init.uniform_(self.log_step, *(math.log(step) for step in STEPS))
         init.constant_(self.log_rate, math.log(0.5))
         turns = torch.arange(self.state_dim, dtype=self.frequency.dtype, device=self.frequency.device)
@@ -69,7 +69,7 @@ class S4D(RecurrentMixer):
         init.normal_(self.read, std=0.5**0.5)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of real and imaginary parts of the states, the same for any `tokens`."""
+        """Return the number of real and imaginary parts of all states; independent of ``tokens``."""
         return 2 * self.channels * self.state_dim
 
     def _mixing(
@@ -95,7 +95,7 @@ class S4D(RecurrentMixer):
         return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Return Δ a, the log of the factor of states per token, and Δ c, the readout of states."""
+        """Return Δ a, the logarithm of the states' factor per token, and Δ c, the readout of the states."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step
@@ -107,7 +107,7 @@ def _final_state(
     real: Bool[Tensor, "B T"],
     state: MixerState | None,
 ) -> Float[Tensor, "B D two N"]:
-    """Return the state after the last token: Σ_s exp((T − s) Δ a) v_s plus the decayed earlier state."""
+    """Return the state after the last token: Σ_s exp((T − s) Δ a) v_s, plus the earlier state with decay."""
     count = real.long().cumsum(1)
     final = (_decay(turn, count[:, -1:] - count) * value).sum(-2)
     if state is not None:
@@ -117,12 +117,12 @@ def _final_state(
 
 
 def _decay(turn: Complex[Tensor, "D N"], time: Int[Tensor, "B T"]) -> Complex[Tensor, "B D T N"]:
-    """Return exp(time · Δ a), the factor of a state after `time` tokens."""
+    """Return exp(time · Δ a), by which a state is multiplied after ``time`` tokens."""
     return (turn[:, None] * time[:, None, :, None]).exp()
 
 
 def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
-    """Return True if no row has padding between real tokens, which a convolution would count as time."""
+    """Return True if no sequence has padding between real tokens, which a convolution would count as time."""
     starts = mask[:, 1:] & ~mask[:, :-1]
     return bool((starts.sum(1) + mask[:, 0] <= 1).all())
 
@@ -130,7 +130,7 @@ def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
 def _matrices(
     kernel: Float[Tensor, "D T"], count: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B D T T"], Bool[Tensor, "B 1 T T"]]:
-    """Return M without state sources, distances counted in real tokens, and a mask of readable entries."""
+    """Return M without state sources, where lags count real tokens only, and its mask of allowed entries."""
     lag = count[:, :, None] - count[:, None, :]
     visible = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     matrix = kernel[:, lag.clamp(min=0)].movedim(0, 1)

@@ -1,4 +1,4 @@
-"""Softmax attention mixer, in which the widths of queries and keys and of values may differ."""
+"""Softmax attention mixer, in which queries and keys may have another width than values."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,20 +12,20 @@ from rankwise.operators import SoftmaxMixing
 
 
 class SoftmaxAttention(Mixer):
-    """Multi-head softmax attention with separate widths for queries and keys, and for values.
+    """Multi-head softmax attention, in which queries and keys may have another width than values.
 
-    Formula of the mixing matrix: M = softmax(Q Kᵀ / √K_qk), with query width K_qk; 0 for masked entries. A
-    masked token reads itself, so that no row is empty.
+    The mixing matrix is M = softmax(Q Kᵀ / √K_qk), with query width K_qk, and 0 at masked entries. A masked
+    token reads itself, so that no row is empty.
     Cost: O(T S) time and O(T) memory, by fused attention. The state grows with the number of tokens.
 
     Args:
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
-        head_dim: width of a head's values; D / H by default.
-        query_dim: width of a head's queries and keys; ``head_dim`` by default.
-        rotary_base: base of rotary positions of queries and keys, usually 10,000; None for no positions.
-        causal: each token reads only itself and earlier tokens.
-        bias: biases in the projections.
+        head_dim: width of each head's values; D / H by default.
+        query_dim: width of each head's queries and keys; ``head_dim`` by default.
+        rotary_base: base of rotary position embeddings, usually 10,000; None for no positions.
+        causal: True if each token reads only itself and earlier tokens.
+        bias: True for biases in the projections.
         dropout: dropout rate of the output.
 
     Examples:
@@ -69,14 +69,14 @@ class SoftmaxAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in keys, values and one validity flag per token."""
+        """Return the number of entries in keys, values and the flags of real tokens, one per token."""
         return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
 
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values, by PyTorch's fused attention, and the next state."""
-        # `SoftmaxMixing @ values` would split values into parts of width K, and refuses empty axes.
+        """Return M @ values by PyTorch's fused attention, and the next state."""
+        # `SoftmaxMixing @ values` would split values into parts of width K, and rejects empty axes.
         query, key, value, valid, allowed = self._attention(hidden_states, mask, state)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=allowed is None and self.causal
@@ -93,7 +93,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys, values, real tokens and mask; mask is None if only `causal` restricts M."""
+        """Return queries, keys, values, real tokens and mask; no mask if only causality restricts M."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (
@@ -102,7 +102,7 @@ class SoftmaxAttention(Mixer):
         )
         if self.rotary_base is not None:
             before = 0 if state is None else state[2].sum(1, keepdim=True)
-            # Positions count only real tokens, for consistency with learned positions.
+            # Positions count only real tokens, as learned positions do.
             positions = (before + valid.cumsum(1) - 1)[:, None]
             cos, sin = rope_angles(positions, self.query_dim, self.rotary_base, query.dtype)
             query, key = (apply_rope(rows, cos, sin, "halves") for rows in (query, key))
@@ -114,7 +114,7 @@ class SoftmaxAttention(Mixer):
         return query, key, value, valid, None if by_causality else self._allowed(valid, query.shape[2])
 
     def _allowed(self, valid: Bool[Tensor, "B S"], queries: int) -> Bool[Tensor, "B 1 T S"]:
-        """Return a mask, True where a query may read a source; each query may read its own token."""
+        """Return a mask: True if a query may read a source token; each query may read its own token."""
         source = torch.arange(valid.shape[1], device=valid.device)
         target = source[-queries:, None]
         visible = valid[:, None, None, :]

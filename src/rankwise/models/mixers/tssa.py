@@ -1,4 +1,4 @@
-"""Token Statistics Self-Attention (TSSA) as a mixer, and an optional state-space scan added to TSSA."""
+"""Token Statistics Self-Attention (TSSA) as a mixer, and an optional state-space scan added to it."""
 
 import math
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ from rankwise.ops.dispatch import IMPLEMENTATIONS
 
 
 class TokenStatisticsAttention(Mixer):
-    """Self-attention without token pairs: each token is scaled by its membership in each head.
+    """Attention without token pairs: each token is scaled by its membership Π (weight) in each head.
 
-    Formula: ``w = in_proj(x)`` in H heads of K channels; Π and m from `rankwise.ops.tssa`;
-    ``output = out_proj(-Π w / (1 + m))``. The mixing matrix is M = diag(Π_h), the values are -w / (1 + m).
-    Tokens influence each other only through sums in Π and m, so there is no attention map. Two options that
-    the released models do not have also move content between tokens: a short convolution of w, and a scan
-    added to diag(Π_h), see `MembershipScan`.
-    Cost: O(T D) in addition to the two projections. The decoding state has 2 K + 1 numbers per head for any
-    T, F K more with a scan, and ``conv_tokens - 1`` per channel of H (K + 2 F) with a convolution.
+    Formula: ``w = in_proj(x)`` in H heads of K channels; memberships Π and moments m from
+    `rankwise.ops.tssa`; ``output = out_proj(-Π w / (1 + m))``. The mixing matrix is M = diag(Π_h), the values
+    are -w / (1 + m). Tokens influence each other only through sums in Π and m, so there is no attention map.
+    Two options that the released models do not have let tokens read other tokens directly: a short
+    convolution of w, and a scan added to diag(Π_h), see `MembershipScan`.
+    Cost: O(T D) in addition to the two projections. The decoding state has 2 K + 1 numbers per head, F K more
+    with a scan, and ``conv_tokens - 1`` per channel of H (K + 2 F) with a convolution, independent of T.
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction";
     the causal variant follows the released language models.
 
@@ -50,18 +50,17 @@ class TokenStatisticsAttention(Mixer):
         hidden_size: D, the model width.
         num_heads: H, the number of heads.
         head_dim: K, the head width; D / H by default.
-        causal: True if each token reads only itself and earlier tokens. The formula changes, not only a mask.
+        causal: True if each token reads only itself and earlier tokens; this changes the formula of TSSA.
         bias: True for biases in the projections.
         max_positions: number of positions with a learned bias, if causal; 0 for no bias.
         membership: ``softmax`` over the heads, or ``uniform`` (1 / H, without temperature).
-        half_life: half-life of the sums per head, in tokens, if causal. A head with None or `math.inf` does
-            not decay. None instead of a list means no decay.
+        half_life: number of tokens after which a token counts half in the sums, per head, if causal. A head
+            with None or `math.inf` does not decay. None instead of a list means no decay.
         conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
             convolution, as released.
-        features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as
-            released.
+        features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as released.
         dropout: dropout rate of the output.
-        impl: implementation of the operation, as for `rankwise.ops.tssa`.
+        impl: implementation of TSSA, as for `rankwise.ops.tssa`.
 
     Examples:
         >>> import torch
@@ -95,7 +94,7 @@ class TokenStatisticsAttention(Mixer):
         one_of("TokenStatisticsAttention `impl`", impl, ("auto", *IMPLEMENTATIONS))
         self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
-        # A tuple instead of a buffer, because `model.half()` would round a buffer.
+        # A tuple, because `model.half()` would round the half-lives in a buffer.
         self.half_life = None if half_life is None else _check_half_life(half_life, num_heads, causal)
         options = {"max_positions": max_positions, "conv_tokens": conv_tokens, "features": features}
         for option, value in options.items():
@@ -115,7 +114,7 @@ class TokenStatisticsAttention(Mixer):
             )
         self.in_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
-        # Uniform memberships do not depend on a temperature.
+        # Uniform memberships do not depend on a temperature, so there is none.
         self.temperature = nn.Parameter(torch.empty(num_heads)) if membership == "softmax" else None
         self.position_bias = nn.Parameter(torch.empty(num_heads, max_positions)) if max_positions else None
         self.features_proj = (
@@ -134,7 +133,7 @@ class TokenStatisticsAttention(Mixer):
             nn.init.zeros_(self.position_bias)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in the sums, the token count, the convolution and the scan."""
+        """Return the number of entries in sums, token counts, convolution state and scan state."""
         statistics = self.num_heads * (2 * self.head_dim + 1) + 1
         reach = 0 if self.convolution is None else self.convolution.reach
         features = 0 if self.scan is None else self.scan.features
@@ -143,7 +142,7 @@ class TokenStatisticsAttention(Mixer):
     def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
     ) -> tuple[Float[Tensor, "B H T V"], MixerState | None]:
-        """Return M @ values, by the kernels of `rankwise.ops.tssa`, and the next state."""
+        """Return M @ values by the kernels of `rankwise.ops.tssa`, and the next decoding state."""
         call = self._run(hidden_states, mask, state)
         mixed, final = call.statistics.output.transpose(1, 2), [*(call.statistics.state or ()), *call.inputs]
         if self.scan is not None:
@@ -152,7 +151,7 @@ class TokenStatisticsAttention(Mixer):
         return mixed, tuple(final) if return_state and final else None
 
     def mixing_projection(self, hidden_states: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
-        """Return w, the projections of tokens to the head subspaces, before any convolution."""
+        """Return w, the projections of the tokens to the subspaces of the heads, before any convolution."""
         return self.in_proj(hidden_states).unflatten(-1, (self.num_heads, self.head_dim))
 
     def memberships(
@@ -161,7 +160,7 @@ class TokenStatisticsAttention(Mixer):
         attention_mask: Shaped[Tensor, "B T"] | None = None,
         state: MixerState | None = None,
     ) -> Float[Tensor, "B T H"]:
-        """Return memberships Π, the weight of each head per token; weights sum to 1, for padding to 0."""
+        """Return memberships Π: weights of the heads at each token, which sum to 1; 0 at padding."""
         call = self._run(hidden_states, token_mask(attention_mask, hidden_states), state)
         return call.statistics.membership
 
@@ -187,7 +186,7 @@ class TokenStatisticsAttention(Mixer):
         width = self.num_heads * self.head_dim
         w, features = projected[..., :width].unflatten(-1, (self.num_heads, -1)), projected[..., width:]
         if mask is not None:
-            features = features.masked_fill(~mask[..., None], 0.0)  # not a product, because NaN · 0 is NaN
+            features = features.masked_fill(~mask[..., None], 0.0)  # a product would give 0 · NaN = NaN
         decay = None
         if self.half_life is not None:
             decay = torch.tensor(self.half_life, dtype=torch.float64, device=w.device)
@@ -204,9 +203,9 @@ class _Call(NamedTuple):
 
     Args:
         statistics: result of `rankwise.ops.tssa`.
-        features: c and b of the scan, (B, T, 2 H F); empty without a scan.
-        past: state of the scan before this call, or None.
-        inputs: last inputs of the convolution; empty without a convolution.
+        features: c and b of the scan, (B, T, 2 H F); empty if there is no scan.
+        past: state of the scan before this call; None if there is none.
+        inputs: last inputs of the convolution; empty if there is no convolution.
     """
 
     statistics: TSSAOutput
@@ -216,21 +215,21 @@ class _Call(NamedTuple):
 
 
 class MembershipScan(nn.Module):
-    """State-space scan that adds a semiseparable mixing matrix to TSSA's diagonal mixing matrix.
+    """State-space scan that adds a semiseparable matrix to TSSA's diagonal mixing matrix of memberships Π.
 
-    Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, on the values
-    ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so c_t·b_u is a cosine. This is
-    Mamba-2's mixing matrix with steps Π_r: the state of a head decays only at tokens of that head. A masked
-    token has Π = 0: it adds nothing, and the state does not decay. The rate a_h > 0 is learned.
-    Cost: O(T F K) per head; the state has F K numbers per head for any T.
+    Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, applied to the
+    values ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so c_t·b_u is a cosine. The
+    added matrix is that of Mamba-2 with steps Π_r: the state of a head decays only at tokens of that head. A
+    masked token has Π = 0: it adds nothing, and the state does not decay. The rate a_h > 0 is learned.
+    Cost: O(T F K) per head; the state has F K numbers per head, independent of T.
     Source: this package; the scan algorithm follows T. Dao and A. Gu, "Transformers are SSMs", ICML 2024,
     section 6.
 
     Args:
         heads: H, the number of heads.
         features: F, the number of features per head.
-        half_life: initial half-life per head, in tokens with membership 1 / H; None in the list means 1,024.
-            By default from 4 to 256 tokens on a logarithmic scale.
+        half_life: initial half-life of each head, in tokens with membership 1 / H; None for 1,024 tokens.
+            By default, half-lives are between 4 and 256 tokens on a logarithmic scale.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class MembershipScan(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the rates a_h to the initial half-lives."""
+        """Set the rates a_h so that the heads have their initial half-lives."""
         rate = torch.tensor(2.0).log() * self.heads / torch.tensor(self.start)
         init.copy_(self.log_rate, rate.log().to(self.log_rate.dtype))
 
@@ -255,17 +254,17 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H F K"]]:
-        """Return the sum of TSSA's output and the scan's output, and the state after the last token.
+        """Return TSSA's output plus the output of the scan, and the scan's state after the last token.
 
         Args:
             mixed: TSSA's output, -Π w / (1 + m).
             features: c and b, concatenated, E = 2 H F.
             membership: memberships Π.
-            past: state before these tokens, or None.
+            past: state of the scan before these tokens, or None.
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        sources, step = values, torch.ones_like(log_decay)  # `mixed` already contains Π
+        sources, step = values, torch.ones_like(log_decay)  # `mixed` is already multiplied by Π
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
             sources = prepend_sources(past, values)
@@ -278,7 +277,7 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> MixingOperator:
-        """Return the mixing matrix M for values without the factor Π; F sources of a state come first."""
+        """Return the mixing matrix M for values without the factor Π; source tokens of a state come first."""
         (c, b, log_decay), step = self._scan(features, membership), membership.mT
         if past is None:
             return SumMixing(DiagonalMixing(step), SemiseparableMixing(c, b, log_decay, step))
@@ -288,14 +287,14 @@ class MembershipScan(nn.Module):
         return drop_state_rows(operator, self.features)
 
     def _scan(self, features: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return c, b and log decay factors -a_h Π."""
+        """Return c, b and the log-decays -a_h Π, in the dtype of the scan."""
         wide = compute_dtype(membership.dtype)
         c, b = (F.normalize(split_heads(x, self.heads).to(wide), dim=-1) for x in features.chunk(2, -1))
         return c, b, -self.log_rate.to(wide).exp()[:, None] * membership.mT.to(wide)
 
 
 def _check_half_life(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
-    """Return one half-life per head, with infinity instead of None; raise InputError if invalid."""
+    """Return one half-life per head, with infinity instead of None; raise InputError if one is invalid."""
     lives = tuple(math.inf if life is None else float(life) for life in half_life)
     if not causal or len(lives) != heads or not all(life > 0 for life in lives):
         raise InputError(
