@@ -1,6 +1,7 @@
 """Heads that go, in several families."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from tests.compression.compression_cases import (
 from torch import nn
 
 import rankwise as rw
-from rankwise.compression import compress, save_compressed
-from rankwise.compression.head_trials import removable_sites, removal_of, zeroed
-from rankwise.compression.removed_heads import EmptyLinear
+from rankwise.compression import compress, heads_find, save_compressed
+from rankwise.compression.heads_find import find_removable_heads, removal, zeroed
+from rankwise.compression.heads_modules import CutLinear, EmptyLinear, LayerConfig, RemovedHeads, build
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"parts": ("heads",)}
@@ -77,11 +78,11 @@ def own_words(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
 
 def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int]]) -> torch.Tensor:
     """Remove units by hand, and give what the model gives with them at zero."""
-    sites, _ = removable_sites(model, batch)
+    sites, _ = find_removable_heads(model, batch)
     named = {site.name: units for site, units in zip(sites, plan, strict=False)}
     with zeroed(model, sites, named):
         expected = output(model, batch)
-    removal_of(model, sites, named).apply()
+    removal(model, sites, named).apply()
     return expected
 
 
@@ -89,7 +90,7 @@ def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int
 @pytest.mark.parametrize("plan", [[{1}, set()], [{0}, {1}], [set(), {0, 1, 2, 3}]], ids=["one", "two", "all"])
 def test_removed_heads_are_heads_at_zero(family: str, plan: list[set[int]]) -> None:
     model, batch = ALL[family](), ids(2, 12)
-    sites = removable_sites(model, batch)[0]
+    sites = find_removable_heads(model, batch)[0]
     units = sites[0].units
     plan = [{unit for unit in own if unit < units} for own in plan]
     before = sum(one.numel() for one in model.parameters())
@@ -108,19 +109,19 @@ def test_nothing_is_written_to_a_model_from_which_nothing_goes() -> None:
     assert [name for name, _ in model.named_modules()] == names
     assert done.parameters_after == done.parameters_before
     assert all(head.width == head.before for head in done.heads)
-    assert "0 of 8 go" in done.notes[0]
+    assert "0 of 8 removed" in done.notes[0]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_removal_is_undone_bit_by_bit(family: str) -> None:
     model, batch = ALL[family](), ids(2, 12)
     before = output(model, batch)
-    sites, _ = removable_sites(model, batch)
-    removal = removal_of(model, sites, {site.name: {0} for site in sites})
+    sites, _ = find_removable_heads(model, batch)
+    change = removal(model, sites, {site.name: {0} for site in sites})
     for _ in range(2):
-        removal.apply()
+        change.apply()
         assert not torch.equal(output(model, batch), before)
-        removal.undo()
+        change.undo()
         assert torch.equal(output(model, batch), before)
 
 
@@ -186,7 +187,7 @@ def test_grouped_queries_go_with_their_keys() -> None:
 @pytest.mark.parametrize("plan", [[{1}, {0}], [{0, 1, 2, 3}, {0}]], ids=["some", "all of a layer"])
 def test_it_generates_with_its_cache(family: str, plan: list[set[int]]) -> None:
     model, batch = GENERATE[family](), ids(2, 12)
-    units = removable_sites(model, batch)[0][0].units
+    units = find_removable_heads(model, batch)[0][0].units
     removed(model, batch, [{unit for unit in own if unit < units} for own in plan])
     whole = output(model, batch)
     with torch.no_grad():
@@ -304,9 +305,73 @@ def test_other_families_pass_the_trial(name: str) -> None:
     batch = ids(2, 12)
     if name == "Bart":
         batch["decoder_input_ids"] = ids(2, 9, seed=3)["input_ids"]
-    sites, reasons = removable_sites(model, batch)
+    sites, reasons = find_removable_heads(model, batch)
     assert not reasons
     assert len(sites) == {"Albert": 1, "Bart": 3}.get(name, 2)
     expected = removed(model, batch, [{0}] * len(sites))
     got = output(model, batch)
     assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
+
+
+def test_a_layer_is_cut_on_both_sides_and_keeps_its_mode_and_what_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).eval()
+    model[0].requires_grad_(False)
+    cuts = [
+        CutLinear(module="0", side="out", size=6, runs=[(1, 2), (5, 1)], slot=0),
+        CutLinear(module="0", side="in", size=4, runs=[(0, 2)], slot=0),
+        CutLinear(module="1", side="in", size=6, runs=[], slot=3),
+    ]
+    change = build(model, [RemovedHeads(module="", cuts=cuts, sizes={}, config={})])
+    small, empty = change.modules["0"], change.modules["1"]
+    assert torch.equal(small.weight, model[0].weight[[1, 2, 5], :2])
+    assert torch.equal(small.bias, model[0].bias[[1, 2, 5]])
+    assert not any(parameter.requires_grad for parameter in small.parameters())
+    assert all(parameter.requires_grad for parameter in empty.parameters())
+    assert not small.training
+    assert not empty.training
+    assert empty.weight.numel() == 0
+    assert torch.equal(empty(torch.randn(2, 3)), model[1].bias.expand(2, 4))
+
+
+def test_the_configuration_of_a_layer_is_copied_and_pickled() -> None:
+    own = LayerConfig(transformers.BertConfig(**SIZES), {"num_attention_heads": 3})
+    for twin in (own, copy.deepcopy(own), copy.copy(own), pickle.loads(pickle.dumps(own))):
+        assert (twin.num_attention_heads, twin.hidden_size) == (3, 32)
+        assert not hasattr(twin, "__len__")
+        assert not hasattr(twin, "no_such_field")
+
+
+@pytest.mark.parametrize(
+    "known", [RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError]
+)
+def test_errors_of_a_family_with_fewer_heads_are_reasons(
+    known: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise known("wrong size")
+
+    model, batch = gpt2(), ids(2, 12)
+    monkeypatch.setattr(heads_find, "removal", failing)
+    with pytest.raises(CompressionError, match="does not compute with fewer heads: wrong size"):
+        find_removable_heads(model, batch)
+
+
+def test_errors_of_no_family_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(heads_find, "removal", failing)
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        find_removable_heads(gpt2(), ids(2, 12))
+
+
+@pytest.mark.parametrize("error", [float("nan"), 0.1])
+def test_outputs_that_differ_from_zeroed_heads_are_refused(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankwise.compression.heads_solve.relative_error", lambda *_: error)
+    model, batch = gpt2(), ids()
+    before = output(model, batch)
+    with pytest.raises(CompressionError, match="equal to outputs with these heads set to zero"):
+        compress(model, [batch], keep=0.5, **QUICK)
+    assert torch.equal(output(model, batch), before)

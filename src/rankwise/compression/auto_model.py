@@ -16,8 +16,8 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from rankwise.compression.heads_modules import RemovedHeads
 from rankwise.compression.qk_modules import narrow_projections
-from rankwise.compression.removed_heads import RemovedHeads, renamed
 from rankwise.compression.structure import Structure, read_structure, rebuild, structure_of
 
 NAME = "rankwise"
@@ -80,7 +80,7 @@ def _named_for(model: nn.Module, structure: Structure) -> Structure:
         return old if old in modules else next((new for new in others if new in modules), old)
 
     changes = [
-        renamed(change, name(change.module))
+        change.renamed(name(change.module))
         if isinstance(change, RemovedHeads)
         else change.model_copy(
             update={key: name(getattr(change, key)) for key in ("module", "rotary") if hasattr(change, key)}

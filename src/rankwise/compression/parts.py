@@ -58,7 +58,7 @@ Part = Callable[[Job], PartResult]
 
 def parts() -> dict[str, Part]:
     """All parts by name, in the order they are done."""
-    from rankwise.compression.heads import remove_heads
+    from rankwise.compression.heads_solve import remove_heads
     from rankwise.compression.kv_solve import factor_keys_values
     from rankwise.compression.qk_solve import narrow_query_keys
     from rankwise.compression.rotary_solve import narrow_rotary

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from rankwise.compression import kv_modules, qk_modules, removed_heads
+from rankwise.compression import heads_modules, kv_modules, qk_modules
+from rankwise.compression.heads_modules import RemovedHeads, removed_heads
 from rankwise.compression.kv_modules import LatentLayer, latent_layers
 from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear, narrow_records
-from rankwise.compression.removed_heads import RemovedHeads, removed_heads_of, renamed
 from rankwise.errors import CompressionError
 
 Change = Annotated[RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")]
@@ -32,11 +32,8 @@ def structure_of(model: nn.Module) -> Structure:
     Args:
         model: the model.
     """
-    named = [(name, removed_heads_of(module)) for name, module in model.named_modules()]
-    # heads go first: what is narrowed has their number
-    changes: list[Any] = [renamed(change, name) for name, change in named if change is not None]
-    changes += narrow_records(model)
-    return Structure(changes=[*changes, *latent_layers(model)])
+    # Heads come first: what is narrowed has their number.
+    return Structure(changes=[*removed_heads(model), *narrow_records(model), *latent_layers(model)])
 
 
 def rebuild(model: nn.Module, structure: Structure) -> None:
@@ -76,7 +73,7 @@ def read_structure(content: Any, where: str) -> Structure:
 
 
 MAKERS: dict[str, Callable[[nn.Module, Any], None]] = {
-    "heads": lambda model, change: removed_heads.build(model, [change]).apply(),
+    "heads": lambda model, change: heads_modules.build(model, [change]).apply(),
     "narrow": lambda model, change: qk_modules.build(model, change).apply(),
     "keys": lambda model, change: qk_modules.build(model, change).apply(),
     "latent": lambda model, change: kv_modules.build(model, change).apply(),

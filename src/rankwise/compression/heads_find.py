@@ -1,0 +1,315 @@
+"""Attention layers whose code computes with fewer heads, and the linear layers before and after the heads.
+
+Values of a forward pass show where heads come from and which layer reads them. A trial shows how the layer's
+code knows the number of heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from rankwise._internals.forward import AddedHook, Change, device_of, first_sequences, run_model, to_device
+from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
+from rankwise.compression.layers import check_some
+from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.compression.qk_modules import runs_of
+from rankwise.errors import first_line
+from rankwise.operators import SoftmaxMixing
+from rankwise.tracing import MixerSite, capture, record_calls
+from rankwise.tracing.projections import (
+    CLOSE,
+    Projection,
+    each_once,
+    find_projection,
+    is_linear,
+    linear_parts,
+    names_below,
+)
+
+SIZE_RULES = 4
+"""How a layer reads its number of heads: not at all, by name, by width, or from the configuration as well."""
+CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
+CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+Plan = Mapping[str, set[int]]
+"""Units to remove, by the name of their layer."""
+
+
+class HeadChannels(NamedTuple):
+    """Channels of a linear layer's output that belong to heads."""
+
+    size: int
+    """All channels of the layer."""
+    blocks: list[tuple[Int[Tensor, "_ _"], bool]]
+    """Channels per head, and True if these are query heads."""
+
+
+@dataclass(frozen=True)
+class HeadProjections:
+    """An attention layer and the linear layers around its heads."""
+
+    name: str
+    heads: int
+    value_heads: int
+    """Heads of keys and values."""
+    value_width: int
+    inputs: dict[str, HeadChannels]
+    """Linear layers that compute queries, keys and values."""
+    output: str
+    """Linear layer that reads the concatenated heads."""
+    size_rule: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that are removed together: those of one key head, if keys are grouped."""
+        return self.heads // self.value_heads if self.value_heads > 1 else 1
+
+    @property
+    def units(self) -> int:
+        """Groups of heads that are removed together."""
+        return self.heads // self.group
+
+    def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
+        """Return the record of the layer, the module before the change, without some units."""
+        kept = [unit for unit in range(self.units) if unit not in units]
+        query = [unit * self.group + at for unit in kept for at in range(self.group)]
+        shared = self.value_heads == 1  # a shared key head stays while a query head remains
+        values = ([0] if kept else []) if shared else kept
+        cuts = [self._cut(name, set(query), set(values)) for name in self.inputs]
+        runs = runs_of([head * self.value_width + at for head in query for at in range(self.value_width)])
+        size, slot = self.heads * self.value_width, 0 if kept else self.value_width
+        cuts.append(CutLinear(module=self.output, side="in", size=size, runs=runs, slot=slot))
+        sizes, config = self._sizes(module, len(query) or 1, len(values) or 1)
+        return RemovedHeads(module=self.name, cuts=cuts, sizes=sizes, config=config)
+
+    def _cut(self, name: str, query: set[int], values: set[int]) -> CutLinear:
+        size, blocks = self.inputs[name]
+        removed = {
+            channel
+            for channels, of_queries in blocks
+            for head, own in enumerate(channels.tolist())
+            if head not in (query if of_queries else values)
+            for channel in own
+        }
+        left = [channel for channel in range(size) if channel not in removed]
+        slot = 0 if left else sum(channels.shape[1] for channels, _ in blocks)
+        return CutLinear(module=name, side="out", size=size, runs=runs_of(left), slot=slot)
+
+    def _sizes(
+        self, module: nn.Module, heads: int, value_heads: int
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the attributes, and the fields of the configuration, that contain numbers of heads."""
+        numbers = {name: value for name, value in vars(module).items() if type(value) is int}
+        counts = {self.value_heads: value_heads, self.heads: heads}
+        width = self.heads * self.value_width
+        sizes: dict[str, int] = {}
+        for name, value in numbers.items() if self.size_rule >= 1 else ():
+            if value in counts and _counts_heads(name):
+                sizes[name] = counts[value]
+            elif "group" in name and value == self.heads // self.value_heads:
+                sizes[name] = heads // value_heads
+        if self.size_rule >= 2:
+            wide = [name for name, value in numbers.items() if value == width > 1 and name not in sizes]
+            sizes |= dict.fromkeys(wide, heads * self.value_width)
+        config: dict[str, int] = {}
+        if self.size_rule >= 3:
+            read = getattr(module, "config", None)
+            config = {name: heads for name in CONFIG_HEADS if getattr(read, name, None) == self.heads}
+            keys = [name for name in CONFIG_KEY_HEADS if getattr(read, name, None) == self.value_heads]
+            config |= dict.fromkeys(keys, value_heads)
+        return sizes, config
+
+
+def _counts_heads(name: str) -> bool:
+    return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
+
+
+def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
+    """Return the layers from which heads can be removed, and the reason for each other layer.
+
+    A trial removes one unit. The first size rule is taken with which the other heads and the outputs are what
+    they are if the unit is set to zero.
+    """
+    short = to_device(first_sequences(batch, 2), device_of(model))
+    found, skipped = find_head_projections(model, short)
+    if found or skipped:
+        check_finite(model, main_output(model, short))
+    passed: dict[str, HeadProjections] = {}
+    while waiting := [layer for layer in found if layer.name not in passed and layer.name not in skipped]:
+        first, *others = waiting
+        reason = ""
+        for rule in range(SIZE_RULES):
+            layer = replace(first, size_rule=rule)
+            if not (reason := trial(model, [layer], short)):
+                break
+        if reason:
+            skipped[first.name] = f"its own code does not compute with fewer heads: {reason}"
+            continue
+        passed[first.name] = layer
+        alike = [replace(other, size_rule=layer.size_rule) for other in others]
+        if alike and not trial(model, alike, short):
+            passed |= {other.name: other for other in alike}
+    layers = [passed[layer.name] for layer in found if layer.name in passed]
+    check_some(
+        model,
+        layers,
+        skipped,
+        "softmax attention whose heads come from linear layers and go into a linear layer",
+        "Its heads cannot be removed this way; `rankwise audit --importance` measures what they do.",
+    )
+    return layers, skipped
+
+
+# --- trial -----------------------------------------------------------------------------------------------
+
+
+def trial(model: nn.Module, layers: list[HeadProjections], batch: Any) -> str:
+    """Remove the first unit of some layers; return the first difference from zeros in its place, or ""."""
+    plan = {layer.name: {0} for layer in layers}
+    try:
+        with zeroed(model, layers, plan):
+            expected = _read(model, layers, batch)
+        with removal(model, layers, plan):
+            got = _read(model, layers, batch)
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
+        return first_line(error)
+    bound = torch.finfo(got[""].dtype).eps ** 0.5
+    for layer in layers:
+        own, kept = got[layer.name], expected[layer.name][..., layer.group * layer.value_width :]
+        kept = torch.zeros_like(own) if layer.units == 1 else kept
+        if own.shape != kept.shape or not bool(own.isfinite().all()):
+            return f"its heads return {tuple(own.shape)} instead of {tuple(kept.shape)}"
+        if relative_error(own, kept) > bound:
+            return "the remaining heads return something else"
+    error = relative_error(got[""], expected[""])
+    return "" if error <= bound else f"the output of the model is off by {error:.1e}"
+
+
+def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
+    """Build the removal of units."""
+    some = [layer for layer in layers if plan.get(layer.name)]
+    return build(model, [own.without(plan[own.name], model.get_submodule(own.name)) for own in some])
+
+
+def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
+    """Build hooks that set the outputs of units to zero, at full size."""
+    hooks = []
+    for layer in layers:
+        width = layer.group * layer.value_width
+        channels = [unit * width + at for unit in sorted(plan.get(layer.name, ())) for at in range(width)]
+        if channels:
+            hooks.append(AddedHook(layer.output, "before", partial(_set_zero, channels)))
+    return Change(model, hooks=hooks)
+
+
+def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    removed = torch.zeros(args[0].shape[-1], dtype=torch.bool, device=args[0].device)
+    removed[channels] = True
+    return (args[0].masked_fill(removed, 0), *args[1:]), kwargs
+
+
+def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[str, Tensor]:
+    """Return the concatenated heads of each layer by name, and the output of the model as ``""``."""
+    with record_calls(model, {layer.output for layer in layers}) as calls:
+        output = main_output(model, batch)
+    read = {call.name: call.args[0] for call in calls}
+    return {layer.name: read[layer.output] for layer in layers if layer.output in read} | {"": output}
+
+
+# --- find ------------------------------------------------------------------------------------------------
+
+
+def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
+    """Return the linear layers around the heads of each layer, and the reason for each other layer."""
+    sites: dict[str, MixerSite] = {}  # the last call of each layer, as in `inputs` and `outputs`
+    watching = capture(model, on_mixer=lambda site: sites.update({site.name: site}), values=True)
+    with record_calls(model, is_linear) as calls, torch.no_grad(), watching:
+        run_model(model, batch)
+    inputs = {call.name: call.args[0] for call in calls if call.args}
+    outputs = {call.name: call.output for call in calls if call.args}
+    found = {name: _layer(model, site, inputs, outputs) for name, site in sites.items()}
+    layers = [layer for layer in found.values() if isinstance(layer, HeadProjections)]
+    return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}
+
+
+def _layer(
+    model: nn.Module, site: MixerSite, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+) -> HeadProjections | str:
+    if site.kind != "softmax":
+        return f"its mixing is {site.kind}: only heads of softmax attention are removed"
+    if site.values is None or site.output is None:
+        return "the outputs of its heads are not seen"
+    if not bool(site.output.isfinite().all()):
+        return "the outputs of its heads hold NaN or infinity"
+    output = _output_projection(site.name, site.output, inputs)
+    if output is None:
+        return "no linear layer reads its concatenated heads: a norm, a gate or a fused module follows"
+    near = {name: outputs[name] for name in names_below(list(outputs), site.name) if name != output}
+    values = each_once(site.values)
+    shape = values.shape[0], values.shape[2]
+    value = find_projection(values, {name: own for name, own in near.items() if own.shape[:2] == shape})
+    if value is None:
+        return "its values are the output of no linear layer"
+    heads, value_heads, width = site.output.shape[1], values.shape[1], values.shape[3]
+    if heads % value_heads:
+        return f"{heads} query heads do not share {value_heads} value heads evenly"
+    sizes = {name: linear_parts(model.get_submodule(name))[0].shape[0] for name in near}  # type: ignore[index]
+    widths = {width} | (
+        {site.operator.query.shape[-1]} if isinstance(site.operator, SoftmaxMixing) else set()
+    )
+    sources = _sources(value, heads, value_heads, widths, sizes)
+    if sources is None:
+        return f"{value.module!r} has more than queries, keys and values, in an unknown order"
+    return HeadProjections(site.name, heads, value_heads, width, sources, output)
+
+
+def _sources(
+    value: Projection, heads: int, value_heads: int, widths: set[int], sizes: dict[str, int]
+) -> dict[str, HeadChannels] | None:
+    """Return the linear layers that compute heads: the layer of the values, and other layers of that size."""
+    size = sizes[value.module]
+    if value_heads * value.channels.shape[1] != size:
+        blocks = _fused_blocks(value.channels, heads, value_heads, size)
+        return None if blocks is None else {value.module: HeadChannels(size, blocks)}
+    sources = {value.module: HeadChannels(size, [(value.channels, False)])}
+    for name, size in sizes.items():
+        for count, of_queries in ((heads, True), (value_heads, False)):
+            if name not in sources and size in {count * width for width in widths}:
+                sources[name] = HeadChannels(size, [(torch.arange(size).reshape(count, -1), of_queries)])
+    return sources
+
+
+def _fused_blocks(
+    values: Int[Tensor, "G V"], heads: int, value_heads: int, size: int
+) -> list[tuple[Tensor, bool]] | None:
+    """Return the channels per head in one projection of [q | k | v], or of q, k and v of each head."""
+    width = values.shape[1]
+    if size != (heads + 2 * value_heads) * width:
+        return None
+    channels = torch.arange(size)
+    if int(values[0, 0]) == (heads + value_heads) * width and int(values[-1, -1]) == size - 1:
+        query, key = channels[: heads * width], channels[heads * width : (heads + value_heads) * width]
+        return [(query.reshape(heads, -1), True), (key.reshape(value_heads, -1), False), (values, False)]
+    if heads == value_heads and bool((values[:, 0] == torch.arange(heads) * 3 * width + 2 * width).all()):
+        return [(channels.reshape(heads, -1), True)]
+    return None
+
+
+def _output_projection(name: str, heads: Tensor, inputs: dict[str, Tensor]) -> str | None:
+    """Return the linear layer that reads the concatenated heads, inside the attention layer or next to it."""
+    joined = heads.transpose(1, 2).flatten(2)
+    bound = CLOSE * torch.finfo(joined.dtype).eps * float(joined.abs().max())
+    parent = name.rpartition(".")[0]
+    inside = [other for other in inputs if other.startswith(f"{name}.") or not name]
+    around = [other for other in inputs if other.startswith(f"{parent}.") or not parent]
+    for other in dict.fromkeys([*inside, *around]):
+        given = inputs[other]
+        if given.numel() != joined.numel() or given.shape[-1] != joined.shape[-1]:
+            continue
+        if float((given.reshape(joined.shape) - joined).abs().max()) <= bound:
+            return other
+    return None

@@ -1,0 +1,141 @@
+"""Attention layers with fewer heads: smaller linear layers, and the head counts that the layer's code reads.
+
+Removed heads are absent from tensors and caches. A layer without heads computes one head of zeros, which
+needs no weights, so that its masks, caches and code still work.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from rankwise._internals.forward import Change
+from rankwise.compression.qk_modules import Runs, channel_index, find_module, other_module
+from rankwise.tracing.projections import linear_parts
+
+RECORD = "_removed_heads"
+"""Attribute of an attention layer with removed heads: its `RemovedHeads`."""
+
+
+class CutLinear(BaseModel, extra="forbid"):
+    """Record of a linear layer with fewer inputs or outputs."""
+
+    module: str
+    side: Literal["in", "out"]
+    size: int
+    """Channels on that side before."""
+    runs: Runs
+    """Remaining channels, as (first, count)."""
+    slot: int
+    """Channels of the head of zeros if no channel remains; otherwise 0."""
+
+
+class RemovedHeads(BaseModel, extra="forbid"):
+    """Record of an attention layer with fewer heads."""
+
+    kind: Literal["heads"] = "heads"
+    module: str
+    cuts: list[CutLinear]
+    sizes: dict[str, int]
+    """Attributes of the layer that its code reads."""
+    config: dict[str, int]
+    """Fields of the configuration that the layer's code reads; the configuration of the model stays."""
+
+    def renamed(self, module: str) -> "RemovedHeads":
+        """Return the same change for a layer that is now inside another model, or no longer inside one."""
+        before = self.module.removesuffix(module) if self.module.endswith(module) else ""
+        after = module.removesuffix(self.module) if module.endswith(self.module) else ""
+        cuts = [
+            cut.model_copy(update={"module": after + cut.module.removeprefix(before)}) for cut in self.cuts
+        ]
+        return self.model_copy(update={"module": module, "cuts": cuts})
+
+
+class EmptyLinear(nn.Module):
+    """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, **options: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, **options)) if bias else None)
+
+    @property
+    def weight(self) -> Float[Tensor, "0"]:
+        """Empty tensor, for families whose initialization fills weights by name."""
+        return torch.empty(0)
+
+    def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
+        """Return the same output for every token."""
+        zeros = tokens.new_zeros(*tokens.shape[:-1], self.out_features)
+        return zeros if self.bias is None else zeros + self.bias
+
+    def extra_repr(self) -> str:
+        """Return the sizes, as `nn.Linear` does."""
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+
+class LayerConfig:
+    """Configuration for one layer: some fields of its own, all others from the model's configuration."""
+
+    def __init__(self, config: Any, fields: dict[str, int]) -> None:
+        self._of_model = config
+        self.__dict__.update(fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_of_model":  # copies and pickles ask before `__init__` has run
+            raise AttributeError(name)
+        return getattr(self._of_model, name)
+
+
+def build(model: nn.Module, changes: Sequence[RemovedHeads]) -> Change:
+    """Build the change that records describe: smaller layers with the remaining weights, and head counts."""
+    modules: dict[str, nn.Module] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        for cut in change.cuts:
+            modules[cut.module] = cut_linear(modules.get(cut.module, find_module(model, cut.module)), cut)
+        own = attributes[change.module] = {**change.sizes, RECORD: change}
+        if change.config:
+            own["config"] = LayerConfig(find_module(model, change.module).config, change.config)
+    return Change(model, modules, attributes)
+
+
+def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
+    """Return a smaller layer of the same class with the remaining weights; raise if the size is different."""
+    parts, axis = linear_parts(module), 0 if cut.side == "out" else 1
+    if parts is None or parts[0].shape[axis] != cut.size:
+        raise other_module(cut.module, f"a linear layer with {cut.size} channels ({cut.side})", module)
+    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
+    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    small: Any
+    with torch.no_grad():
+        if cut.runs:
+            kept = channel_index(cut.runs, weight.device)
+            weight = weight.index_select(axis, kept)
+            bias = bias if bias is None or axis else bias[kept]
+            if isinstance(module, nn.Linear):
+                small = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, **options)
+            else:  # Conv1D, which has a bias
+                small = type(module)(*weight.shape).to(**options)
+            linear_parts(small)[0].copy_(weight)  # type: ignore[index]
+        else:
+            outputs, inputs = (weight.shape[0], cut.slot) if axis else (cut.slot, weight.shape[1])
+            bias = bias if axis else None
+            small = EmptyLinear(inputs, outputs, bias is not None, **options)
+        if bias is not None:
+            small.bias.copy_(bias)
+    small.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
+    trained: nn.Module = small.train(module.training)
+    return trained
+
+
+def removed_heads(model: nn.Module) -> list[RemovedHeads]:
+    """Return the records of the attention layers of a model with removed heads, by their current names."""
+    named = [(name, vars(module).get(RECORD)) for name, module in model.named_modules()]
+    return [change.renamed(name) for name, change in named if change is not None]

@@ -1,0 +1,158 @@
+"""The part ``heads``: remove the attention heads whose removal costs least, with their weights."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from rankwise._internals.forward import device_of, first_sequences, to_device
+from rankwise.compression.heads_find import HeadProjections, find_removable_heads, removal, zeroed
+from rankwise.compression.outputs import main_output, relative_error
+from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.records import HeadWidth
+from rankwise.errors import CompressionError
+from rankwise.importance import Importance, ImportanceSettings, measure, sort_by_cost
+from rankwise.tracing import HeadId
+
+ROUNDS = 4
+"""Rounds in which a share of the heads is removed; costs are estimated again in each."""
+PROBES = 2
+"""Random projections for the curvature in each round."""
+Units = dict[str, set[int]]
+"""Units to remove, by the name of their layer."""
+
+
+def remove_heads(job: Job) -> PartResult:
+    """Remove the largest set of heads within a tolerance on the loss, or the cheapest share of the heads.
+
+    Query heads that share keys are removed together, with their key head.
+    """
+    job.on_step("looking for heads that can be removed")
+    layers, skipped = find_removable_heads(job.model, job.batches[0])
+    plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
+    short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
+    with zeroed(job.model, layers, plan):
+        expected = main_output(job.model, short)
+    change = removal(job.model, layers, plan)
+    change.apply()
+    error = relative_error(main_output(job.model, short), expected)
+    if not error <= torch.finfo(expected.dtype).eps ** 0.5:  # also if the error is NaN
+        change.undo()
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            expected="outputs of the smaller model equal to outputs with these heads set to zero",
+            got=f"a relative difference of {error:.1e}",
+            fix="The model is unchanged: its own code does not compute with the other heads alone.",
+        )
+    if job.calibrate:
+        notes.append("Heads are removed whole: calibration is for qk and rotary alone.")
+    return PartResult(
+        heads=_records(layers, plan, importance),
+        kl={layer.name: float("nan") for layer in layers},
+        tokens=round(importance.record.counted),
+        left_out=skipped,
+        notes=notes,
+        undo=change.undo,
+        redo=change.apply,
+    )
+
+
+def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
+    """Return the largest set of heads that importance finds removable within the tolerance."""
+    importance = _importance(job, layers, {}, job.tolerance)
+    record = importance.record
+    found = record.removable
+    if found is None:
+        raise CompressionError(
+            f"model {type(job.model).__name__}",
+            expected="heads whose cost is known",
+            got="; ".join(record.notes) or "none: no gradient reaches them",
+            fix="`rankwise audit --importance` shows the reason for each layer.",
+        )
+    plan: Units = {}
+    groups = {layer.name: layer.group for layer in layers}
+    for head in found.heads:
+        plan.setdefault(head.site, set()).add(_number(head) // groups[head.site])
+    note = (
+        f"Heads: {_count(plan, layers)}; without them the loss ({record.loss}, {record.unit}) is "
+        f"{found.loss:.4g} on the calibration data, {record.value:.4g} with them "
+        f"({found.relative:+.2%} of {record.reference_name}); the tolerance was {job.tolerance:g} of that. "
+        f"Sorted by {found.sorted_by}; {found.runs} sets were run."
+    )
+    return plan, [note, *record.notes], importance
+
+
+def _share(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
+    """Return the cheapest heads by estimate, chosen in rounds."""
+    assert job.keep is not None
+    total = sum(layer.heads for layer in layers)
+    groups = {layer.name: layer.group for layer in layers}
+    plan: Units = {}
+    measured: list[Importance] = []
+    for number in range(1, ROUNDS + 1):
+        measured.append(_importance(job, layers, plan, None))
+        room = (total - job.keep * total) * number / ROUNDS
+        removed = sum(len(units) * groups[name] for name, units in plan.items())
+        for unit in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
+            if removed + len(unit) <= room + 1e-9:
+                plan.setdefault(unit[0].site, set()).add(_number(unit[0]) // groups[unit[0].site])
+                removed += len(unit)
+    record = measured[0].record
+    note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds ({record.loss})."
+    return plan, [note, *record.notes], measured[0]
+
+
+def _importance(
+    job: Job, layers: list[HeadProjections], plan: Units, tolerance: float | int | None
+) -> Importance:
+    """Measure importance with the heads of a plan set to zero."""
+    probes = PROBES if tolerance is None else ImportanceSettings.probes
+    settings = ImportanceSettings(tolerance=tolerance, seed=job.seed, probes=probes)
+    group = _by_unit(layers, plan)
+    with zeroed(job.model, layers, plan):
+        return measure(job.model, job.batches, settings, group=group, on_progress=job.on_step)
+
+
+def _by_unit(layers: list[HeadProjections], plan: Units) -> Any:
+    """Return a function that maps each head to its unit, or to None if it stays or is in the plan."""
+    groups = {layer.name: layer.group for layer in layers}
+
+    def key(head: HeadId) -> Hashable | None:
+        if head.site not in groups:
+            return None
+        unit = _number(head) // groups[head.site]
+        return None if unit in plan.get(head.site, ()) else (head.site, unit)
+
+    return key
+
+
+def _number(head: HeadId) -> int:
+    assert head.head is not None
+    return head.head
+
+
+def _count(plan: Units, layers: list[HeadProjections]) -> str:
+    removed = sum(len(plan.get(layer.name, ())) * layer.group for layer in layers)
+    empty = sum(len(plan.get(layer.name, ())) == layer.units for layer in layers)
+    words = f"{removed} of {sum(layer.heads for layer in layers)} removed"
+    return words + (f", all of {empty} layers" if empty else "")
+
+
+def _records(layers: list[HeadProjections], plan: Units, importance: Importance) -> list[HeadWidth]:
+    places = {head.site: (head.stack, head.layer or 0) for head in reversed(importance.heads)}
+    return [
+        HeadWidth(
+            part="heads",
+            stack=places[layer.name][0],
+            site=layer.name,
+            layer=places[layer.name][1],
+            head=head,
+            before=layer.value_width,
+            width=0 if removed else layer.value_width,
+            kl=float("nan") if removed else 0.0,
+            kl_calibrated=float("nan") if removed else 0.0,
+        )
+        for layer in layers
+        for head in range(layer.heads)
+        for removed in [head // layer.group in plan.get(layer.name, ())]
+    ]
