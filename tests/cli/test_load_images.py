@@ -226,7 +226,7 @@ def test_settings_without_a_pillow_class_are_followed_and_a_note_says_so(tmp_pat
         AutoImageProcessor.from_pretrained(folder)  # else this test would show nothing
     processor, note = load_image_processor(folder)
     assert note == f"pictures prepared by Rankwise from the settings of {folder}"
-    assert (processor.image_mean, processor.do_center_crop) == ([0.1, 0.2, 0.3], False)
+    assert (processor.image_mean, processor.do_center_crop) == ((0.1, 0.2, 0.3), False)
     assert dict(processor.size) == {"height": 10, "width": 10}
 
 
