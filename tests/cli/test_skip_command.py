@@ -203,10 +203,12 @@ def test_certificates_are_written_beside_the_skips(run: Run, folder: Path, tmp_p
     certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
     assert certificate["a"] == 0.25
     assert [layer["lambda_value"] for layer in certificate["layers"]] == [0.5, 0.5]
-    assert result.output.endswith("new/certificate.json\n")
+    named = [Path(line).name for line in result.output.splitlines()[-2:]]
+    assert named == ["certificate.json", "certificate.html"]
+    assert "Certificate of λ-skips" in (tmp_path / "new" / "certificate.html").read_text()
     result = run(folder, "--text", "text.txt", "--init", 2, "--out", "new", *SMALL)
     assert result.exit_code == 0, result.output
-    assert not (tmp_path / "new" / "certificate.json").exists()  # it was of other λ
+    assert not list((tmp_path / "new").glob("certificate.*"))  # they were of other λ
 
 
 def test_a_certificate_that_fails_costs_no_fit(

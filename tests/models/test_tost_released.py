@@ -325,7 +325,7 @@ def test_a_converted_image_classifier_says_how_pictures_are_prepared(tmp_path: P
     from rankwise.cli.load_images import load_image_processor
 
     save_model(load_released_tost(VISION), tmp_path)
-    processor = load_image_processor(tmp_path)
+    processor, _ = load_image_processor(tmp_path)
     red = image.new("RGB", (300, 400), (255, 0, 0))
     pixels = processor(images=[red], return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, 224, 224)

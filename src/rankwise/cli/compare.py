@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-HELP = """Show what changed from one audit to another, or over any number of them.
+HELP = """Show the changes from one audit to another, or over any number of audits.
 
-Of two, the findings that are new, worse, better, unchanged and gone, the layers beside their spread, and
-the largest changes. Of more, or of a folder that holds the audits of checkpoints, a history: a row for each
-audit, and with --out a page of curves.
+Two audits: findings that are new, worse, better, unchanged and resolved, layers next to their spread, and the
+largest changes. More audits, or a folder with the audits of checkpoints: a history with one row per audit,
+and with --out a page of curves.
 
 [bold]Examples[/bold]
 
@@ -23,45 +23,42 @@ audit, and with --out a page of curves.
 
 def command(
     audits: Annotated[
-        list[Path], typer.Argument(help="audit.json, or the folder it lies in; or a folder of such folders.")
+        list[Path],
+        typer.Argument(help="Files audit.json, folders of one audit, or a folder of such folders."),
     ],
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="Also write it, by its ending: .html a page, .json of two, .csv of more."),
+        typer.Option(help="Write .html, or .json for two audits and .csv for more; can be repeated."),
     ] = None,
 ) -> None:
     """Compare audits; see `HELP`."""
-    from rich.console import Console
-
     from rankwise._internals.files import write_file
     from rankwise.auditing import Audit, History, compare
-    from rankwise.cli.output import print_path
-    from rankwise.report import print_document
+    from rankwise.cli.output import print_results
     from rankwise.report.comparison_report import comparison_document, history_document
 
-    paths = _paths(audits)
+    paths = _audit_paths(audits)
     for path in out or []:
-        _check_ending(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"))
-    console = Console()
+        _check_suffix(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"))
     if len(paths) == 2:
         comparison = compare(Audit.load(paths[0]), Audit.load(paths[1]))
-        print_document(comparison_document(comparison), console)
+        print_results(comparison_document(comparison))
         for path in out or []:
             if path.suffix == ".html":
                 written = comparison.to_html(path)
             else:
                 written = write_file(path, comparison.model_dump_json(indent=1), "comparison")
-            print_path("comparison", written, console)
+            print_results(None, [("comparison", written)])
         return
-    history = History.of([Audit.load(path) for path in paths], _names(paths))
-    print_document(history_document(history), console)
+    history = History.of([Audit.load(path) for path in paths], _short_names(paths))
+    print_results(history_document(history))
     for path in out or []:
         written = history.to_html(path) if path.suffix == ".html" else history.to_csv(path)
-        print_path("history", written, console)
+        print_results(None, [("history", written)])
 
 
-def _paths(given: list[Path]) -> list[Path]:
-    """The audits that are meant: a folder without one stands for those in its folders, by their steps."""
+def _audit_paths(given: list[Path]) -> list[Path]:
+    """Replace folders without an audit by the folders of audits in them, sorted by training step."""
     from rankwise.auditing import in_order
     from rankwise.errors import InputError
 
@@ -70,29 +67,22 @@ def _paths(given: list[Path]) -> list[Path]:
         inside = [] if (path / "audit.json").exists() else [file.parent for file in path.glob("*/audit.json")]
         paths += [Path(folder) for folder in in_order(sorted(map(str, inside)))] or [path]
     if len(paths) < 2:
-        raise InputError(
-            f"audit {paths[0]}",
-            expected="two audits or more to compare",
-            got="one",
-            fix="Name the other, or a folder that holds several.",
-        )
+        subject, fix = f"audit {paths[0]}", "Pass another audit, or a folder with several."
+        raise InputError(subject, expected="two audits or more to compare", got="one", fix=fix)
     return paths
 
 
-def _names(paths: list[Path]) -> list[str]:
-    """As short as tells them apart: the folder of an audit.json, else the whole path."""
+def _short_names(paths: list[Path]) -> list[str]:
+    """Return the last folder of each path; the whole paths if two are equal."""
     homes = [path.parent if path.name == "audit.json" else path for path in paths]
     short = [home.name or str(home) for home in homes]
     return short if len(set(short)) == len(short) else list(map(str, homes))
 
 
-def _check_ending(path: Path, known: tuple[str, ...]) -> None:
+def _check_suffix(path: Path, known: tuple[str, ...]) -> None:
     from rankwise.errors import InputError
 
     if path.suffix not in known:
-        raise InputError(
-            f"--out {path}",
-            expected=f"a file ending in {' or '.join(known)}",
-            got=path.suffix or "no ending",
-            fix=f"For instance --out {path.with_suffix(known[0])}.",
-        )
+        expected = f"a file ending in {' or '.join(known)}"
+        fix = f"For instance --out {path.with_suffix(known[0])}."
+        raise InputError(f"--out {path}", expected=expected, got=path.suffix or "no ending", fix=fix)

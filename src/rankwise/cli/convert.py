@@ -7,7 +7,7 @@ import typer
 
 HELP = """Convert a released ToST checkpoint, language (.pt) or vision (.pth), into a Hugging Face folder.
 
-The sizes are read off the weights, which are loaded without running any code the file may hold.
+The sizes of the model are read from the weights. No code in the file is run.
 
 [bold]Examples[/bold]
 
@@ -19,18 +19,16 @@ In Python: import rankwise.models; then AutoModelForCausalLM.from_pretrained("to
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="The released file.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; made if it is not there.")],
+    path: Annotated[Path, typer.Argument(help="Released checkpoint file.")],
+    out: Annotated[Path, typer.Option(help="Write the model to this folder; it is created if necessary.")],
     tokens_norm: Annotated[
         bool,
-        typer.Option(help="Vision: trained with tokens_norm, as all released sizes are; shapes do not tell."),
+        typer.Option(help="Convert a vision model trained with tokens_norm, as all released sizes are."),
     ] = True,
 ) -> None:
     """Convert a checkpoint; see `HELP`."""
-    from rich.console import Console
-
     from rankwise._internals.files import writable_folder
-    from rankwise.cli.output import quiet_libraries
+    from rankwise.cli.output import print_results, quiet_libraries
     from rankwise.models import load_released_tost, save_model
 
     quiet_libraries()
@@ -38,11 +36,8 @@ def command(
     model = load_released_tost(path, tokens_norm=tokens_norm)
     written = save_model(model, out)
     config = model.config
-    console = Console()
-    console.print(
+    print(
         f"{type(model).__name__}: {config.num_hidden_layers} layers, width {config.hidden_size}, "
-        f"{config.num_attention_heads} heads, {model.num_parameters():,} parameters",
-        highlight=False,
+        f"{config.num_attention_heads} heads, {model.num_parameters():,} parameters"
     )
-    for file in written:
-        console.print(f"wrote: {file}", highlight=False, markup=False, soft_wrap=True)
+    print_results(None, [("wrote", file) for file in written])

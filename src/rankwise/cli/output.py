@@ -1,10 +1,10 @@
-"""What every command does with its console and its folder."""
+"""Prepare folders, print progress and results, and write reports, as all commands do."""
 
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,27 +17,22 @@ from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
-
+    from rankwise.report.document import Document
 
 TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
-"""Records that are also written as CSV."""
-_KINDS = {".html": "report", ".json": "audit", ".csv": "table"}
+"""Records of an audit that are also written as CSV."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """`writable_folder`; where nothing comes of it, by an error or Ctrl-C, no empty folder is left behind.
-
-    Args:
-        folder: the folder.
-    """
+    """Create a folder that can be written; if the command fails, no empty folder is left."""
     existed = folder.exists()
     writable_folder(folder)
     try:
         yield
     except BaseException:
         if not existed:
-            with suppress(OSError):  # something was written into it
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
         raise
 
@@ -45,26 +40,17 @@ def new_folder(folder: Path) -> Iterator[None]:
 def check_unused(folder: Path, fix: str = "Choose another name.") -> None:
     """Raise InputError if `--out` is a file or a folder with files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(
-            f"--out {folder}",
-            expected="a folder that is new or empty",
-            got="one with files in it" if folder.is_dir() else "a file",
-            fix=fix,
-        )
-
-
-def print_path(kind: str, path: Path, console: Console) -> None:
-    """Print where a file was written, in one line that can be copied."""
-    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+        got = "one with files in it" if folder.is_dir() else "a file"
+        raise InputError(f"--out {folder}", expected="a folder that is new or empty", got=got, fix=fix)
 
 
 def command_line() -> str:
-    """The command that is running, for the record of what it made."""
+    """Return the command that is running, for the record of its results."""
     return shlex.join(["rankwise", *sys.argv[1:]])
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' advice and bars out of our output; their errors reach the user through ours."""
+    """Keep advice and progress bars of other libraries out of the output."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
@@ -73,58 +59,56 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is under way, where that is a terminal."""
+def show_progress(what: str = "running the model", total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show a line on standard error if it is a terminal; yield `update(what, steps_done)`."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("running the model", total=None)
+        task = progress.add_task(what, total=total)
 
-        yield lambda what: progress.update(task, description=what)
+        def update(what: str | None = None, done: int | None = None) -> None:
+            progress.update(task, description=what, completed=done)
+
+        yield update
 
 
-@contextmanager
-def show_trials(trials: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar of trials on standard error, where that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("drawing random heads", total=trials)
-        yield lambda done: progress.update(task, completed=done)
+def print_path(kind: str, path: Path, console: Console) -> None:
+    """Print where a file was written, in one line that can be copied."""
+    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_results(document: "Document | None", written: Iterable[tuple[str, Path]] = ()) -> None:
+    """Print a document and the kinds and paths of the files written; a closed pipe is no error."""
+    from rankwise.report import print_document
+
+    console = Console()
+    with suppress(BrokenPipeError):
+        if document is not None:
+            print_document(document, console)
+        for kind, path in written:
+            print_path(kind, path, console)
 
 
 def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
-    """Write the audit, its page and its tables, then show the findings and say what was written where.
-
-    Args:
-        audit: what to write.
-        folder: where to; if that fails now, the JSON goes to the temporary folder so that nothing is lost.
-        brief: say in one line what was found, and name the folder only.
+    """Write an audit, its page and its tables; print the findings, or with `brief` one line about them.
 
     Raises:
-        InputError: if the folder cannot be written to any more.
+        InputError: if the folder cannot be written. The audit is then in the temporary folder.
     """
-    from rankwise.report import print_document
     from rankwise.report.audit_report import audit_document
 
     try:
-        written = [audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")]
-        written += [audit.to_csv(folder / f"{kind}.csv", kind) for kind in TABLES]
+        written = [
+            ("audit", audit.save(folder / "audit.json")),
+            ("report", audit.to_html(folder / "index.html")),
+            *(("table", audit.to_csv(folder / f"{kind}.csv", kind)) for kind in TABLES),
+        ]
     except InputError as error:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
-        raise InputError(
-            error.subject,
-            expected=error.expected,
-            got=error.got,
-            fix=f"{error.fix} The audit is kept in {rescued}.",
-        ) from error
-    console = Console()
-    with suppress(BrokenPipeError):  # a reader that has seen enough loses nothing
-        if brief:
-            counts = f"{len(audit.heads)} heads, {len(audit.findings)} findings"
-            console.print(
-                f"{audit.provenance.model}: {counts}, {folder}", highlight=False, markup=False, soft_wrap=True
-            )
-            return
-        print_document(audit_document(audit), console)
-        for path in written:
-            print_path(_KINDS[path.suffix], path, console)
+        fix = f"{error.fix} The audit is kept in {rescued}."
+        raise InputError(error.subject, expected=error.expected, got=error.got, fix=fix) from error
+    if brief:
+        name = f"{audit.provenance.model}: {len(audit.heads)} heads, {len(audit.findings)} findings"
+        print_results(None, [(name, folder)])
+    else:
+        print_results(audit_document(audit), written)

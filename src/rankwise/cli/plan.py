@@ -1,13 +1,16 @@
 """`rankwise plan`, and token states from a model, a text or images."""
 
+import platform
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from rankwise.errors import InputError, whole_number
+from rankwise.cli.options import Device, Images, Seed, Sequences, Text, TrustRemoteCode
+from rankwise.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,103 +42,102 @@ DIM = 768
 
 
 def command(
-    tokens: Annotated[int, typer.Option(help="Length of a sequence.")] = 1024,
-    width: Annotated[int | None, typer.Option(help="Model width D, for costs and random embeddings.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Plan for sequences of this number of tokens.")] = 1024,
+    width: Annotated[
+        int | None, typer.Option(min=1, help="Width D of the model, for costs and random embeddings.")
+    ] = None,
     mask: Annotated[
-        str | None, typer.Option(help="full or causal; by default full, or as in the model.")
+        str | None, typer.Option(help="Mask: full or causal; by default full, or as in the model.")
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Minimum gain in rank/T per unit of width.")] = 0.01,
     model: Annotated[
-        str | None, typer.Option(help="Hugging Face name or folder: its token states and its heads.")
+        str | None,
+        typer.Option(help="Use the token states and heads of this model: name, folder or factory."),
     ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="Text file; without a model, through a random embedding.")
-    ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Images; without a model, patches through a random embedding.")
-    ] = None,
+    text: Text = None,
+    images: Images = None,
     positions: Annotated[
-        str | None, typer.Option(help="none or rope; by default none, or as in the model.")
+        str | None, typer.Option(help="Positions: none or rope; by default none, or as in the model.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="In units of √K; 0 counts hardmax winners.")] = 0.0,
-    heads: Annotated[int | None, typer.Option(help="Present number of heads, for the costs.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Present number of key heads.")] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of softmax in units of √K; 0 counts hardmax winners.")
+    ] = 0.0,
+    heads: Annotated[int | None, typer.Option(min=1, help="Present number of heads, for the costs.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Present number of key heads.")] = None,
     trials: Annotated[int, typer.Option(help="Number of draws of the weights.")] = 10,
-    sequences: Annotated[int, typer.Option(min=1, help="Number of sequences of the data.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed for the weights.")] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder of the plan: new or empty.")] = Path("rankwise-plan"),
+    sequences: Sequences = 8,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Write the plan to this new or empty folder.")] = Path(
+        "rankwise-plan"
+    ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder with files.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Plan a head width; see `HELP`."""
+    import torch
+
+    from rankwise import __version__
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_model import check_device, load_model
-    from rankwise.cli.output import command_line, quiet_libraries, show_trials
+    from rankwise.cli.output import command_line, print_results, quiet_libraries, show_progress
     from rankwise.plan import plan_head_dim
     from rankwise.plan.planner import check_arguments, present_head_dim
+    from rankwise.report.plan_report import plan_document
 
     _check_data(out, overwrite, model, text, images)
-    sizes = (
-        ("--tokens", tokens, 2),
-        ("--width", width, 1),
-        ("--heads", heads, 1),
-        ("--kv-heads", kv_heads, 1),
-    )
-    for name, size, least in sizes:
-        if size is not None:
-            whole_number(name, size, least)
     check_arguments(
         tokens, mask or "full", tolerance, positions=positions or "none", temperature=temperature,
         delta=0.01, trials=trials, seed=seed,
     )  # fmt: skip
-    own: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": None}
     if model is None:
         embedded = text is not None or images is not None
         dim = width if not embedded else (width or DIM) if heads is not None else None
-        present_head_dim(heads, kv_heads, None, dim, positions or "none")
+        present_head_dim(**sizes, width=dim, positions=positions or "none")
     check_device(device)
     writable_folder(out)
     quiet_libraries()
-    batches: list[Any] = []
-    states: Any = tokens
-    lines: list[str] = []
+    loaded, given = None, TokenStates(tokens)
     if model is not None:
-        subject = load_model(model, device=device, trust_remote_code=trust_remote_code)
-        own = attention_of(subject, width)
-        shape = own if heads is None else {}  # another number of heads has other groups and widths
-        own = {**own, "heads": heads or own["heads"], "head_dim": shape.get("head_dim")}
-        own["kv_heads"] = kv_heads or shape.get("kv_heads")
-        positions = positions or own["positions"]
-        present_head_dim(own["heads"], own["kv_heads"], own["head_dim"], own["width"], positions)
-        batches, states, lines = model_states(subject, text, images, tokens, sequences)
+        loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
+        own = attention_of(loaded, width)
+        if heads is None:  # another number of heads has other groups and widths
+            sizes = {
+                "heads": own["heads"],
+                "kv_heads": kv_heads or own["kv_heads"],
+                "head_dim": own["head_dim"],
+            }
+        positions, mask = positions or own["positions"], mask or own["mask"]
+        present_head_dim(**sizes, width=own["width"], positions=positions)
+        given = model_states(loaded, text, images, tokens, sequences)
     elif text is not None:
-        states, lines = text_states(text, width or DIM, tokens, sequences, seed)
+        given = text_states(text, width or DIM, tokens, sequences, seed)
     elif images is not None:
-        states, lines = picture_states(images, width or DIM, tokens, sequences, seed)
-    with show_trials(trials) as on_trial:
+        given = picture_states(images, width or DIM, tokens, sequences, seed)
+    with show_progress("drawing random heads", trials) as show:
         plan = plan_head_dim(
-            states, mask or own.get("mask", "full"), tolerance, heads=own.get("heads", heads),
-            kv_heads=own.get("kv_heads", kv_heads), head_dim=own.get("head_dim"),
+            given.states, mask or "full", tolerance, **sizes,
             width=width if model is None and heads is not None else None, positions=positions or "none",
-            temperature=temperature, trials=trials, seed=seed, on_trial=on_trial,
+            temperature=temperature, trials=trials, seed=seed, on_trial=lambda done: show(done=done),
         )  # fmt: skip
     about = {
         "command": command_line(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_versions(),
+        "rankwise": __version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
     }
-    data = {"inputs": lines[0]} if lines else {}
-    plan = plan.model_copy(update={"about": about, "notes": [*plan.notes, *lines[1:]], **data})
-    if plan.complete and model is not None:
+    inputs = given.data or plan.inputs
+    plan = plan.model_copy(update={"about": about, "inputs": inputs, "notes": [*plan.notes, *given.notes]})
+    if plan.complete and loaded is not None:
         try:
-            plan = _with_trained(plan, subject, batches)
+            plan = _with_trained(plan, loaded, given.batches)
         except KeyboardInterrupt:
             notes = [*plan.notes, "Interrupted before the trained heads were measured."]
             plan = plan.model_copy(update={"complete": False, "notes": notes})
-    _show(plan, [plan.save(out / "plan.json"), plan.to_html(out / "index.html")])
+    written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
+    print_results(plan_document(plan), written)
     if not plan.complete:
         raise typer.Exit(130)
 
@@ -148,19 +150,19 @@ def _check_data(
     if not overwrite:
         check_unused(out, "Choose another name, or add --overwrite.")
     if model is not None and text is None and images is None:
-        raise InputError(
-            "--model", expected="data for the model", got="none", fix="Pass --text FILE or --images DIR."
-        )
+        fix = "Pass --text FILE or --images DIR."
+        raise InputError("--model", expected="data for the model", got="none", fix=fix)
     if text is not None and images is not None:
         raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
 
 
-def _with_trained(plan: "HeadDimPlan", subject: "LoadedModel", batches: list[Any]) -> "HeadDimPlan":
+def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[Any]) -> "HeadDimPlan":
     """Add the widths that the trained heads require, and a note that compares them with K*."""
     from rankwise.plan import trained_widths
 
-    trained = trained_widths(subject.model, batches, plan.tolerance)
+    trained = trained_widths(loaded.model, batches, plan.tolerance)
     required = [head.required for head in trained if head.required >= 0]  # not NaN
+    note = "No softmax attention was captured in the model: the width its heads require is unknown."
     if required:
         wider = sum(width > plan.head_dim for width in required)
         note = (
@@ -168,50 +170,20 @@ def _with_trained(plan: "HeadDimPlan", subject: "LoadedModel", batches: list[Any
             f"at {plan.tolerance:g} nats, {sum(required) / len(required):.1f} on average. K* is where random "
             "heads stop gaining rank; the required width is what these heads have learned to use."
         )
-    else:
-        note = "No softmax attention was captured in the model: the width its heads require is unknown."
     return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
 
 
-def _versions() -> dict[str, str]:
-    import platform
-
-    import torch
-
-    from rankwise import __version__
-
-    return {
-        "rankwise": __version__,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-    }
-
-
-def _show(plan: "HeadDimPlan", written: list[Path]) -> None:
-    from contextlib import suppress
-
-    from rich.console import Console
-
-    from rankwise.cli.output import print_path
-    from rankwise.report import print_document
-    from rankwise.report.plan_report import plan_document
-
-    console = Console()
-    with suppress(BrokenPipeError):
-        print_document(plan_document(plan), console)
-        for path in written:
-            print_path("page" if path.suffix == ".html" else "plan", path, console)
-
-
-def attention_of(subject: "LoadedModel", width: int | None = None) -> dict[str, Any]:
+def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
     """Return heads, widths, positions and mask of a model from its configuration.
 
     Raises:
         InputError: if the configuration has no attention heads, keys and values are one latent, or the
             model has another width than `width`.
     """
-    config: Any = getattr(subject.model, "config", None)
+    config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kind, subject = type(config).__name__, f"model {loaded.name}"
+    fix = "Omit --model and pass --width and --heads."
 
     def value(name: str) -> Any:
         try:
@@ -220,27 +192,18 @@ def attention_of(subject: "LoadedModel", width: int | None = None) -> dict[str, 
             return None
 
     heads, dim = value("num_attention_heads") or value("n_head"), value("hidden_size")
-    kind = type(config).__name__
     if not isinstance(heads, int) or not isinstance(dim, int):
-        raise InputError(
-            f"model {subject.name}",
-            expected="a model whose configuration has attention heads",
-            got=f"{kind} without num_attention_heads and hidden_size",
-            fix="Omit --model and pass --width and --heads.",
-        )
+        got = f"{kind} without num_attention_heads and hidden_size"
+        raise InputError(subject, expected="a configuration with attention heads", got=got, fix=fix)
     if value("kv_lora_rank"):
-        raise InputError(
-            f"model {subject.name}",
-            expected="separate projections of keys and of values: their costs are counted",
-            got=f"{kind}, whose keys and values are one latent",
-            fix="Omit --model and pass --width and --heads.",
-        )
+        expected = "separate projections of keys and of values: their costs are counted"
+        got = f"{kind}, whose keys and values are one latent"
+        raise InputError(subject, expected=expected, got=got, fix=fix)
     if width is not None and width != dim:
-        raise InputError(
-            f"--width {width}", expected=f"{dim}, as in {subject.name}", got=str(width), fix="Omit --width."
-        )
+        expected = f"{dim}, as in {loaded.name}"
+        raise InputError(f"--width {width}", expected=expected, got=str(width), fix="Omit --width.")
     rotary = value("rope_parameters") or value("rope_theta")
-    causal = type(subject.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    causal = type(loaded.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     return {
         "heads": heads,
         "kv_heads": value("num_key_value_heads") or heads,
@@ -251,10 +214,19 @@ def attention_of(subject: "LoadedModel", width: int | None = None) -> dict[str, 
     }
 
 
+class TokenStates(NamedTuple):
+    """States (B, T, D) or a number of tokens, with a description, notes, and the batches of a model."""
+
+    states: "int | Tensor"
+    data: str = ""
+    notes: tuple[str, ...] = ()
+    batches: Sequence[Any] = ()
+
+
 def model_states(
-    subject: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
-) -> tuple[list[Any], "Tensor", list[str]]:
-    """Return the batches, the states (B, T, D) that the first block reads, and a description with notes.
+    loaded: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
+) -> TokenStates:
+    """Return the states that the first block reads.
 
     Only real tokens count, and only the sequences that are as long as the longest.
 
@@ -267,36 +239,29 @@ def model_states(
     from rankwise.cli.load_data import load_data
     from rankwise.tracing import capture
 
-    inputs = load_data(subject, text=text, images=images, tokens=tokens, sequences=sequences)
-    device = next(subject.model.parameters()).device
+    inputs = load_data(loaded, text=text, images=images, tokens=tokens, sequences=sequences)
+    device = next(loaded.model.parameters()).device
     batches, rows = [], []
     for given in inputs.batches:
         batch = {name: part.to(device) for name, part in given.items()} if isinstance(given, dict) else given
         batches.append(batch)
-        with torch.no_grad(), capture(subject.model) as trace:
-            run_model(subject.model, batch)
+        with torch.no_grad(), capture(loaded.model) as trace:
+            run_model(loaded.model, batch)
         first = trace.states[0]
         masks = first.mask if first.mask is not None else [slice(None)] * len(first.tokens)
         rows += [row[mask].float().cpu() for row, mask in zip(first.tokens, masks, strict=True)]
     longest = max(len(row) for row in rows)
     if longest < 2 or (images is None and longest < tokens and not inputs.notes):
-        raise InputError(
-            f"--text {text}",
-            expected=f"a sequence of {tokens} tokens",
-            got=f"at most {longest}",
-            fix="Pass a longer text" + (f", or --tokens {longest}." if longest >= 2 else "."),
-        )
+        fix = "Pass a longer text" + (f", or --tokens {longest}." if longest >= 2 else ".")
+        expected = f"a sequence of {tokens} tokens"
+        raise InputError(f"--text {text}", expected=expected, got=f"at most {longest}", fix=fix)
     states = torch.stack([row for row in rows if len(row) == longest])
-    data = f"token states of {subject.name} on {inputs.data} ({len(states)} sequences)"
-    return batches, states, [data, *inputs.notes]
+    data = f"token states of {loaded.name} on {inputs.data} ({len(states)} sequences)"
+    return TokenStates(states, data, inputs.notes, batches)
 
 
-def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> tuple["Tensor", list[str]]:
-    """Return states (B, T, D) of words through a random embedding, and a description with notes.
-
-    Raises:
-        InputError: if no text is long enough.
-    """
+def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
+    """Return states of words through a random embedding; raise InputError if no text is long enough."""
     import torch
 
     from rankwise.cli.load_data import load_text
@@ -312,49 +277,39 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
         if len(rows) >= 16 * sequences:
             break
     if not rows:
-        raise InputError(
-            f"--text {path}",
-            expected=f"a text of at least {tokens} words and signs",
-            got=str(len(words)) if isinstance(text, str) else "only shorter texts",
-            fix="Pass a longer text, or fewer --tokens.",
+        got = str(len(words)) if isinstance(text, str) else "only shorter texts"
+        expected, fix = (
+            f"a text of at least {tokens} words and signs",
+            "Pass a longer text, or fewer --tokens.",
         )
+        raise InputError(f"--text {path}", expected=expected, got=got, fix=fix)
     chosen = torch.tensor(rows[:: max(1, len(rows) // sequences)][:sequences])
     different = sum(len(row.unique()) for row in chosen) / chosen.numel()
     known, places = chosen.unique(return_inverse=True)
     embedding = torch.randn(len(known), width, generator=torch.Generator().manual_seed(seed))
-    return embedding[places], [
-        f"words of {path} through a random embedding ({len(chosen)} sequences)",
-        f"{different:.0%} of the words of a sequence are different; equal words have equal states.",
-    ]
+    data = f"words of {path} through a random embedding ({len(chosen)} sequences)"
+    note = f"{different:.0%} of the words of a sequence are different; equal words have equal states."
+    return TokenStates(embedding[places], data, (note,))
 
 
-def picture_states(
-    path: Path, width: int, tokens: int, sequences: int, seed: int
-) -> tuple["Tensor", list[str]]:
-    """Return states (B, T, D) of patches through a random linear map, and a description with notes.
+def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
+    """Return states of patches through a random linear map; raise InputError if no patches fit.
 
-    Patches are the smallest squares that divide the image into 2 to ``tokens`` patches; pixels are in
-    [−1, 1].
-
-    Raises:
-        InputError: if the images cannot be read or divided.
+    Patches are the smallest squares that divide the image into 2 to `tokens` patches; pixels are in [−1, 1].
     """
     import torch
     from torch.nn import functional as F
 
     from rankwise.cli.load_images import read_images
 
-    batches = list(read_images(path, _stack_images, sequences=sequences, batch_size=sequences))
-    pixels = batches[0]["pixel_values"]
+    [batch] = read_images(path, _stack_images, sequences=sequences, batch_size=sequences)
+    pixels = batch["pixel_values"]
     height, across = pixels.shape[-2:]
     side = patch_side(height, across, tokens)
     if side is None:
-        raise InputError(
-            f"--images {path}",
-            expected=f"images that square patches divide into 2 to {tokens} tokens",
-            got=f"{height} × {across} pixels",
-            fix="Pass more --tokens, or images whose sides have a common divisor.",
-        )
+        expected = f"images that square patches divide into 2 to {tokens} tokens"
+        fix = "Pass more --tokens, or images whose sides have a common divisor."
+        raise InputError(f"--images {path}", expected=expected, got=f"{height} × {across} pixels", fix=fix)
     patches = F.unfold(pixels, side, stride=side).mT
     generator = torch.Generator().manual_seed(seed)
     states = patches @ (torch.randn(patches.shape[-1], width, generator=generator) / patches.shape[-1] ** 0.5)
@@ -362,9 +317,10 @@ def picture_states(
     notes = [f"{count} patches of {side} × {side} of {height} × {across} pixels."]
     if count < tokens:
         notes[0] += f" Fewer than --tokens {tokens}: smaller patches would be more than that."
-    if batches[0]["resized"].item():
+    if batch["resized"].item():
         notes.append(f"Images of several sizes were resized to {SIDE} × {SIDE} pixels.")
-    return states, [f"patches of {path} through a random embedding ({len(states)} images)", *notes]
+    data = f"patches of {path} through a random embedding ({len(states)} images)"
+    return TokenStates(states, data, tuple(notes))
 
 
 def patch_side(height: int, width: int, tokens: int) -> int | None:
