@@ -1,4 +1,4 @@
-"""Importance: increase of the loss without a head or block, estimated by gradients or measured."""
+"""Importance: increase of the loss if a head or block is removed, estimated by gradients or measured."""
 
 from typing import TYPE_CHECKING
 

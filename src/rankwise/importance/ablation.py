@@ -1,4 +1,4 @@
-"""Importance of every head and block, and the largest set of heads that can be removed together."""
+"""Measure the importance of every head and block, and find a large set of heads to remove together."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -37,11 +37,11 @@ Group = Callable[[HeadId], Hashable | None]
 
 
 class AblationCost(NamedTuple):
-    """Loss of a model without a set of heads."""
+    """Loss of a model without a set of heads, and its increase."""
 
     loss: float
     cost: float
-    """Increase of the loss."""
+    """Increase of the loss compared with the whole model."""
     relative: float
     """Cost divided by the reference (usually the loss of the whole model); NaN if the reference is 0."""
 
@@ -57,30 +57,31 @@ def measure(
     group: Group | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Importance:
-    r"""Measure what a model loses without each head and block, and the largest removable set of heads.
+    """Measure what a model loses without each head and block, and the largest removable set of heads.
 
-    Formula: head h gets a gate, a factor ξ_h = 1 of its output: ξ M V, or with ``ablation="mean"``
-    ξ M V + (1 − ξ) m with the mean output m. S_i is the loss of sequence i summed over its N_i tokens,
-    N = Σ N_i, L = Σ S_i / N. Gradient: ∂L/∂ξ_h. First order: Σ_i |∂S_i/∂ξ_h| / N (Michel et al.). Fisher:
-    ½ Σ_i (∂S_i/∂ξ_h)² / N. Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N with J_h the derivative of the logits
-    by ξ_h and p the predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random projections. Removal
-    takes ξ_h from 1 to 0 and costs ``curvature − gradient`` to second order. The gradient is 0 if the loss
-    compares the output with the output of the whole model.
+    Formula: the output M V of head h is multiplied by a gate ξ_h = 1; with ``ablation="mean"`` it becomes
+    ξ M V + (1 − ξ) m, where m is the mean output. The loss is L = Σ S_i / N, with S_i the summed loss of all
+    tokens of sequence i and N the number of tokens of all sequences. Gradient: ∂L/∂ξ_h.
+    First order: Σ_i |∂S_i/∂ξ_h| / N (Michel et al.). Fisher: ½ Σ_i (∂S_i/∂ξ_h)² / N.
+    Curvature: ½ J_hᵀ (diag p − p pᵀ) J_h / N, with J_h the derivative of the logits by ξ_h and p the
+    predictions, or ‖J_h‖² / ‖Y‖² for states Y, estimated by random projections. Removal takes ξ_h from 1 to 0
+    and costs ``curvature − gradient`` to second order. The gradient is 0 if the loss measures the change of
+    the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
-    Cost: one pass of the first batch; per batch one forward pass with gradients and ``1 + probes`` backward
-    passes for all heads; exact costs one forward pass per head and block; the set log2 of the number of
-    heads, and at most 16 more.
+    Cost: one forward pass of the first batch; per batch one forward pass, and ``1 + probes`` backward passes
+    for all heads together. Exact costs need one forward pass per head and block. The removable set needs
+    about log2 of the number of heads, and at most 16 more.
     Source: Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order as LeCun,
     Denker, Solla, "Optimal Brain Damage", 1990.
 
     Args:
-        model: any `torch.nn.Module`; its weights are not changed and no hook stays.
-        batches: dicts, tuples or tensors; kept in a list, since they run more than once.
-        settings: how to measure.
+        model: any `torch.nn.Module`; its weights are not changed, and all hooks are removed.
+        batches: dicts, tuples or tensors; kept in a list, because they run more than once.
+        settings: loss, kind of ablation, and which costs to compute.
         sites: as in `rankwise.capture`.
         blocks: as in `rankwise.capture`.
         heads: per mixer (address without a head), indices of heads to remove one by one; all by default.
-        group: function of a head; heads with one key are removed together, heads with None never.
+        group: function from a head to a key: heads with equal keys are removed together, with None never.
         on_progress: called with a description of each pass.
 
     Raises:
@@ -105,7 +106,7 @@ def measure(
         if not settings.exact:
             raise
         settings = replace(settings, estimates=False)
-        passes, placed = _start(model, every, settings, capturing, say)  # start with new sums
+        passes, placed = _start(model, every, settings, capturing, say)  # the old sums are incomplete
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
     found, known_blocks = _estimates(passes, placed, notes)
@@ -148,9 +149,9 @@ def ablation_cost(
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
 ) -> AblationCost:
-    """Run a model on some batches without a set of heads.
+    """Return the loss of a model without a set of heads, and the increase of the loss.
 
-    Cost: three forward passes, and one more for means.
+    Cost: two forward passes per batch, one more of the first batch, and one more per batch for means.
 
     Args:
         model: any `torch.nn.Module`.
@@ -234,7 +235,7 @@ def _start(
 def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
 ) -> tuple[dict[HeadId, HeadImportance], dict[str, BlockImportance]]:
-    """Return the estimates of every head and every block (by name); add a note on mixers without any."""
+    """Return the estimates of all heads and all blocks (by name); add a note on mixers without estimates."""
     found: dict[HeadId, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
@@ -287,8 +288,8 @@ def _search(
     """Find a large set of heads whose joint removal costs at most the tolerance, as measured by a run.
 
     Heads are sorted by single costs, exact if all are known. Bisection finds how many of the cheapest heads
-    can be removed, as if the cost rose with the number. Then more heads are tried one by one. None
-    if no cost is known or the reference is 0.
+    can be removed, assuming that the cost rises with their number. Then more heads are tried one by one.
+    Return None if no cost is known or the reference is 0.
     """
     tolerance = passes.settings.tolerance
     assert tolerance is not None

@@ -1,4 +1,4 @@
-"""Choose the loss that importance measures, by the model, the batches and the output."""
+"""Choose the loss for importance from the model, the batches and the model's output."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,11 +33,11 @@ MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
 
 
 def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: ImportanceSettings) -> Loss:
-    """Return the loss of the settings, or the loss that fits the model's first batch and the output for it.
+    """Return the loss that the settings name; for ``auto``, the loss that fits model, batch and output.
 
-    ``auto`` chooses the first that fits: next tokens of causal and encoder-decoder language models; labels of
-    the batch; masked tokens of masked language models, if the mask token is known; otherwise the change of
-    the output: a divergence of ``logits``, or a squared change.
+    ``auto`` chooses the first loss that fits: next tokens of causal and encoder-decoder language models;
+    labels of the batch; masked tokens of masked language models, if the mask token is known; otherwise the
+    change of the output (KL divergence of ``logits``, or relative squared change).
     """
     loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
@@ -124,7 +124,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
 
 
 def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
-    """Return the loss on masked tokens: as labeled in the batch, otherwise masked at random by a seed."""
+    """Return the loss on masked tokens: as labeled in the batch, or else on tokens masked at random."""
     if _given(batch) is not None:
         return LabelLoss("masked tokens, as labelled", "nats per token", _given, given=_given)
     if mask_token is None or not isinstance(batch.batch, Mapping) or token_ids(batch.batch) is None:
@@ -136,7 +136,7 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
     def mask(inputs: Any, original: Any, number: int) -> LossBatch:
         ids = inputs["input_ids"]
         real = real_tokens(inputs, ids.shape).to(ids.device)
-        inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)  # no [CLS], no [SEP]
+        inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)  # not [CLS], not [SEP]
         drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}

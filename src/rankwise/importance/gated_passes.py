@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 
 class NotDifferentiableError(InputError):
-    """No gradient flows from the loss of a model to its heads."""
+    """Raised if no gradient flows from the loss of a model to its heads."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ def quoted(sites: Sequence[str]) -> str:
 
 
 class UnitGate(torch.autograd.Function):
-    """Autograd function ``ξ · part + rest`` at ξ = 1: the forward pass copies the values bit by bit.
+    """Autograd function ξ·part + (values − part) at ξ = 1: the forward pass returns the values bit by bit.
 
     The gradient of ξ is the sum of (gradient · part) over the axes that ξ does not have.
     """
@@ -114,7 +114,7 @@ def _ones(like: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 class MeanRecorder(Intervention):
-    """Intervention that sums head outputs over real tokens into `sums`: (H, V) and token count per call."""
+    """Intervention that sums head outputs over real tokens; `sums`: sum (H, V) and token count by call."""
 
     def __init__(self) -> None:
         self.sums: dict[CallId, tuple[Tensor, int]] = {}
@@ -152,9 +152,9 @@ class Removal(Intervention):
 
 
 def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
-    """Return `id`s of gates whose gradient is incomplete, because it passes an operation without backward.
+    """Return the `id`s of gates whose gradient is incomplete, because an operation has no backward pass.
 
-    Such a gate still gets the part of its gradient that flows along the residual stream.
+    Such a gate gets only the part of its gradient that flows on other paths, such as the residual stream.
     """
     after = _graph_nodes(node for node in _graph_nodes([scalar.grad_fn]) if NO_BACKWARD in node.name())
     leaves = {id(getattr(node, "variable", None)) for node in after}
@@ -177,7 +177,10 @@ def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
 
 
 class GateSums:
-    """Sums over sequences of gradients, their absolute values and squares, and squares of probe gradients."""
+    """Sums over sequences, per gate: gradients, their absolute values and squares, and squares for probes.
+
+    A probe is a random projection of the output; its gradient by each gate is squared.
+    """
 
     def __init__(self, gates: int) -> None:
         self.gradient, self.absolute, self.squares, self.curvature = np.zeros((4, gates))
@@ -217,7 +220,7 @@ class GatedPasses:
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[HeadId, int]] = {}
-        """By mixer call with gates, its address and number of heads."""
+        """Address and number of heads of each mixer call that has gates."""
         self.ungated: dict[tuple[HeadId, int], None] = {}
         self.heads: dict[CallId, GateSums] = {}
         self.blocks: dict[CallId, GateSums] = {}
@@ -228,10 +231,11 @@ class GatedPasses:
             with torch.no_grad():
                 self._run(batch, recorder)
         self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in recorder.sums.items()}
-        """By mixer call, mean outputs (H, V) of heads; empty if removed heads are replaced by zero."""
+        """Mean outputs (H, V) of the heads of each mixer call; empty if removed heads are replaced by zero.
+        """
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
-        """Run every batch once with gates; with ``gradients`` also backward from the loss and projections.
+        """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
 
         Raises:
             NotDifferentiableError: if no gradient reaches the gates.
@@ -273,7 +277,7 @@ class GatedPasses:
             found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # also inside torch.no_grad
+            with torch.set_grad_enabled(gradients):  # overrides torch.no_grad outside
                 output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
@@ -301,7 +305,7 @@ class GatedPasses:
     def _backward(
         self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
     ) -> None:
-        """Run backward from the loss and from random projections of one output; add the gates' gradients."""
+        """Run backward from the loss of a batch and from random projections; add the gates' gradients."""
         finite = losses.finite
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
         totals = [] if self.loss.compares_outputs else [(losses.total[finite].sum(), 0)]

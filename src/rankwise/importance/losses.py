@@ -84,10 +84,10 @@ def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"
 
 @dataclass
 class LossBatch:
-    """A batch with everything that a loss compares the output with."""
+    """A batch, with the labels or the earlier output with which a loss compares the output of the model."""
 
     batch: Any
-    """Arguments of the model."""
+    """Arguments with which the model is called."""
     original: Any = None
     """Batch as the user passed it, including labels that the model does not accept."""
     number: int = 0
@@ -99,12 +99,12 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class SequenceLosses:
-    """Loss per sequence: `total` is a sum over tokens or labels (or one number), `count` their number."""
+    """Losses per sequence: `total` is a sum over tokens or labels, `count` is the number of these."""
 
     total: Float[Tensor, " B"]
     count: Float[Tensor, " B"]
     reference: Float[Tensor, " B"] | None = None
-    """Sum by which costs are divided, such as an entropy; None if it is the loss itself."""
+    """Sum by which costs are divided, such as an entropy; None if costs are divided by the loss itself."""
     cosine: Float[Tensor, " B"] | None = None
     """Mean cosine between token states and the token states of the whole model."""
 
@@ -115,21 +115,21 @@ class SequenceLosses:
 
 
 class Loss(ABC):
-    """Base class of losses."""
+    """Base class of losses; a head's importance is the increase of the loss if the head is removed."""
 
     name: str
     unit: str
     reference = "the loss"
     """Name of the number by which costs are divided."""
     compares_outputs = False
-    """True if the loss measures the change of the output; its gradient is then 0 at the whole model."""
+    """True if the loss measures the change of the output, so that its gradient is 0 for the whole model."""
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return the batch on which the loss is computed."""
+        """Return a `LossBatch` of the model's input and the original batch; subclasses may mask tokens."""
         return LossBatch(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
-        """Raise if the loss cannot be computed on a batch; ``output`` is the model's for the first batch."""
+        """Raise if the loss cannot be computed on a batch; ``output``: of the model, for the first batch."""
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
         """Return the part of the whole model's output that later passes are compared with, or None."""
@@ -144,14 +144,14 @@ class ProbedLoss(Loss):
     """Base class of losses with a second derivative estimated by random projections of the output."""
 
     half = 0.5
-    """Factor of the squared gradient of a projection in the second-order change of the total."""
+    """Factor of the squared gradient of a projection in the second-order change of a sequence's loss."""
 
     @abstractmethod
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence.
 
-        Its squared gradient, times `half`, has as expected value the Gauss–Newton estimate of the change of
-        the sequence's total.
+        The expected value of its squared gradient, times `half`, is the Gauss–Newton estimate of the change
+        of the sequence's loss.
         """
 
 
@@ -160,7 +160,7 @@ class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
     `labels` returns the labels of a batch, (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
-    labels that the user passed, which all batches have or none. `make` returns the batch for the model.
+    the labels that the user passed, in all batches or in none. `make` builds the `LossBatch`.
     """
 
     name: str
@@ -170,7 +170,7 @@ class LabelLoss(ProbedLoss):
     given: Callable[[LossBatch], Tensor | None] | None = None
 
     def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return the batch of `make`, with masked token ids if the loss predicts masked tokens."""
+        """Return the `LossBatch` from `make`, with masked token ids if the loss predicts masked tokens."""
         return self.make(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
@@ -208,7 +208,7 @@ class LabelLoss(ProbedLoss):
         return SequenceLosses(total, count)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return uᵀ logits, u = (diag √p − p √pᵀ) z, z normal: E u uᵀ = diag p − p pᵀ, the Fisher matrix."""
+        """Return uᵀ logits, u = (diag √p − p √pᵀ) z, z normal: E u uᵀ = diag p − p pᵀ, Fisher matrix F."""
         logits, labels = self._logits_and_labels(output, batch)
         return _fisher_projection(logits, labels != IGNORE_INDEX, generator)
 
@@ -229,7 +229,7 @@ class LabelLoss(ProbedLoss):
 
 
 class DivergenceLoss(ProbedLoss):
-    """Change of the predictions: ``KL(p ‖ p')`` with p the predictions of the whole model.
+    """Change of the predictions: ``KL(p ‖ p')``, from p of the whole model to p' of the changed model.
 
     Costs are divided by the entropy H(p). With labels drawn from p the loss of the whole model is H(p), and
     the loss of the changed model is H(p) + KL(p ‖ p').
@@ -257,7 +257,7 @@ class DivergenceLoss(ProbedLoss):
         return SequenceLosses(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return the projection of `LabelLoss`: KL is ½ δᵀ F δ for small δ of logits, F the Fisher matrix."""
+        """Return the projection of `LabelLoss`, because KL ≈ ½ δᵀ F δ for a small change δ of the logits."""
         logits = _token_logits(output).float()
         return _fisher_projection(logits, _real(output, batch, logits), generator)
 
@@ -286,14 +286,14 @@ class StateLoss(ProbedLoss):
         return SequenceLosses(moved / norm, ones, ones, mean.detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return ``zᵀ Y / ‖Y‖_F`` with random signs z: E (zᵀ J δ)² = ‖J δ‖²."""
+        """Return ``zᵀ Y / ‖Y‖_F`` with random signs z, because E (zᵀ x)² = ‖x‖² for each change x of Y."""
         ours, _, real, norm = self._outputs(output, batch)
         signs = torch.randint(0, 2, ours.shape, generator=generator).to(ours) * 2 - 1
         return (signs * ours * real).flatten(1).sum(1) / norm.sqrt()
 
     @staticmethod
     def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the output, the output of the whole model, 1 at real tokens, and the squared norms (B,)."""
+        """Return the output, the whole model's output, a mask (1 at real tokens), and squared norms (B,)."""
         ours = first_floating(output).double()
         whole = ours.detach() if batch.reference_output is None else batch.reference_output.double()
         real = torch.ones_like(whole[..., :1])

@@ -27,19 +27,20 @@ class HeadImportance(Record):
     gradient: Number = math.nan
     """∂L/∂ξ of a gate (factor) ξ = 1 on the head's output; 0 if the loss measures change of the output."""
     first_order: Number = math.nan
-    """Sum over sequences i of |∂L_i/∂ξ|, per token (Michel et al., 2019)."""
+    """Sum of |∂L_i/∂ξ| over sequences i with losses L_i, per token (Michel et al., 2019)."""
     fisher: Number = math.nan
     """½ of the empirical Fisher information: Σ_i (∂L_i/∂ξ)² over sequences i, per token."""
     curvature: Number = math.nan
-    """½ of the second derivative by ξ, Gauss–Newton estimate from random projections of the output."""
+    """½ ∂²L/∂ξ², a Gauss–Newton estimate from random projections of the output."""
     estimate: Number = math.nan
-    """Estimated cost of removal, to second order: curvature (without projections: fisher) − gradient."""
+    """Estimated cost of removal, to second order: curvature − gradient; without projections, fisher −
+    gradient."""
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
     cosine: Number = math.nan
     """Mean cosine of token states without the head and with it; only for losses of states."""
     why_not: str = ""
-    """Reason if no number is known."""
+    """Reason why no number is known; empty if a number is known."""
 
     @property
     def cost(self) -> float:
@@ -61,17 +62,17 @@ class BlockImportance(HeadImportance):
 
 
 class RemovableSet(Record):
-    """The largest set of heads found that can be removed together: the model was run without them."""
+    """Largest set of heads that the search found to be removable together; the model was run without them."""
 
     heads: list[HeadId]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest allowed cost, divided by the reference."""
+    """Largest allowed cost, divided by the reference (see `ImportanceRecord.reference`)."""
     loss: Number
     """Loss without the heads."""
     cost: Number
     """Increase of the loss."""
     relative: Number
-    """Cost divided by the reference."""
+    """Cost divided by the reference, at most `tolerance`."""
     sorted_by: Literal["exact", "estimate"]
     """Kind of costs by which heads were sorted."""
     runs: Count
@@ -79,7 +80,7 @@ class RemovableSet(Record):
 
 
 class ImportanceRecord(Record):
-    """The loss, how importance was measured, and which heads can be removed together."""
+    """How importance was measured: loss, settings and numbers of runs; blocks and removable heads."""
 
     loss: str
     unit: str
@@ -105,7 +106,7 @@ class ImportanceRecord(Record):
     removable: RemovableSet | None = None
     forward: Count = 0
     backward: Count = 0
-    """Number of backward passes; `forward` counts forward passes, of one batch each."""
+    """Number of backward passes of one batch; `forward` is the number of forward passes of one batch."""
     notes: list[str] = Field(default_factory=list)
 
     def share(self, cost: float) -> float:
@@ -125,7 +126,7 @@ class Importance:
     heads: dict[HeadId, HeadImportance]
 
     def merge(self, other: "Importance") -> None:
-        """Merge importance on other sequences: costs become means over all tokens, the removable set None.
+        """Merge importance on other sequences: costs become means over all tokens; removable set: None.
 
         Raises:
             RecordError: if the two were measured with different settings.

@@ -17,11 +17,11 @@ class ImportanceSettings:
     """Settings of `rankwise.importance.measure`.
 
     Args:
-        exact: also remove heads one by one; of state-space channels, audits remove the measured ones only.
+        exact: also remove heads one by one; audits remove only state-space channels that they measured.
         estimates: compute gradients; can be False only with ``exact``.
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
-        tolerance: allowed cost of a set of heads that is removed together, as a fraction of the loss (or of
-            the entropy of predictions, or squared norm of states, if these are compared); None: no search.
+        tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. For losses that
+            measure change, a fraction of the entropy of predictions or of the squared norm. None: no search.
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch).
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.
@@ -58,7 +58,7 @@ ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 
 
 def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
-    """Return settings for a value of `importance=`; without a mask token, take the tokenizer's."""
+    """Return settings from a value of `importance=`, with the tokenizer's mask token if no other is set."""
     if value is False:
         return None
     if value is True or value == "exact":

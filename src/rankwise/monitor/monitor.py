@@ -110,7 +110,7 @@ class RankMonitor:
         self._audit_folder = None if self.folder is None else AuditFolder(self.folder)
         self._resume = resume
         self._last: tuple[weakref.ref[nn.Module], int] | None = None
-        """Model and step of the last call of `step`; None before the first call."""
+        """Model and step of the previous call of `step`; None before the first call."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe if an audit is due; call this method after every training step.
@@ -185,13 +185,13 @@ class RankMonitor:
         return lightning_callback(self)
 
     def finish(self) -> Path | None:
-        """Write the history and an HTML page; return its path, or None. Callbacks call it at the end."""
+        """Write history and HTML page; return the page's path, None if nothing was written."""
         if self._audit_folder is None or not len(self.history) or not _is_first_process():
             return None
         return self._audit_folder.finish(self.history)
 
     def _check_same_training(self, model: nn.Module, step: int) -> None:
-        """At the first step, check the probe and the folder; raise InputError if model or order changes."""
+        """At the first step, check probe and folder; raise if the model changes or a step is too low."""
         if self._last is None:
             for number, batch in enumerate(self.batches, 1):
                 check_rows(model, batch, number)

@@ -12,7 +12,7 @@ from rankwise._internals.torch_private import changes_in_place, preserve_registe
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores which buffers a model has, and the values of the buffers.
+    """Context manager that restores the set of buffers of a model, and their values.
 
     Only changed buffers are written, because a write invalidates a pending backward pass that uses the
     buffer. Cost: a copy of the buffers.
@@ -30,9 +30,10 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores weights merged for evaluation (LoRA), which unmerging would round.
+    """Context manager that restores weights that layers merge for evaluation (LoRA).
 
-    Only the direct parameters of modules in training mode that override ``train`` are copied.
+    Unmerging would leave rounding errors in them. Only the direct parameters of modules in training mode that
+    override ``train`` are copied.
     """
     before = [
         (weight, weight.detach().clone())
@@ -46,7 +47,7 @@ def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for weight, copy in before:
             if not torch.equal(weight, copy):
-                weight.data.copy_(copy)  # not seen by autograd, because a pending backward pass may use w
+                weight.data.copy_(copy)  # unseen by autograd: a pending backward pass may use the weight
 
 
 def _changes(buffer: Tensor) -> int:
