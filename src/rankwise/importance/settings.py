@@ -17,11 +17,11 @@ class ImportanceSettings:
     """Settings of `rankwise.importance.measure`.
 
     Args:
-        exact: also remove heads one by one; audits remove only state-space channels that they measured.
+        exact: also remove heads one by one; audits remove only measured state-space channels.
         estimates: compute gradients; can be False only with ``exact``.
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
-        tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. For losses that
-            measure change, a fraction of the entropy of predictions or of the squared norm. None: no search.
+        tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
+            measures change, a fraction of the entropy of predictions or the squared norm. None: no search.
         loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch).
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.

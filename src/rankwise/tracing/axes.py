@@ -114,7 +114,7 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Return the number of sequences, which is below the operator's batch axis if it holds their windows."""
+    """Return the number of sequences; if the batch axis holds several windows per sequence, it is longer."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Only inputs with three axes count, because an input with two axes may be (B, F) or (T, D).
     given = (given_shape(call, tokens) for call in calls if call.tokens is not None)
@@ -124,10 +124,10 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
 def find_batch_first(
     tokens: Tensor, module: nn.Module, mixers: Sequence[MixerSite]
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that converts states of a block to (B, T, D), found from shapes of its operators.
+    """Find the order of axes of a block's states; return a function that converts them to (B, T, D).
 
-    The states may be (B, T, D), (T, B, D), (T, D) without a batch, or a nested tensor. Return None if states
-    with two axes are not (T, D).
+    The states may be (B, T, D), (T, B, D), (T, D) without a batch, or a nested tensor. Shapes of the
+    operators tell (B, T, D) from (T, B, D). Return None if states with two axes are not (T, D).
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:

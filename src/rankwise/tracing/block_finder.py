@@ -96,9 +96,7 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
-        """By stack of inner modules: True if these modules are the blocks, False if the module around them
-        is.
-        """
+        """By stack of inner modules: True if they are the blocks, False if the module around them is one."""
         self._barren: set[str] = set()
         """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
@@ -127,7 +125,7 @@ class BlockFinder:
             self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
-        """Register a starting call as a candidate if its module may be a block."""
+        """When a call begins, register it as a candidate if its module may be a block."""
         self._drop_stale()
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
@@ -153,7 +151,7 @@ class BlockFinder:
         )
 
     def left(self, call: ModuleCall) -> None:
-        """Decide if a finished call is a block; all mixers inside the call are known now."""
+        """When a call ends, decide if it is a block; all mixers inside the call are known now."""
         self._drop_stale()
         candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
         if call.raised:
@@ -229,7 +227,7 @@ class BlockFinder:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
-        """Keep an inner candidate until a second inner candidate, or the end of the outer call, decides."""
+        """Keep a possible inner block; a second one, or the end of the outer call, decides if it is one."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
         if any(same(other.input, candidate.input) for other in others):  # parallel inner calls, such as heads
@@ -239,7 +237,7 @@ class BlockFinder:
             self._settle_inside(outer)
 
     def _yield(self, candidate: BlockCandidate) -> None:
-        """Make the inner candidates blocks, and pass mixers outside of them to the module around."""
+        """Make the inner candidates blocks; pass mixers outside of them to the module around this call."""
         self._candidates.append(candidate)
         self._settle_inside(candidate)
         self._candidates.pop()

@@ -71,11 +71,12 @@ class SoftmaxProduct:
     """True at entries of the matrix that no mask has hidden; None if unknown."""
     compared: bool
     values_compared: bool
-    """True if the values are a product of two activations themselves, such as Kᵀ V in linear attention."""
+    """True if the values are themselves a product of two activations, such as Kᵀ V in linear attention."""
     values_learned: bool
     """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
-    """For each axis of ``output``, its index among the axes of the function's result; None if they differ."""
+    """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if the axes do not correspond.
+    """
 
 
 class SoftmaxFollower:
@@ -297,9 +298,7 @@ class Contraction:
     """Letters of an einsum that multiplies matrices (…, T, S) by values."""
 
     axes: str
-    """Letters of the leading axes of the matrices; `row`, `source`, `channel`: letters of T, S and value
-    width V.
-    """
+    """Letters of the leading axes; ``row``, ``source`` and ``channel`` are the letters of T, S and V."""
     row: str
     source: str
     channel: str

@@ -32,8 +32,7 @@ class HeadId:
     site: str = ""
     """Name of the module that mixes tokens."""
     call: Index = 0
-    """Index among the calls of the module in this layer, from 0; above 0 only if the module is called again.
-    """
+    """Index of the call among the calls of the module in this layer, from 0."""
     head: Index | None = None
 
     def at(self, head: int | None) -> "HeadId":

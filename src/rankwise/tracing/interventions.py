@@ -74,7 +74,7 @@ class Substitution:
         self._block_counter.clear()
 
     def entered(self, call: ModuleCall) -> None:
-        """Replace heads in the input of a starting output projection; copy the input of a starting block."""
+        """When a call begins, replace heads that an output projection reads, or copy the input of a block."""
         if self._intervention is None:
             return
         if call.name in self._intervention.blocks:
@@ -93,7 +93,7 @@ class Substitution:
             call.changed_arguments = True
 
     def left(self, call: ModuleCall) -> None:
-        """Replace the output of a finished call of a block, or of a mixer that returns concatenated heads."""
+        """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
         if self._intervention is None:
             return
         at, joined = _joined_at(call), first_tokens(call.output)

@@ -58,8 +58,7 @@ class MixingCall:
     apply_output: Callable[[Tensor], Tensor] | None = None
     """Function from M V to the output of the module (gate, norm, output projection); None if unknown."""
     axes: HeadAxes | None = None
-    """Conversion between the model's attention output and heads (B, H, T, V); None if no such output is seen.
-    """
+    """Conversion between the model's attention output and heads (B, H, T, V); None if it is not visible."""
     projection: Tensor | None = None
     """Tokens projected to the subspace of each head (B, H, T, K); None if heads have no subspaces."""
 
@@ -98,8 +97,7 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     matrix, allowed = mixed.matrix.detach(), None
     if mixed.allowed is not None:
         allowed = mixed.allowed.of(matrix.shape)
-        # One True stands for "nothing is masked": zeros in such a matrix come from underflow, not from a
-        # mask.
+        # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
         allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
     axes = None if mixed.axes is None else permuted(mixed.axes, layout)
@@ -184,7 +182,7 @@ def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Broadcast the leading axes of queries, keys and values; keys of grouped heads keep their number."""
+    """Broadcast the leading axes of queries, keys and values, except the axis of heads (grouped heads)."""
     tensors = query, key, value
     if query.dim() > 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         return tensors
@@ -201,7 +199,7 @@ def mixer_site(
     values: bool,
     call_id: CallId,
 ) -> MixerSite:
-    """Return the `MixerSite` of a call, yet without stack and layer; ``values``: keep copies of V and M V."""
+    """Return the `MixerSite` of a call, without stack and layer; ``values``: keep copies of V and M V."""
     operator = mixing.operator
     with without_torch_function(), torch.no_grad():
         cross = is_cross(calls, operator) if mixing.cross is None else mixing.cross
@@ -278,8 +276,8 @@ def find_token_mask(
 ) -> Bool[Tensor, "B T"] | None:
     """Return the two-axis mask of a given name and shape from the innermost module that has one.
 
-    ``at_least``: accept a mask with at least so many tokens, and return its last entries. ``past_none``: if a
-    module received None, search the modules around it too.
+    ``at_least``: accept a mask with at least this number of tokens, and return its last entries.
+    ``past_none``: if a module received None, search the modules around it too.
     """
     for at in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)

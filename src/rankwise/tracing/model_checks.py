@@ -28,7 +28,7 @@ OTHER_THREAD = (
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Raise `CaptureError` if a model is no `nn.Module`, or is compiled, scripted or split over processes."""
+    """Raise `CaptureError` if a model is not a module, or is compiled, scripted or split over processes."""
     fix = "Pass the model itself; of a pipeline, its `.model`."
     model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
     if isinstance(model, torch.jit.ScriptModule):
@@ -196,7 +196,7 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def _processes(tensor: Tensor, gathered: bool = False) -> int:
-    """Return over how many processes a DTensor is split; if ``gathered``, without FSDP's axis."""
+    """Return over how many processes a DTensor is split; ``gathered``: ignore the axis of FSDP."""
     if not is_distributed(tensor):
         return 1
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]

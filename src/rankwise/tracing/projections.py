@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 CLOSE = 64
-"""Largest allowed difference of heads and linear output, in units of the dtype's eps times the largest entry.
-"""
+"""Largest allowed difference of heads and linear output, in units of eps times the largest entry."""
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,13 @@ class Entries:
     """Function that computes the booleans, broadcastable to the shape."""
 
     def of(self, shape: torch.Size) -> Tensor:
-        """Return the booleans, reshaped to another shape with as many entries."""
+        """Return the booleans, reshaped to another shape with the same number of entries."""
         return self.make().expand(self.shape).reshape(shape)
 
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
     ) -> "Entries | None":
-        """Return the booleans of a call's output, computed from ``source``; None if the shapes do not fit."""
+        """Return the booleans for ``out``, the result of a call on ``source``; None if shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
             return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
@@ -104,8 +104,7 @@ class Masks:
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
         """Return booleans, True at scores that no mask hides, so that their weight may be positive."""
         parts = self._hidden.get(scores, ())
-        # Products Q Kᵀ are never near the least number of a dtype. Scores of unknown origin use a higher
-        # limit.
+        # Products Q Kᵀ are never near the least number of their dtype. Other scores use a higher limit.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
 
         def make() -> Tensor:

@@ -175,7 +175,7 @@ def _projections(
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Merge both masks, as (B or 1, H or 1, T, S): True = visible if both are boolean, else an added bias."""
+    """Merge both masks to (B or 1, H or 1, T, S): True = visible if both are boolean, otherwise a bias."""
     batch, heads, tokens, _ = q.shape
     masks = []
     if attn_mask is not None:

@@ -59,8 +59,7 @@ NO_OPERATOR = {
         "forms the matrix of this choice"
     ),
 }
-"""By pattern of class names in transformers, the reason why the token mixing of such layers is not captured.
-"""
+"""By pattern of transformers class names, the reason why the token mixing of such layers is not read."""
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
     r"|Structure|Patchify|Scaler)$"
@@ -219,13 +218,13 @@ def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named
 
 
 def _shift(out: Tensor, input: Tensor, pad: Sequence[int], *rest: Any, **named: Any) -> set[int]:
-    """Return the lengths of axes that `F.pad` shifts: it adds entries on one side and cuts as many."""
+    """Return the lengths of axes that `F.pad` shifts: it adds entries on one side, cuts on the other."""
     pairs = zip(pad[::2], pad[1::2], strict=True)
     return {input.shape[-1 - axis] for axis, (left, right) in enumerate(pairs) if left == -right != 0}
 
 
 def _along(name: str, position: int, default: Any) -> Reader:
-    """Return a `Reader` for a torch function whose argument ``name`` is the mixed axes."""
+    """Return a `Reader` for a torch function whose argument ``name`` lists the mixed axes."""
 
     def read(out: Tensor, input: Tensor, *args: Any, **named: Any) -> set[int]:
         dims = named.get(name, args[position] if position < len(args) else default)

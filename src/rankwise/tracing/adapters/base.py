@@ -50,8 +50,7 @@ class Adapter(ABC):
     inner: ClassVar[tuple[str, ...]] = ()
     """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
-    """Submodule that reads the concatenated heads (B, T, H·V); "" if the mixer returns them; None if neither.
-    """
+    """Submodule that reads the concatenated heads (B, T, H·V); "": the mixer returns them; None: hidden."""
     head_count: ClassVar[str] = ""
     """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
 
@@ -74,7 +73,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a finished call; with ``values``, also V and the later steps.
+        """Return the operator of a finished call; with ``values``, also V and ``apply_output``.
 
         Raises:
             NotExactError: if the recorded calls do not determine the operator.
@@ -123,10 +122,10 @@ class StateSpaceAdapter(Adapter):
 class ProtocolAdapter(Adapter):
     """Adapter for modules that describe their own mixing by methods, which are called after ``forward``.
 
-    ``mixing_operator`` returns the operator (B, H, T, S) that ``forward`` applies to the same arguments. The
-    rest is optional. ``mixing_values`` returns the values (B, H, S, V), ``mixing_projection`` the tokens in
-    the subspace of each head (B, T, H, K). ``output_projection`` is the name of the submodule that reads
-    the concatenated heads (B, T, H V), and ``num_heads`` is the number of heads.
+    ``mixing_operator`` returns the operator (B, H, T, S) that ``forward`` applies to the same arguments. All
+    other attributes are optional. ``mixing_values`` returns the values (B, H, S, V), ``mixing_projection``
+    the tokens in the subspace of each head (B, T, H, K). ``output_projection`` is the name of the submodule
+    that reads the concatenated heads (B, T, H V), and ``num_heads`` is the number of heads.
     """
 
     def reads(self, module: nn.Module) -> bool:
@@ -198,7 +197,7 @@ class AdapterReader:
         return any(call.adapter is not None for call in self._calls.running)
 
     def entered(self, call: ModuleCall) -> None:
-        """Set the adapter of a starting call, or register why its operator cannot be read exactly."""
+        """When a call begins, set its adapter, or register why its operator cannot be read exactly."""
         adapter = self._adapters.get(call.name)
         if adapter is None or self.inside:
             return
@@ -212,7 +211,7 @@ class AdapterReader:
             self._leave_out(call, reason)
 
     def left(self, call: ModuleCall) -> MixingCall | None:
-        """Return the operator of a finished call, or record the call for the adapter of an outer call."""
+        """When a call ends, return its operator, or record the call for the adapter of an outer call."""
         if call.adapter is None:
             self._keep(call)
             return None
@@ -226,7 +225,7 @@ class AdapterReader:
             raise
         except NotExactError as error:
             self._leave_out(call, error.reason)
-        except Exception as error:  # catch all: the module may differ in other versions
+        except Exception as error:  # catch everything: the module may differ in other versions
             self._leave_out(call, _unreadable(error))
         return None
 

@@ -112,8 +112,7 @@ class RwkvAdapter(Adapter):
 
     ``M[t, s] = exp(k_s − (t − 1 − s) w) / z_t`` for s < t and ``exp(k_t + u) / z_t`` for s = t, with key k,
     decay w, bonus u and row sum z_t: a scan delayed by one token, plus a diagonal. Values are the output of
-    the value projection. The layer applies receptance and output projection after M V, and ignores padding
-    masks.
+    the value projection. The layer applies receptance and output projection after M V. It ignores padding.
     """
 
     classes = frozenset({"RwkvSelfAttention"})
@@ -243,9 +242,7 @@ class GatedDeltaAdapter(StateSpaceAdapter):
 
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay; axes (B, T,
-…).
-"""
+"""Concatenated q, k, v before the short convolution; output gate; write strength β; log-decay."""
 
 
 def _by_token(layer: Any, inner: InnerCalls) -> Projected:
