@@ -226,14 +226,28 @@ def test_names_and_numbers_stay_whole_on_a_narrow_console(run: Run, monkeypatch:
         assert f"{layer.output_error:.4f}" in done.output
 
 
-def test_the_import_alone_lets_transformers_load_what_was_compressed() -> None:
-    """In a process of its own: here, other tests have imported more."""
-    code = (
-        "import rankwise.compression; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; "
-        "print('rankwise' in AUTO_QUANTIZER_MAPPING)"
-    )
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "from rankwise.compression import load_compressed\n"
+            "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+            "print('rankwise' in AUTO_QUANTIZER_MAPPING)",
+            "True",
+        ),
+        (
+            "from rankwise.compression import Compression, HeadWidth\n"
+            "from rankwise.report.compression_report import compression_document\n"
+            "import sys; print({'torch', 'transformers'} & set(sys.modules))",
+            "set()",
+        ),
+    ],
+    ids=["loader", "records"],
+)
+def test_imports_in_a_new_process(code: str, said: str) -> None:
+    """`load_compressed` registers the loader; records import neither torch nor transformers."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "True", done.stderr[-2000:]
+    assert done.stdout.strip() == said, done.stderr[-2000:]
 
 
 def test_few_sequences_in_one_batch_are_held_out_too() -> None:

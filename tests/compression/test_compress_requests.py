@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.compression.records import Latency
+from rankwise.compression.record import Latency
 from rankwise.compression.remarks import slower
 from rankwise.compression.request import check_budget
 from rankwise.errors import CompressionError, InputError

@@ -86,6 +86,7 @@ def load_record(
     *,
     upgrade: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     unmarked: bool = False,
+    command: str = "",
 ) -> R:
     """Return a validated record from a file, or from `file_name` in a folder.
 
@@ -95,6 +96,7 @@ def load_record(
         file_name: name of the file in a folder.
         upgrade: function that converts content of an older schema version to the current fields.
         unmarked: True if files of version 1 state neither format nor version.
+        command: command that writes the file, if it is not named like the format.
 
     Raises:
         InputError: if the file cannot be read.
@@ -104,7 +106,7 @@ def load_record(
     path = path / file_name if path.is_dir() else path
     file_format, version = (kind.model_fields[name].default for name in ("format", "schema_version"))
     noun = file_format.removeprefix("rankwise-")
-    subject, again = f"{noun} {path}", f"run `rankwise {noun}` again."
+    subject, again = f"{noun} {path}", f"run `rankwise {command or noun}` again."
     fix = f"Pass a file that Rankwise wrote, such as {file_name}, or the folder of {file_name}."
     data = readable_file(path, f"a file with a saved {noun}", fix=fix)
     try:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rankwise.compression import Compression
 
 SENTENCE_MODULES = (
-    "Modules of sentence-transformers were copied along ({names}): after `import rankwise.compression`, "
-    "SentenceTransformer loads the folder."
+    "Modules of sentence-transformers were copied along ({names}): after "
+    "`from rankwise.compression import load_compressed`, SentenceTransformer loads the folder."
 )
 HELP = """Narrow what a trained model's attention does not need, with its price and its gain measured.
 

@@ -1,30 +1,41 @@
-"""Spend the rank of a trained model: parts of its attention that carry little are taken out, measured."""
+"""Make trained models smaller in place: narrow queries and keys, remove heads, shrink the cache.
 
-from rankwise.compression import auto_model  # noqa: F401  (lets `from_pretrained` load compressed models)
-from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.records import (
-    BudgetCurve,
-    BudgetPoint,
-    Compression,
-    HeadWidth,
-    Latency,
-    LatentRank,
-    LayerPrice,
-)
-from rankwise.compression.run import compress
-from rankwise.compression.store import load_compressed, save_compressed
+Names are imported on first use, so that records can be loaded without torch. The import of `load_compressed`
+or `save_compressed` lets ``from_pretrained`` of transformers load compressed models.
+"""
+
+from typing import TYPE_CHECKING
+
+from rankwise._internals.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rankwise.compression.record import (
+        BudgetCurve,
+        BudgetPoint,
+        Compression,
+        HeadWidth,
+        Latency,
+        LatentRank,
+        LayerPrice,
+    )
+    from rankwise.compression.run import compress
+    from rankwise.compression.store import load_compressed, save_compressed
 
 __all__ = [
     "BudgetCurve",
     "BudgetPoint",
     "Compression",
     "HeadWidth",
-    "Job",
     "Latency",
     "LatentRank",
     "LayerPrice",
-    "PartResult",
     "compress",
     "load_compressed",
     "save_compressed",
 ]
+
+_RECORDS = [name for name in __all__ if name[0].isupper()]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {"record": _RECORDS, "run": ("compress",), "store": ("load_compressed", "save_compressed")},
+)

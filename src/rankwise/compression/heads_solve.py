@@ -9,7 +9,7 @@ from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.heads_find import HeadProjections, find_removable_heads, removal, zeroed
 from rankwise.compression.outputs import main_output, relative_error
 from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.records import HeadWidth
+from rankwise.compression.record import HeadWidth
 from rankwise.errors import CompressionError
 from rankwise.importance import Importance, ImportanceSettings, measure, sort_by_cost
 from rankwise.tracing import HeadId

@@ -30,7 +30,7 @@ from rankwise.compression.layers import check_tokens, rank_notes
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_modules import channels_of
-from rankwise.compression.records import LatentRank
+from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls
 

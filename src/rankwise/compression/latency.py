@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import batch_size, first_sequences, run_model
 from rankwise.compression.outputs import is_decoder
-from rankwise.compression.records import Latency
+from rankwise.compression.record import Latency
 
 SECONDS = 3.0
 """For each pair of measurements; at least five rounds are done, of which the first does not count."""

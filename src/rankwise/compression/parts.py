@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from rankwise.compression.records import BudgetCurve, HeadWidth, LatentRank
+from rankwise.compression.record import BudgetCurve, HeadWidth, LatentRank
 
 
 @dataclass

@@ -28,7 +28,7 @@ from rankwise.compression.qk_statistics import (
     layer_divergence,
     width_curves,
 )
-from rankwise.compression.records import BudgetCurve, BudgetPoint, HeadWidth
+from rankwise.compression.record import BudgetCurve, BudgetPoint, HeadWidth
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import logit_bases
 

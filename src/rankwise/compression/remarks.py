@@ -3,7 +3,7 @@
 from typing import Any
 
 from rankwise.compression.parts import PartResult
-from rankwise.compression.records import Compression, Latency
+from rankwise.compression.record import Compression, Latency
 
 
 def unchanged(part: str, result: PartResult) -> list[str]:

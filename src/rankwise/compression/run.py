@@ -15,7 +15,7 @@ from rankwise.compression.memory import no_memory, out_of_memory
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.parts import parts as known_parts
 from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.records import Compression, LayerPrice
+from rankwise.compression.record import Compression, LayerPrice
 from rankwise.compression.remarks import grown, slower, unchanged
 from rankwise.compression.request import (
     check_budget,

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise.compression.auto_model import KEY, NAME, note_structure
-from rankwise.compression.records import Compression
+from rankwise.compression.record import Compression
 from rankwise.compression.structure import read_structure, rebuild, structure_of
 from rankwise.errors import CompressionError, InputError
 
@@ -77,8 +77,8 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
 def load_compressed(folder: str | Path, model: nn.Module | None = None, **options: Any) -> nn.Module:
     """Load a compressed model, in evaluation mode.
 
-    After ``import rankwise.compression``, ``AutoModel.from_pretrained(folder)`` and its kin load models of
-    transformers, too.
+    After ``from rankwise.compression import load_compressed``, ``AutoModel.from_pretrained(folder)`` also
+    loads compressed models of transformers.
 
     Args:
         folder: where `save_compressed` or ``save_pretrained`` wrote it.

@@ -8,7 +8,7 @@ import shlex
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.records import Verdict
-from rankwise.compression.records import Compression, HeadWidth
+from rankwise.compression.record import Compression, HeadWidth
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map
 

@@ -1,0 +1,173 @@
+"""Record of a compression: its costs and savings; this module does not import torch."""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from rankwise._internals.files import write_file
+from rankwise._internals.records import Number, Record, load_record
+from rankwise._internals.statistics import mean
+
+
+class HeadWidth(Record):
+    """Width of one key head and of the query heads that read it."""
+
+    part: str
+    stack: str
+    site: str
+    layer: int
+    head: int
+    """Key head; equal to the query head unless query heads are grouped."""
+    before: int
+    width: int
+    """Remaining width K; 0 if the head was removed."""
+    kl: Number
+    """KL(M‖M′) in nats, mean over rows of these heads, closed form, calibration data; NaN if removed."""
+    kl_calibrated: Number
+    """The same after calibration; equal to ``kl`` without calibration."""
+
+
+class BudgetPoint(Record):
+    """Attention KL at one mean width."""
+
+    width: Number
+    """Mean over key heads."""
+    kl: Number
+    """KL(M‖M′) in nats, mean over rows, heads and layers."""
+
+
+class BudgetCurve(Record):
+    """Attention KL against mean width on the calibration data, before calibration."""
+
+    method: str
+    points: list[BudgetPoint]
+
+
+class LatentRank(Record):
+    """Rank of the latent from which one layer computes its keys and values."""
+
+    part: str
+    site: str
+    layer: int
+    before: int
+    """Channels of the keys and values of one token, all key heads together."""
+    full: int
+    """Smallest rank that loses nothing: the minimum of ``before`` and the width of tokens."""
+    rank: int
+    nats: Number
+    """Output KL in nats per token due to this layer, predicted to second order on the calibration data."""
+
+
+class LayerPrice(Record):
+    """Costs of one layer; fields that older versions wrote are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    site: str
+    layer: int
+    kl: Number
+    """Attention KL in nats, on the inputs of the original layer; NaN if the part measures none."""
+    output_error: Number = math.nan
+    """‖y′ − y‖/‖y‖ of the states after the layer, in the compressed model; first batch."""
+
+
+class Latency(Record):
+    """Milliseconds per forward pass: median over rounds that alternate between both models."""
+
+    phase: Literal["prefill", "decode"]
+    tokens: int
+    """Tokens per forward pass, or tokens in the cache before decoding."""
+    before: Number
+    after: Number
+    ratio: Number = math.nan
+    """Median of after/before over rounds."""
+    low: Number
+    """10th percentile of after/before over rounds."""
+    high: Number
+    """90th percentile of after/before over rounds."""
+
+
+class Compression(Record):
+    """Changes of a model, their costs and their savings; fields that older versions wrote are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: Literal["rankwise-compression"] = "rankwise-compression"
+    schema_version: Literal[1] = 1
+    model: str
+    parts: list[str]
+    complete: bool = True
+    """False if calibration stopped early."""
+    sequences: int
+    """Sequences of the calibration data."""
+    tokens: int
+    """Real tokens of the calibration data."""
+    figures: str
+    """Data on which costs were measured: "held-out data" or "the calibration data"."""
+    heads: list[HeadWidth]
+    layers: list[LayerPrice]
+    curves: list[BudgetCurve] = Field(default_factory=list)
+    latents: list[LatentRank] = Field(default_factory=list)
+    kl: Number
+    """Attention KL(M‖M′) in nats, mean over rows, heads and layers; NaN if no part measures it."""
+    output_kl: Number = math.nan
+    """KL(p‖p′) of the outputs in nats, mean over real tokens of up to 16 sequences, p the original's; NaN if
+    the model returns no logits."""
+    output_error: Number = math.nan
+    """‖y′ − y‖/‖y‖ of the model's outputs; first batch."""
+    loss_before: Number = math.nan
+    """Mean loss of labels, or of the next token for decoders without labels; NaN if there is neither."""
+    loss_after: Number = math.nan
+    metric: str = ""
+    """"accuracy" (one label per sequence), "token accuracy" (one label per token), or "" without labels."""
+    metric_before: Number = math.nan
+    metric_after: Number = math.nan
+    parameters_before: int = 0
+    parameters_after: int = 0
+    cache_bytes_before: int = 0
+    """Bytes of cached keys and values per token; 0 if the model has no cache."""
+    cache_bytes_after: int = 0
+    latency: list[Latency] = Field(default_factory=list)
+    left_out: dict[str, str] = Field(default_factory=dict)
+    """Attention layers that could not be compressed, each with the reason."""
+    notes: list[str] = Field(default_factory=list)
+    about: dict[str, str] = Field(default_factory=dict)
+    """Command, time, versions and machine."""
+
+    @property
+    def mean_width(self) -> float:
+        """Mean width of the remaining key heads; of their values if only heads were removed."""
+        widths = [head.width for head in self.heads if head.part != "heads"]
+        widths = widths or [head.width for head in self.heads if head.width]
+        return mean(widths) if widths else 0.0
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record as JSON and return the path; in an existing folder, write ``compression.json``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        return write_file(path, self.model_dump_json(indent=1), "compression", "compression.json")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Compression":
+        """Read a record from its file or from the folder with ``compression.json``.
+
+        Raises:
+            InputError: if the file cannot be read.
+            RecordError: if the file is not the record of a compression, or is damaged.
+        """
+        return load_record(path, cls, "compression.json", unmarked=True, command="compress")
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the record as one HTML file and return the path; in a folder, write ``index.html``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        from rankwise.report import write_page
+        from rankwise.report.compression_report import compression_document
+
+        return write_page(compression_document(self), Path(path))

@@ -1,0 +1,54 @@
+"""Saved records of compressions."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rankwise.compression import Compression, LayerPrice
+from rankwise.errors import InputError, RecordError
+
+RECORD = Compression(
+    model="m", parts=["heads"], sequences=1, tokens=2, figures="held-out data", heads=[], kl=math.nan,
+    layers=[LayerPrice(site="a", layer=0, kl=math.nan, output_error=0.5)],
+)  # fmt: skip
+REMOVED = {
+    "budget": {"bytes_after": 3},
+    "latent_curves": [{"method": "m", "points": []}],
+    "kl_end_to_end": None,
+}
+"""Fields that older versions wrote."""
+
+
+def test_a_record_is_saved_into_a_folder_and_loaded(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "own.json"):
+        loaded = Compression.load(RECORD.save(path))
+        assert loaded.model_dump_json() == RECORD.model_dump_json()
+        assert math.isnan(loaded.layers[0].kl)
+    assert Compression.load(tmp_path).model == "m"
+    assert loaded.mean_width == 0
+
+
+def test_fields_of_older_versions_are_ignored(tmp_path: Path) -> None:
+    content = json.loads(RECORD.model_dump_json())
+    del content["format"]
+    content |= REMOVED
+    content["layers"][0]["kl_end_to_end"] = 0.25
+    file = tmp_path / "compression.json"
+    file.write_text(json.dumps(content))
+    assert Compression.load(file).model_dump_json() == RECORD.model_dump_json()
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "compression.json"
+    with pytest.raises(InputError, match="no such file"):
+        Compression.load(file)
+    for content, said in (
+        ("{", "expected JSON"),
+        ("{}", "model: Field required.*run `rankwise compress` again"),
+        ("[]", "got other JSON"),
+    ):
+        file.write_text(content)
+        with pytest.raises(RecordError, match=said):
+            Compression.load(tmp_path)
