@@ -13,7 +13,7 @@ from tests.auditing.same_audits import compared
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rankwise.auditing import Audit
-from rankwise.cli.audit_job import AuditTask, prepare, run
+from rankwise.cli.audit_job import AuditJob, load, run
 from rankwise.cli.load_model import check_device, hub_reachable, need_hub
 from rankwise.errors import InputError
 
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def task(folder: Path, **changes: object) -> AuditTask:
+def task(folder: Path, **changes: object) -> AuditJob:
     usual = {"model": str(folder / "tiny"), "text": folder / "text.txt", "tokens": 16, "sequences": 2}
-    return AuditTask(**(usual | changes))
+    return AuditJob(**(usual | changes))
 
 
-def audited(task: AuditTask) -> Audit:
-    return Audit.from_statistics(run(prepare(task)))
+def audited(task: AuditJob) -> Audit:
+    return Audit.from_statistics(run(load(task)))
 
 
 def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None:
@@ -76,14 +76,14 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
 )
 def test_what_does_not_go_together_is_refused(folder, changes, says) -> None:
     with pytest.raises(InputError) as told:
-        prepare(task(folder, **changes))
+        load(task(folder, **changes))
     assert says in str(told.value)
 
 
 def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[train\]'"):
-        prepare(task(folder, device_map="auto"))
+        load(task(folder, device_map="auto"))
 
 
 @pytest.mark.parametrize("name", ["", "meta", "hpu", "vulkan", "privateuseone", "cuda:99", "cuda:x", "gpu"])

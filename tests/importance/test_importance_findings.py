@@ -18,7 +18,7 @@ from rankwise.auditing.importance_findings import (
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
 from rankwise.cli.audit import _importance
-from rankwise.cli.optional_value import filled_in
+from rankwise.cli.optional_value import add_bare_values
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import HeadImportance, ImportanceRecord, agreement
 
@@ -136,7 +136,7 @@ def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():
     ],
 )
 def test_the_value_of_the_option_may_be_left_out(given, wanted):
-    assert filled_in(given) == wanted
+    assert add_bare_values(given) == wanted
 
 
 def test_estimates_are_compared_with_exact_costs_by_order_and_size():

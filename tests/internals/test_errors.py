@@ -54,9 +54,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "`model`: expected a name, got int. Pass one.",
     ),
     "a missing package": (
-        lambda: errors.need_package("no_such_package", "--ray", "sweep"),
+        lambda: errors.need_package("no_such_package", "--ray", "ray"),
         "--ray: expected the package no_such_package, got No module named 'no_such_package'. "
-        "pip install 'rankwise[sweep]'.",
+        "pip install 'rankwise[ray]'.",
     ),
     "a missing file": (
         lambda: errors.readable_file("nowhere.txt", "a text"),

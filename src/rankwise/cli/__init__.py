@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, compare, compress, convert, plan, skip, sweep, train
+from rankwise.cli import audit, compare, compress, convert, plan, skip, train
 from rankwise.cli.optional_value import OptionalValues
 
 app = typer.Typer(
@@ -21,7 +21,6 @@ app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)
 app.command("compress", help=compress.HELP)(compress.command)
 app.command("convert", help=convert.HELP)(convert.command)
-app.command("sweep", help=sweep.HELP)(sweep.command)
 app.command("train", help=train.HELP)(train.command)
 
 

@@ -2,28 +2,26 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankwise.cli.optional_value import BARE
-
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
-    from rankwise.cli.audit_job import AuditTask
+    from rankwise.cli.audit_job import AuditJob
     from rankwise.cli.torchrun import Processes
     from rankwise.importance import ImportanceSettings
 
-HELP = """Measure the rank of every head and the collapse of tokens through depth.
+HELP = """Measure the rank of every head and the collapse of token states through depth.
 
-If tokens collapse or the model has λ-skips, the first batch runs again for a recommended λ.
+If token states collapse or the model has λ-skips, the first batch runs again for a recommended λ.
 
-Without a model it audits the bundled demo. Writes audit.json, index.html (one file, works offline) and the
-tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are audited one after the
-other on the same data, each into a folder of its own, with a page of curves over the steps beside them.
-Started by torchrun, several processes share the sequences, each with a copy of the model.
+Without a model, the command audits the bundled demo. It writes audit.json, index.html (one file that works
+offline) and the tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are
+audited on the same data, one after the other or as tasks of a Ray cluster. Each has a folder of its own, and
+index.html shows curves over the models. Under torchrun, several processes share the sequences of one model.
 
 [bold]Examples[/bold]
 
@@ -39,7 +37,9 @@ Started by torchrun, several processes share the sequences, each with a copy of 
 
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
 
-  rankwise audit run/checkpoint-* --text book.txt --out run-audits
+  rankwise audit run/checkpoint-* --text book.txt --out run-audits --resume
+
+  rankwise audit EleutherAI/pythia-70m@step1000 EleutherAI/pythia-70m@step143000 --text book.txt --ray
 
   rankwise audit meta-llama/Llama-3.1-70B --text book.txt --device-map auto --offload-folder offload/
 
@@ -48,7 +48,8 @@ Started by torchrun, several processes share the sequences, each with a copy of 
   rankwise audit --merge first/audit.json second/audit.json --out both
 """
 FOUND = 3
-"""Exit status where a code of --fail-on was found."""
+"""Exit status if a code of --fail-on was found."""
+INTERRUPTED = 130
 
 
 def command(
@@ -56,66 +57,74 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL]...",
-            help="Hugging Face name, folder, or module.py:factory; several give a history. The bundled demo "
-            "by default. With --merge, audits.",
+            help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory; the bundled demo by "
+            "default. With --merge, saved audits.",
         ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Text file, or .jsonl(.gz) with one text a line.")] = None,
-    images: Annotated[Path | None, typer.Option(help="Folder of pictures, or one picture.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="NAME[:split:column], from the Hub or a folder.")
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Audit on a text file, or a .jsonl(.gz) file with one text per line."),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences or pictures in all.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
-    delta: Annotated[float, typer.Option(help="Singular values below it count as zero.")] = 1e-2,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="Audit on a folder of pictures, or on one picture."),
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Audit on a data set NAME[:split:column], from the Hub or a folder.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per sequence.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Total number of sequences or pictures.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of sequences per batch.")] = 4,
+    delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
     method: Annotated[
         str,
-        typer.Option(help="Of the ranks: exact, estimate, or auto (exact up to 8,192 tokens)."),
+        typer.Option(help="Compute ranks exactly, by estimate, or by auto (exact up to 8,192 tokens)."),
     ] = "auto",
     matrices: Annotated[
         str | None,
         typer.Option(
-            help="Heads whose matrix the page shows, with the words of two sequences: flagged (by a "
-            "finding), all, or layer:head,… Of the demo all are shown."
+            help="Show the matrices of these heads with the words of two sequences: flagged (by a finding), "
+            "all, or layer:head,… For the demo, all are shown."
         ),
     ] = None,
     importance: Annotated[
         str | None,
         typer.Option(
             metavar="[auto|estimate|exact|none]",
-            help="What the model loses without each head: estimated from gradients (an order: large costs "
-            "can come out far too small), or also by removing heads one by one (exact). Of the demo it is "
-            "exact, of other models an estimate.",
+            help="Measure what the model loses without each head: estimate uses gradients (it sorts heads; "
+            "large losses can come out far too small), exact removes heads one by one, auto is exact for the "
+            "demo and an estimate for other models.",
         ),
     ] = None,
     importance_tolerance: Annotated[
-        float, typer.Option(help="Share of the loss that a set of heads may cost which goes together.")
+        float, typer.Option(help="Largest share of the loss that heads removed together may cost.")
     ] = 0.01,
     importance_ablation: Annotated[
-        str, typer.Option(help="What replaces a removed head: zero, or its mean over tokens.")
+        str, typer.Option(help="Replace a removed head by zero, or by its mean over tokens.")
     ] = "zero",
     importance_loss: Annotated[
         str,
         typer.Option(
-            help="auto, causal, masked, encoder-decoder, labels, own, or output (how far it moves)."
+            help="Loss that measures importance: auto, causal, masked, encoder-decoder, labels, own, or "
+            "output (distance that the output moves)."
         ),
     ] = "auto",
     baseline: Annotated[
         bool,
         typer.Option(
             "--baseline",
-            help="Audit the same architecture at fresh weights too, and show both side by side. Of the demo "
-            "that is done.",
+            help="Also audit the same architecture at initialization, and show both side by side. The demo "
+            "always has a baseline.",
         ),
     ] = False,
     baseline_seeds: Annotated[
-        int | None, typer.Option(min=1, help="Copies at fresh weights, 3 by default; implies --baseline.")
+        int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --baseline.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu (by default), cuda, cuda:1, mps, …; under torchrun cuda is the GPU of each process."
+            help="Run on this device: cpu (default), cuda, cuda:1, mps, …; under torchrun, cuda is the GPU "
+            "of each process."
         ),
     ] = None,
     device_map: Annotated[
@@ -125,41 +134,72 @@ def command(
         ),
     ] = None,
     offload_folder: Annotated[
-        Path | None, typer.Option(help="Where weights go that the device map puts on the disk.")
+        Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Load weights as auto (as saved), float32, bfloat16 or float16.")
+    ] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit on the Hub, for models without @REVISION.")
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or name of the tokenizer, where the model has none beside it.")
+        str | None, typer.Option(help="Folder or name of a tokenizer, for models without one.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("rankwise-audit"),
+    out: Annotated[Path, typer.Option(help="Write the report to this folder.")] = Path("rankwise-audit"),
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Keep finished audits in --out: those of the same command and unchanged files."
+        ),
+    ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Run one Ray task per model. ADDRESS is auto, local, HOST:PORT or ray://HOST:PORT; by "
+            "default RAY_ADDRESS, a running cluster, or a local one.",
+        ),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: reserve this many CPUs per model, 1 by default.")
+    ] = None,
+    gpus: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="With --ray: reserve this many GPUs or this share of one per model; 1 by default with "
+            "--device cuda, else 0.",
+        ),
+    ] = None,
     fail_on: Annotated[
         list[str] | None,
-        typer.Option(help=f"Leave with status {FOUND} if this code is found; may be given more than once."),
+        typer.Option(help=f"Exit with status {FOUND} if this code is found; can be repeated."),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Join audits of one model on other data each into one.")
+        bool,
+        typer.Option("--merge", help="Merge saved audits of one model on different data into one."),
     ] = False,
 ) -> None:
-    """Audit a model, or several one after the other; see `HELP`."""
+    """Audit one model or several; see `HELP`."""
     from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
-    from rankwise.cli.audit_history import audit_each
-    from rankwise.cli.audit_job import AuditTask
+    from rankwise.cli.audit_job import AuditJob
     from rankwise.cli.audit_one import audit_one
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.torchrun import from_environment
 
+    models = models or []
     processes = from_environment()
-    _check_processes(processes, models or [], device_map)
+    single = {"--device-map": device_map, "--ray": ray, "--resume": resume or None}
+    _check_processes(processes, models, single)
     codes = check_codes(fail_on or [])
-    how = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
+    ranks = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
     is_demo = not models and not merge
     source, text = _demo(text, images, dataset) if is_demo else ("", text)
-    task = AuditTask(
+    job = AuditJob(
         model=source,
         text=text,
         images=images,
@@ -168,7 +208,7 @@ def command(
         sequences=sequences,
         batch_size=batch_size,
         delta=delta,
-        method=how,
+        method=ranks,
         matrices="all" if is_demo and matrices is None else matrices,
         importance=_importance(
             importance, is_demo, importance_tolerance, importance_ablation, importance_loss
@@ -182,61 +222,102 @@ def command(
         tokenizer=tokenizer,
         trust_remote_code=trust_remote_code,
     )
+    _check_ray_options(ray, cpus, gpus, job)
     if merge:
-        _refuse_with_merge(task)
-        _fail_on([merge_files(models or [], out)], codes)
+        _refuse_with_merge([*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume])
+        _fail_on([merge_files(models, out)], codes)
+        return
+    quiet_libraries()
+    if len(models) > 1 or resume or ray is not None:
+        each = models or [source]
+        audits = _audit_many(job, each, out, resume=resume, ray=ray, cpus=cpus, gpus=gpus)
+        _fail_on(audits, codes)
         return
     if processes.first:
         writable_folder(out)
-    quiet_libraries()
-    facts = {"command": command_line()}
-
-    def audit_model(model: str, folder: Path, brief: bool = False) -> "Audit":
-        return audit_one(replace(task, model=model), folder, processes, facts=facts, brief=brief)
-
     with processes.joined():
-        if models and len(models) > 1:
-            _fail_on(audit_each(models, out, audit_model), codes)
-        else:
-            _fail_on([audit_model(models[0] if models else source, out)], codes)
+        one = job.for_model(models[0]) if models else job
+        _fail_on([audit_one(one, out, processes, facts={"command": command_line()})], codes)
 
 
-def _check_processes(processes: "Processes", models: Sequence[str], device_map: str | None) -> None:
-    """Refuse what several processes cannot share."""
+def _check_processes(processes: "Processes", models: Sequence[str], options: dict[str, object]) -> None:
+    """Refuse arguments that several processes of torchrun cannot share."""
     from rankwise.errors import InputError
 
-    several = f"{processes.world} processes"
-    wrong = {
-        "several models": (len(models) > 1, "Audit them one after the other, or by `rankwise sweep`."),
-        "--device-map": (device_map is not None, "One process spreads the model over all devices."),
-    }
-    for what, (asked, fix) in wrong.items():
-        if processes.several and asked:
-            raise InputError(several, expected=f"an audit without {what}", got=what, fix=fix)
+    given = ["several models"] * (len(models) > 1)
+    given += [name for name, value in options.items() if value is not None]
+    if processes.several and given:
+        raise InputError(
+            f"{processes.world} processes",
+            expected=f"an audit without {given[0]}",
+            got=given[0],
+            fix="Start this command without torchrun.",
+        )
 
 
-def _refuse_with_merge(task: "AuditTask") -> None:
-    """Refuse options of an audit: what was measured stands in the files."""
+def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, job: "AuditJob") -> None:
+    """Refuse processors that no Ray task would use."""
     from rankwise.errors import InputError
 
-    if options := task.options:
+    for option, value in (("--cpus", cpus), ("--gpus", gpus)):
+        if value is not None and ray is None:
+            fix = "Add --ray, or leave it out: models then run one after the other."
+            raise InputError(f"{option} {value:g}", expected="--ray next to it", got="no --ray", fix=fix)
+    if gpus and job.device_map is None and (job.device or "cpu").startswith("cpu"):
+        got, fix = f"--device {job.device or 'cpu'}", "Pass --device cuda, or leave --gpus out."
+        raise InputError(f"--gpus {gpus:g}", expected="audits that use their GPUs", got=got, fix=fix)
+
+
+def _audit_many(
+    job: "AuditJob",
+    models: Sequence[str],
+    out: Path,
+    *,
+    resume: bool,
+    ray: str | None,
+    cpus: float | None,
+    gpus: float | None,
+) -> "list[Audit]":
+    """Audit each model into a folder of its own; exit if a model failed or after Ctrl-C."""
+    from rankwise.cli.audit_many import audit_many, jobs_of, run_here
+    from rankwise.cli.output import new_folder, show_progress
+    from rankwise.cli.ray_jobs import run_on_ray
+
+    if gpus is None:
+        gpus = float((job.device or "").startswith("cuda"))
+    with new_folder(out), show_progress() as say:
+        on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
+        runner = partial(run_here, say=say) if ray is None else on_ray
+        outcome = audit_many(jobs_of(job, models), out, runner, resume=resume)
+        if outcome.interrupted:
+            print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED)
+        if not outcome.audits:
+            raise outcome.failures[0]
+    new = len(outcome.audits) - outcome.kept
+    print(f"audited {new}, kept {outcome.kept}, failed {len(outcome.failures)}: {out}")
+    if outcome.failures:
+        raise typer.Exit(1)
+    return list(outcome.audits.values())
+
+
+def _refuse_with_merge(options: Sequence[str]) -> None:
+    """Refuse options that say how to audit: saved audits stay as they were measured."""
+    from rankwise.errors import InputError
+
+    if options:
         raise InputError(
             "--merge",
-            expected="saved audits and --out, nothing that says how to audit",
+            expected="saved audits and --out, without options of an audit",
             got=", ".join(options),
-            fix="Leave it out: audits are joined as they were measured.",
+            fix="Leave it out: audits are merged as they were measured.",
         )
 
 
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
-    """Join audits that were saved, and write the report of all of them.
+    """Merge saved audits, given as files or their folders, and write the report of the merged audit.
 
-    Args:
-        paths: of the files, or the folders they lie in.
-        out: the folder of the report.
-
-    Raises:
-        InputError: if the audit of the report would replace one of them.
+    Raise `InputError` if the report would replace one of these audits.
     """
     from rankwise.auditing import Audit
     from rankwise.cli.output import new_folder, write_report
@@ -262,13 +343,12 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
 def _importance(
     how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
 ) -> "ImportanceSettings | Literal[False]":
-    """What was asked for; of the demo, which is small, everything."""
-    from rankwise.errors import InputError, did_you_mean, one_of
+    """Return the settings of importance, False if it is not measured; for the demo, by default exact."""
+    from rankwise.errors import one_of
     from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
 
-    values = BARE["--importance"]
-    if how is not None and how not in values:
-        raise InputError("--importance", expected=" or ".join(values), got=how, fix=did_you_mean(how, values))
+    if how is not None:
+        one_of("--importance", how, ("auto", "estimate", "exact", "none"))
     settings = ImportanceSettings(
         exact=how == "exact" or (how in (None, "auto") and is_demo),
         tolerance=tolerance,
@@ -279,6 +359,7 @@ def _importance(
 
 
 def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
+    """Return the folder of the demo and its text, or the text that the user chose."""
     from rankwise.cli.load_model import demo_model, demo_text
     from rankwise.errors import InputError
 
@@ -292,8 +373,9 @@ def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[
     return str(demo_model()), demo_text() if text is None and dataset is None else text
 
 
-def _fail_on(results: "Sequence[Audit]", codes: list[str]) -> None:
-    found = sorted({finding.code for result in results for finding in result.findings} & set(codes))
+def _fail_on(audits: "Sequence[Audit]", codes: Sequence[str]) -> None:
+    """Exit with status `FOUND` if an audit has a finding of these codes."""
+    found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if found:
         print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
         raise typer.Exit(FOUND)

@@ -1,32 +1,35 @@
-"""An audit as it is asked for, of which model, on which data, how; and how it is run."""
+"""Describe one audit as a job: model, data and settings; load and run it."""
 
+import hashlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rankwise.auditing.text_inputs import ALL, Shard
-from rankwise.cli.file_digests import source_digests
 from rankwise.cli.load_data import LoadedData, load_data
 from rankwise.cli.load_model import LoadedModel, load_model
+from rankwise.errors import RankwiseError
 
 if TYPE_CHECKING:
+    from rankwise.auditing import Audit
     from rankwise.auditing.settings import Method
     from rankwise.auditing.statistics import AuditStatistics
     from rankwise.importance import ImportanceSettings
 
-FLAGS = (
-    *("revision", "text", "images", "dataset", "tokens", "sequences", "batch_size", "delta", "method"),
-    *("matrices", "device", "device_map", "offload_folder", "dtype", "tokenizer"),
-)
-"""Fields that `rankwise audit` has options of the same name for."""
+WHOLE = 1 << 26
+"""Number of bytes that a digest reads of a file at most, of larger files in evenly spaced pieces."""
+PIECE = 1 << 16
+Say = Callable[[str], None]
+"""Function that shows which step is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditTask:
-    """Of which model, on which data, how; the fields are the options of `rankwise audit`."""
+class AuditJob:
+    """One audit: model, data and settings. The fields are options of `rankwise audit`."""
 
     model: str
     revision: str | None = None
@@ -49,138 +52,221 @@ class AuditTask:
     trust_remote_code: bool = False
 
     @property
+    def options(self) -> dict[str, str | None]:
+        """Options that differ from their defaults, with their values; None for an option without a value."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        defaults = {field.name: field.default for field in fields(self)}
+        if importance := given.pop("importance"):
+            given["importance"] = "exact" if importance.exact else "estimate"
+            for name in ("tolerance", "ablation", "loss"):
+                given[f"importance_{name}"] = getattr(importance, name)
+                defaults[f"importance_{name}"] = getattr(type(importance), name)
+        if (seeds := given["baseline"]) is not True:
+            given["baseline"], given["baseline_seeds"] = False, seeds or None
+        return {
+            f"--{name.replace('_', '-')}": None if value is True else str(value)
+            for name, value in given.items()
+            if value != defaults.get(name)
+        }
+
+    @property
     def command(self) -> str:
-        """The command that runs it alone, without worth and baseline."""
-        words = ["rankwise", "audit", self.model]
-        options = self.options
-        for name in FLAGS:
-            option = _option(name)
-            words += [option, str(options[option])] if option in options else []
-        words += ["--trust-remote-code"] if self.trust_remote_code else []
-        return shlex.join(words)
+        """The command line that repeats this audit, without options of output and Ray."""
+        words = (word for pair in self.options.items() for word in pair if word is not None)
+        return shlex.join(["rankwise", "audit", self.model, *words])
 
-    @property
-    def options(self) -> dict[str, object]:
-        """What is not as usual, by option."""
-        given = {field: getattr(self, field.name) for field in fields(self) if field.name != "model"}
-        return {_option(field.name): value for field, value in given.items() if value != field.default}
+    def for_model(self, model: str) -> "AuditJob":
+        """Return this job for a name, a folder, ``module.py:factory``, or ``NAME@REVISION`` of the Hub.
 
-    @property
-    def data(self) -> dict[str, str | Path | None]:
-        """Where it reads its data, by option; of a data set on the Hub, its name."""
-        return {"text": self.text, "images": self.images, "dataset": (self.dataset or "").partition(":")[0]}
+        A path that exists is a folder, even if its name contains an @.
+        """
+        name, _, revision = model.rpartition("@")
+        is_factory = model.rpartition(":")[0].endswith(".py")
+        if not name or is_factory or Path(model).exists():
+            return replace(self, model=model)
+        return replace(self, model=name, revision=revision)
 
-    def sources(self) -> dict[str, str]:
-        """Digests of the local files it reads, by option; of what is on the Hub there is none."""
-        path, _, _ = self.model.rpartition(":")
-        model = path if path.endswith(".py") else self.model
-        found = {"model": model, **self.data, "tokenizer": self.tokenizer}
-        return source_digests(found, flat=("model", "tokenizer"))
+    def file_digests(self) -> dict[str, str]:
+        """Return digests of the local files that the job reads, by option; none for names on the Hub.
+
+        In folders of models and tokenizers, subfolders do not count: they may hold results.
+        """
+        factory, _, _ = self.model.rpartition(":")
+        dataset, _, _ = (self.dataset or "").partition(":")
+        model = factory if factory.endswith(".py") else self.model
+        deep = {"text": self.text, "images": self.images, "dataset": dataset}
+        flat = {"model": model, "tokenizer": self.tokenizer}
+        return {
+            name: _digest(Path(path), pattern)
+            for pattern, paths in (("*", flat), ("**/*", deep))
+            for name, path in paths.items()
+            if path and Path(path).exists()
+        }
 
 
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+def _digest(path: Path, pattern: str) -> str:
+    """Return the digest of a file, or of all files in a folder that match a pattern and are not hidden."""
+    found = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.glob(pattern)):
+        name = "" if file == path else file.relative_to(path).as_posix()
+        if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
+            about = file.stat()
+            found.update(f"{name} {_file_digest(file, about.st_size, about.st_mtime_ns)}".encode())
+    return found.hexdigest()[:16]
 
 
-class Ready(NamedTuple):
-    """A task whose model is loaded and whose data is read."""
+@lru_cache(maxsize=4096)
+def _file_digest(file: Path, size: int, changed: int) -> str:
+    found = hashlib.sha256(str(size).encode())
+    pieces = range(0, size, PIECE) if size <= WHOLE else range(0, size, size * PIECE // WHOLE)
+    with file.open("rb") as content:
+        for at in pieces:
+            content.seek(at)
+            found.update(content.read(PIECE))
+    return found.hexdigest()
 
-    task: AuditTask
-    subject: LoadedModel
-    inputs: LoadedData
+
+class LoadedJob(NamedTuple):
+    """A job with its model loaded and its data open."""
+
+    job: AuditJob
+    model: LoadedModel
+    data: LoadedData
     notes: list[str]
     first: list[Any]
-    """The first batch, once the audit has begun."""
+    """The first batch, after the audit has started."""
     is_empty: bool = False
-    """Whether this share of the sequences has none."""
+    """True if this shard has no sequences."""
 
 
-def prepare(task: AuditTask, shard: Shard = ALL) -> Ready:
-    """Load the model, with the λ-skips saved beside it, and read the data.
+def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
+    """Load the model, with the λ-skips saved next to it, and open the data of one shard.
 
-    Args:
-        task: what is asked for.
-        shard: which of the sequences.
-
-    Raises:
-        InputError: if either cannot be had as asked.
+    Raise `InputError` if the model or the data cannot be loaded.
     """
     from rankwise.skips import apply_saved_skips
 
-    subject = load_model(
-        task.model,
-        revision=task.revision,
-        dtype=task.dtype,
-        device=task.device,
-        device_map=task.device_map,
-        offload_folder=task.offload_folder,
-        trust_remote_code=task.trust_remote_code,
-        tokenizer=task.tokenizer,
+    model = load_model(
+        job.model,
+        revision=job.revision,
+        dtype=job.dtype,
+        device=job.device,
+        device_map=job.device_map,
+        offload_folder=job.offload_folder,
+        trust_remote_code=job.trust_remote_code,
+        tokenizer=job.tokenizer,
     )
-    skipped = apply_saved_skips(subject.model, Path(subject.source)) if subject.source else None
-    inputs = load_data(
-        subject,
-        text=task.text,
-        images=task.images,
-        dataset=task.dataset,
-        tokens=task.tokens,
-        sequences=task.sequences,
-        batch_size=task.batch_size,
+    skipped = apply_saved_skips(model.model, Path(model.source)) if model.source else None
+    data = load_data(
+        model,
+        text=job.text,
+        images=job.images,
+        dataset=job.dataset,
+        tokens=job.tokens,
+        sequences=job.sequences,
+        batch_size=job.batch_size,
         shard=shard,
     )
     skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
-    notes = [*subject.notes, *skips, *inputs.notes]
+    notes = [*model.notes, *skips, *data.notes]
     if shard == ALL:
-        return Ready(task, subject, inputs, notes, [])
-    batches = iter(inputs.batches)
+        return LoadedJob(job, model, data, notes, [])
+    batches = iter(data.batches)
     first = list(islice(batches, 1))
-    return Ready(task, subject, replace(inputs, batches=chain(first, batches)), notes, [], not first)
+    return LoadedJob(job, model, replace(data, batches=chain(first, batches)), notes, [], not first)
 
 
 def run(
-    ready: Ready,
+    loaded: LoadedJob,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, str], None] | None = None,
 ) -> "AuditStatistics":
-    """Measure the model of a task on its data.
+    """Measure the model of a loaded job on its data; raise as `rankwise.audit` does.
 
-    Args:
-        ready: the task, prepared.
-        provenance: what to write down besides what the task says.
-        on_progress: as in `rankwise.audit`.
-
-    Raises:
-        AuditError: as `rankwise.audit`.
+    Entries of `provenance` replace entries that follow from the job, such as the command.
     """
     from rankwise.auditing import AuditSettings
     from rankwise.auditing.provenance import weights_digest
     from rankwise.auditing.run import collect
     from rankwise.cli.load_model import demo_model, demo_text
 
-    task, subject = ready.task, ready.subject
-    said = {
-        "model": "the bundled demo" if subject.name == str(demo_model()) else subject.name,
-        "revision": subject.revision,
-        "data": ready.inputs.data.replace(str(demo_text()), "the bundled text"),
-        "command": task.command,
-        "notes": ready.notes,
-        "weights": weights_digest(subject.model, subject.random_weights),
+    job, model = loaded.job, loaded.model
+    known = {
+        "model": "the bundled demo" if model.name == str(demo_model()) else model.name,
+        "revision": model.revision,
+        "data": loaded.data.data.replace(str(demo_text()), "the bundled text"),
+        "command": job.command,
+        "notes": loaded.notes,
+        "weights": weights_digest(model.model, model.random_weights),
     }
     settings = AuditSettings.of(
-        delta=task.delta,
-        method=task.method,
-        matrices=task.matrices,
-        baseline=task.baseline,
-        tokenizer=ready.inputs.tokenizer,
-        importance=task.importance,
-        provenance=said | dict(provenance or {}),
+        delta=job.delta,
+        method=job.method,
+        matrices=job.matrices,
+        baseline=job.baseline,
+        tokenizer=loaded.data.tokenizer,
+        importance=job.importance,
+        provenance=known | dict(provenance or {}),
         on_progress=on_progress,
     )
-    return collect(subject.model, _keeping_first(ready.inputs.batches, ready.first), settings)
+    return collect(model.model, _keep_first(loaded.data.batches, loaded.first), settings)
 
 
-def _keeping_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
-    """The batches; the first is kept for what looks at the model once more."""
+def _keep_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
+    """Yield batches; keep the first batch, on which the model may run again."""
     for batch in batches:
         first[:] = first or [batch]
         yield batch
+
+
+def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[Audit, bool]":
+    """Return the audit of statistics, with a recommended λ if it is complete; also True after Ctrl-C.
+
+    If the recommendation fails, the audit has a note that says why.
+    """
+    from rankwise.auditing.run import build_audit
+    from rankwise.auditing.settings import chosen_heads
+    from rankwise.skips import recommend
+
+    audit = build_audit(statistics, chosen_heads(loaded.job.matrices))
+    if not audit.complete:
+        return audit, True
+    try:
+        return recommend(audit, loaded.model.model, loaded.first[0]), False
+    except KeyboardInterrupt:
+        note, stopped = "skip connections not looked at: interrupted from the keyboard", True
+    except Exception as error:  # the audit must not be lost
+        reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
+        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
+        say(note)
+    provenance = audit.provenance.model_copy(update={"notes": [*audit.provenance.notes, note]})
+    return audit.model_copy(update={"provenance": provenance}), stopped
+
+
+def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
+    """Load a job, run it to its end and return the audit, with digests of the files that it read.
+
+    Raise `RankwiseError` for every failure, as processes of Ray can send it, and `KeyboardInterrupt` instead
+    of returning an incomplete audit.
+    """
+    from rankwise.auditing import AuditError
+
+    try:
+        digests = job.file_digests()  # before files are read: --resume then sees every later change
+        loaded = load(job)
+        statistics = run(
+            loaded, {"sources": digests}, lambda batches, step: say(f"batch {batches + 1}: {step}")
+        )
+        audit, interrupted = build(loaded, statistics, say)
+    except AuditError as error:
+        error.audit = error.statistics = None  # large, and not needed where the error is shown
+        raise
+    except RankwiseError:
+        raise
+    except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker
+        got = f"{type(error).__name__}: {error}"
+        fix = f"Try `{job.command}`."
+        raise RankwiseError(job.model, expected="an audit", got=got, fix=fix) from error
+    if interrupted:
+        raise KeyboardInterrupt
+    return audit

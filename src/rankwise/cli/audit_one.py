@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rankwise.auditing import Audit
     from rankwise.auditing.statistics import AuditStatistics
-    from rankwise.cli.audit_job import AuditTask, Ready
+    from rankwise.cli.audit_job import AuditJob, LoadedJob
     from rankwise.cli.torchrun import Processes
 
 INTERRUPTED = 130
@@ -34,17 +34,14 @@ class Found:
     interrupted: bool = False
 
 
-def audit_one(
-    task: "AuditTask", out: Path, processes: "Processes", *, facts: dict[str, Any], brief: bool = False
-) -> "Audit":
+def audit_one(job: "AuditJob", out: Path, processes: "Processes", *, facts: dict[str, Any]) -> "Audit":
     """Audit one model and write what was found; Ctrl-C and failures leave the command when that is done.
 
     Args:
-        task: what is asked for.
+        job: what is asked for.
         out: the folder of the report.
         processes: those that share the sequences; the first writes.
         facts: of the provenance, what the task does not say.
-        brief: say in one line what was found.
 
     Returns:
         The audit.
@@ -53,20 +50,18 @@ def audit_one(
         RankwiseError: if it failed, in any of the processes; what was measured is written before.
         typer.Exit: after Ctrl-C, and in all processes but the first.
     """
-    from rankwise.auditing.run import build_audit
-    from rankwise.auditing.settings import chosen_heads
     from rankwise.auditing.text_inputs import Shard
-    from rankwise.cli.audit_job import prepare
+    from rankwise.cli.audit_job import build, load
     from rankwise.cli.output import show_progress, write_report
 
     with processes.agreed():
         own = replace(
-            task,
-            device=processes.device(task.device),
-            matrices=_of_this_process(task.matrices, processes),
+            job,
+            device=processes.device(job.device),
+            matrices=_of_this_process(job.matrices, processes),
         )
-        ready = prepare(own, Shard(processes.rank, processes.world))
-        _check_alone(ready.subject.model, processes)
+        ready = load(own, Shard(processes.rank, processes.world))
+        _check_alone(ready.model.model, processes)
     _check_same_weights(ready, processes)
     with show_progress() as say:
         found = _measured(ready, facts, processes, say)
@@ -74,11 +69,9 @@ def audit_one(
             found = _joined(found, out, processes)
         stopped, audit = found.interrupted, None
         if found.statistics is not None:
-            audit = build_audit(found.statistics, chosen_heads(task.matrices))
-            if audit.complete and not stopped:
-                audit, stopped = _advised(audit, ready.subject.model, ready.first[0], say)
+            audit, stopped = build(ready._replace(job=job), found.statistics, say)
     if audit is not None:
-        write_report(audit, out, brief=brief)
+        write_report(audit, out)
     if found.failure is not None:
         raise found.failure
     if audit is None:
@@ -110,16 +103,16 @@ def _check_alone(model: "nn.Module", processes: "Processes") -> None:
         )
 
 
-def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
+def _check_same_weights(ready: "LoadedJob", processes: "Processes") -> None:
     """Refuse, before anything is measured, weights that each process has drawn for itself."""
     from rankwise.auditing.provenance import weights_digest
 
     if not processes.several:
         return
-    digests = processes.all_of(weights_digest(ready.subject.model, ready.subject.random_weights))
+    digests = processes.all_of(weights_digest(ready.model.model, ready.model.random_weights))
     if len(set(filter(None, digests))) > 1:
         raise InputError(
-            f"model {ready.subject.name}",
+            f"model {ready.model.name}",
             expected="the same weights in all processes",
             got=f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}",
             fix="Set a seed in the factory before the model is built, or load a checkpoint.",
@@ -127,13 +120,13 @@ def _check_same_weights(ready: "Ready", processes: "Processes") -> None:
 
 
 def _measured(
-    ready: "Ready", facts: dict[str, Any], processes: "Processes", say: Callable[[str], None]
+    ready: "LoadedJob", facts: dict[str, Any], processes: "Processes", say: Callable[[str], None]
 ) -> Found:
     """What this process finds; of several, whatever happens the others are to hear of it."""
     from rankwise.auditing import AuditError
     from rankwise.cli.audit_job import run
 
-    sequences = len(range(processes.rank, ready.task.sequences, processes.world))
+    sequences = len(range(processes.rank, ready.job.sequences, processes.world))
     try:
         if processes.several and ready.is_empty:
             return Found()
@@ -221,21 +214,3 @@ def merged_shares(shares: Sequence[Share], own: Exception | None = None, interru
     whole.note(f"sequences shared by {len(shares)} processes")
     whole.complete = whole.complete and failure is None and not stopped
     return Found(whole, failure, stopped)
-
-
-def _advised(
-    result: "Audit", model: "nn.Module", batch: Any, say: Callable[[str], None]
-) -> "tuple[Audit, bool]":
-    """Return the audit with λ against COLLAPSE; with a note if that fails, and True after Ctrl-C."""
-    from rankwise.skips import recommend
-
-    try:
-        return recommend(result, model, batch), False
-    except KeyboardInterrupt:
-        note, stopped = "skip connections not looked at: interrupted from the keyboard", True
-    except Exception as error:  # the audit must not be lost
-        reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
-        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
-        say(note)
-    about = result.provenance.model_copy(update={"notes": [*result.provenance.notes, note]})
-    return result.model_copy(update={"provenance": about}), stopped

@@ -1,0 +1,154 @@
+"""Audit several models: keep finished audits, write each new audit as it finishes, then the history."""
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+
+from rankwise.auditing import Audit, History, in_order
+from rankwise.auditing.history import folder_name
+from rankwise.cli.audit_job import AuditJob, Say, run_job
+from rankwise.cli.output import print_path, write_report
+from rankwise.errors import InputError, RankwiseError, RecordError
+
+Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
+"""Jobs with their audits or errors, in the order in which they finish."""
+Runner = Callable[[Sequence[AuditJob]], Results]
+
+
+@dataclass
+class Outcome:
+    """Results of `audit_many`."""
+
+    audits: dict[str, Audit] = field(default_factory=dict)
+    """Finished audits, new and kept, by folder in the order of the jobs."""
+    kept: int = 0
+    failures: list[RankwiseError] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
+    """Return a job per model, sorted by training steps.
+
+    Paths become absolute, since Ray workers may run in another folder.
+    """
+    shared = replace(
+        job,
+        text=job.text and job.text.resolve(),
+        images=job.images and job.images.resolve(),
+        offload_folder=job.offload_folder and job.offload_folder.resolve(),
+        tokenizer=job.tokenizer and _absolute(job.tokenizer),
+    )
+    jobs = [shared.for_model(model) for model in in_order(list(dict.fromkeys(models)))]
+    return [replace(one, model=_absolute(one.model)) for one in jobs]
+
+
+def _absolute(name: str) -> str:
+    """Make the path of a model or a factory absolute; return names on the Hub as they are."""
+    path, colon, factory = name.rpartition(":")
+    if path.endswith(".py"):
+        return f"{Path(path).resolve()}{colon}{factory}"
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
+    """Run jobs one after the other in this process; yield each result."""
+    for number, job in enumerate(jobs, 1):
+        start = f"model {number} of {len(jobs)}: "
+        result: Audit | RankwiseError
+        try:
+            result = run_job(job, lambda step, start=start: say(start + step))
+        except RankwiseError as error:
+            result = error
+        yield job, result
+
+
+def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool) -> Outcome:
+    """Write each audit to ``OUT/NAME`` as it finishes, then the history of all audits.
+
+    A failure is printed and does not stop other jobs. Ctrl-C stops them; the history then has the finished
+    audits. With `resume`, a job is not run if `out` has its finished audit, whatever the folder is called.
+    """
+    saved = _saved_audits(out) if resume else {}
+    folders = {job: folder for job in jobs if (folder := _find(job, saved))}
+    pending = [job for job in jobs if job not in folders]
+    models = {job.model for job in pending}
+    others = {folder for folder, audit in saved.items() if audit.provenance.model not in models}
+    folders |= _new_folders(pending, {*folders.values(), *others})
+    audits = {job: saved[folder] for job, folder in folders.items() if job not in pending}
+    outcome = Outcome(kept=len(audits))
+    try:
+        with closing(runner(pending)) as results:
+            for job, result in results if pending else ():
+                if isinstance(result, RankwiseError):
+                    outcome.failures.append(result)
+                    print(f"rankwise: {folders[job]}: {result}", file=sys.stderr)
+                else:
+                    write_report(result, out / folders[job], brief=True)
+                    audits[job] = result
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    outcome.audits = {folders[job]: audits[job] for job in jobs if job in audits}
+    if audits:
+        _write_history(outcome.audits, out)
+    return outcome
+
+
+def _saved_audits(out: Path) -> dict[str, Audit]:
+    """Return the audits that can be read, by folder."""
+    found: dict[str, Audit] = {}
+    for path in sorted(out.glob("*/audit.json")):
+        try:
+            found[path.parent.name] = Audit.load(path)
+        except (InputError, RecordError) as error:
+            print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
+    return found
+
+
+def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
+    """Return the folder of a job's finished audit, or "" and print why audits of its model do not count."""
+    digests = job.file_digests()
+    for folder, audit in saved.items():
+        before, command = audit.provenance.sources, audit.provenance.command
+        changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
+        if command != job.command:
+            why = f"its command is `{command}`" if audit.provenance.model == job.model else ""
+        elif not audit.complete:
+            why = "it is incomplete"
+        elif changed:
+            why = f"{' and '.join(changed)} changed since"
+        else:
+            return folder
+        if why:
+            print(f"rankwise: the audit in {folder} is not kept: {why}", file=sys.stderr)
+    return ""
+
+
+def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, str]:
+    """Return a free folder per job: the last part of its name, the whole name, or a number and the name."""
+    names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
+    lower = {folder.lower() for folder in taken}  # file systems may ignore case
+    for tried in ([Path(name).name for name in names], names):
+        folders = [folder_name(name) for name in tried]
+        different = {folder.lower() for folder in folders}
+        if len(different) == len(jobs) and not different & lower:
+            return dict(zip(jobs, folders, strict=True))
+    free = (number for number in count() if not any(name.startswith(f"{number:03d}-") for name in lower))
+    return {job: f"{number:03d}-{name}" for job, number, name in zip(jobs, free, folders, strict=False)}
+
+
+def _write_history(audits: Mapping[str, Audit], out: Path) -> None:
+    """Print how audits change from model to model, and write it as a page and a table."""
+    from rankwise.report import print_document, write_page
+    from rankwise.report.comparison_report import history_document
+
+    history = History.of(list(audits.values()), list(audits))
+    document = history_document(history, {folder: f"{folder}/index.html" for folder in audits})
+    console = Console()
+    print_document(document, console)
+    print_path("history", write_page(document, out / "index.html"), console)
+    print_path("table", history.to_csv(out / "history.csv"), console)

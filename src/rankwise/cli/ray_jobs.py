@@ -1,0 +1,104 @@
+"""Run audit jobs as tasks of a Ray cluster."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rankwise.auditing import Audit
+from rankwise.cli.audit_job import AuditJob, run_job
+from rankwise.cli.audit_many import Results
+from rankwise.errors import InputError, RankwiseError, first_line, need_package
+
+
+def run_on_ray(
+    jobs: Sequence[AuditJob], address: str | None, *, cpus: int | float = 1, gpus: int | float = 0
+) -> Results:
+    """Run jobs as Ray tasks, each with its CPUs and GPUs; yield each result as it finishes.
+
+    Without an address, Ray uses RAY_ADDRESS or a running cluster, or starts one on this machine, as ``local``
+    does. Ray runs a task up to three more times if its worker or machine died, but not if the audit failed.
+    Raise `InputError` if Ray is missing, no cluster answers, or a local cluster is too small for a job.
+    """
+    ray: Any = need_package("ray", "--ray", "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they are sent over the network
+    os.environ.setdefault("RAY_task_oom_retries", "3")  # by default Ray reruns for ever if memory runs out
+    local = _connect(ray, address)
+    try:
+        if local:
+            _check_room(ray, cpus, gpus)
+        task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(run_job)
+        yield from _results(ray, task, jobs)
+    finally:
+        ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> bool:
+    """Connect to a cluster; return True if it was started here and so cannot grow."""
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    asked = address or os.environ.get("RAY_ADDRESS") or None
+    try:
+        if asked != "local":
+            try:
+                ray.init(address=asked or "auto", **quiet)
+                return False
+            except ConnectionError:
+                if asked:
+                    raise
+        ray.init(address="local", include_dashboard=False, **quiet)
+        return True
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise InputError(
+            f"--ray {asked or ''}".rstrip(),
+            expected="a Ray cluster that answers",
+            got=first_line(error),
+            fix="Start a cluster with `ray start --head`, or use --ray local.",
+        ) from error
+
+
+def _check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
+    """Refuse jobs larger than a local cluster: Ray would wait for ever."""
+    room = ray.cluster_resources()
+    if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
+        raise InputError(
+            f"--cpus {cpus:g} --gpus {gpus:g}",
+            expected="at most the processors of this machine per job",
+            got=f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs",
+            fix="Reserve less, or give the address of a cluster.",
+        )
+
+
+def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:
+    """Yield results as tasks finish; if the cluster is lost, yield that error for each job that is left."""
+    left = list(jobs)
+    try:
+        waiting = {task.remote(job): job for job in jobs}
+        while waiting:
+            [reference], _ = ray.wait(list(waiting))
+            job = waiting.pop(reference)
+            result = _result(ray, job, reference)
+            left.remove(job)
+            yield job, result
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        yield from ((job, _lost(job, error)) for job in left)
+
+
+def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
+    try:
+        audit: Audit = ray.get(reference)
+        return audit
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RankwiseError):
+            return error.cause
+        # All lines: if a module is missing on a machine of the cluster, the last line names it.
+        got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split()).rstrip(".")
+        fix = f"Try `{job.command}` on the machine that ran it."
+        return RankwiseError(job.model, expected="an audit", got=got, fix=fix)
+    except ray.exceptions.RayError as error:
+        return _lost(job, error)
+
+
+def _lost(job: AuditJob, error: Exception) -> RankwiseError:
+    """Return the error of a job that Ray could not finish."""
+    got = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+    fix = "If memory ran out, use a smaller --batch-size or more --cpus. `--resume` audits what is missing."
+    return RankwiseError(job.model, expected="a worker that finishes the audit", got=got, fix=fix)

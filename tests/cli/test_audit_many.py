@@ -1,0 +1,420 @@
+"""`rankwise audit` of several models: folders, `--resume`, failures, Ctrl-C; `compare` of their audits."""
+
+import csv
+import errno
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import rankwise as rw
+from rankwise.auditing import Audit, History
+from rankwise.cli import app, audit_job
+from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
+from rankwise.cli.audit_many import Outcome, audit_many, jobs_of, run_here
+from rankwise.cli.optional_value import add_bare_values
+from rankwise.errors import InputError, RankwiseError
+
+Run = Callable[..., Result]
+TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 20
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of a tiny model, whose queries grow with the steps, and their audits."""
+    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+    home = tmp_path_factory.mktemp("home")
+    (home / "text.txt").write_text(TEXT)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for step in (90, 200, 1000):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight *= 6 if "q_proj" in name else 1
+        model.save_pretrained(home / "run" / f"checkpoint-{step}")
+        ByT5Tokenizer(extra_ids=0).save_pretrained(home / "run" / f"checkpoint-{step}")
+    return home
+
+
+@pytest.fixture
+def run(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", "120")
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+DATA = ("--text", "text.txt", "--tokens", 24, "--sequences", 2)
+CHECKPOINTS = ("run/checkpoint-1000", "run/checkpoint-200", "run/checkpoint-90")
+"""As a shell lists them."""
+
+
+@pytest.fixture(scope="module")
+def audited(home: Path) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("COLUMNS", "120")
+        return CliRunner().invoke(app, ["audit", *CHECKPOINTS, *map(str, DATA), "--out", "audits"])
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    """Rows of the table of a history, which begin with a step."""
+    return [words for line in result.output.splitlines() if (words := line.split()) and words[0].isdigit()]
+
+
+def test_checkpoints_are_audited_in_the_order_of_their_steps(audited: Result, home: Path) -> None:
+    assert audited.exit_code == 0, audited.output
+    out = home / "audits"
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoint-90", "checkpoint-200", "checkpoint-1000", "index.html", "history.csv",
+    }  # fmt: skip
+    for folder in out.glob("checkpoint-*"):
+        assert {path.name for path in folder.iterdir()} == {
+            "audit.json", "index.html", "heads.csv", "layers.csv",
+        }  # fmt: skip
+    history = History.load(out)
+    assert history.steps == [90, 200, 1000]
+    ranks = [sum(head.stable_rank for head in audit.heads) for audit in history.audits]
+    assert ranks == sorted(set(ranks))  # sharper attention, higher stable rank
+    page = (out / "index.html").read_text()
+    assert page.index('href="checkpoint-90/index.html"') < page.index('href="checkpoint-1000/index.html"')
+    assert [row[0] for row in rows_of(audited)] == ["90", "200", "1000"]
+    with (out / "history.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["90"] * 4 + ["200"] * 4 + ["1000"] * 4
+
+
+def test_each_is_the_audit_of_that_model_alone(audited: Result, run: Run, home: Path) -> None:
+    assert run("audit", "run/checkpoint-200", *DATA, "--out", "alone").exit_code == 0
+    alone, among = Audit.load(home / "alone"), Audit.load(home / "audits" / "checkpoint-200")
+    assert [head.effective_rank for head in alone.heads] == [head.effective_rank for head in among.heads]
+    assert among.provenance.data.endswith(alone.provenance.data)
+    assert among.provenance.command.startswith(
+        f"rankwise audit {home}/run/checkpoint-200 --text {home}/text.txt"
+    )
+
+
+def test_one_that_fails_is_told_of_and_the_others_are_audited(run: Run, home: Path) -> None:
+    result = run("audit", "run/checkpoint-90", "run/checkpoint-95", *DATA, "--out", "some")
+    assert result.exit_code == 1
+    assert "run/checkpoint-95" in result.stderr
+    assert [path.name for path in (home / "some").glob("check*")] == ["checkpoint-90"]
+    assert (home / "some" / "index.html").exists()
+    failed = run("audit", "run/checkpoint-1", "run/checkpoint-2", *DATA, "--out", "none")
+    assert isinstance(failed.exception, RankwiseError)
+    assert "checkpoint-1" in str(failed.exception)
+
+
+def test_a_code_found_in_any_of_them_fails_the_command(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run("audit", *CHECKPOINTS[1:], *DATA, "--out", "gate", "--fail-on", "NONFINITE")
+    assert result.exit_code == 0
+    found = {f.code for audit in History.load(home / "gate").audits for f in audit.findings}
+    code = sorted(found)[0]
+    assert run("audit", *CHECKPOINTS[1:], *DATA, "--out", "gate", "--fail-on", code).exit_code == 3
+
+
+def test_ctrl_c_keeps_those_that_were_done(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, calls = audit_job.load_model, iter(range(9))
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return load(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(audit_job, "load_model", interrupted)
+    result = run("audit", *CHECKPOINTS, *DATA, "--out", "cut")
+    assert result.exit_code == 130
+    assert [path.parent.name for path in (home / "cut").glob("*/audit.json")] == ["checkpoint-90"]
+    assert (home / "cut" / "index.html").exists()
+
+
+def test_a_folder_of_audits_is_compared_in_order(audited: Result, run: Run, home: Path) -> None:
+    result = run("compare", "audits", "--out", "h.html", "--out", "h.csv")
+    assert result.exit_code == 0, result.output
+    assert [row[0] for row in rows_of(result)] == ["90", "200", "1000"]
+    assert "checkpoint-90 to checkpoint-1000" in result.output
+    assert f"history: {home / 'h.html'}" in result.output
+    assert (home / "h.csv").stat().st_size > 0
+    same = run("compare", *sorted((home / "audits").glob("check*")))
+    assert rows_of(same) == rows_of(result)
+
+
+def test_two_of_them_are_a_comparison_with_a_page(audited: Result, run: Run, home: Path) -> None:
+    paths = ("audits/checkpoint-90", "audits/checkpoint-1000")
+    result = run("compare", *paths, "--out", "c.html", "--out", "c.json")
+    assert result.exit_code == 0, result.output
+    assert "Changes by layer" in result.output
+    assert "Where heads changed" in (home / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["audits/checkpoint-90"], "expected two audits or more to compare, got one"),
+        (["audits", "--out", "a.json"], "expected a file ending in .html or .csv, got .json"),
+        (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a"], "got no ending"),
+        (["audits", "nowhere"], "no such file"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    audited: Result, run: Run, arguments: list[str], says: str
+) -> None:
+    result = run("compare", *arguments)
+    assert isinstance(result.exception, RankwiseError)
+    assert says in str(result.exception)
+
+
+FACTORY = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    torch.manual_seed(seed + 1)
+    return layer, [torch.randn(2, 9, 8)]
+
+def build():
+    (HERE / "built").open("a").write("x")
+    return model()
+
+def fails():
+    if not (HERE / "repaired").exists():
+        raise OSError("no weights")
+    return model(1)
+
+def ends(how):
+    layer, batches = model()
+
+    def read():
+        yield from batches
+        if not (HERE / "repaired").exists():
+            raise how
+    return layer, read()
+
+def interrupted():
+    return ends(KeyboardInterrupt)
+
+def leaves():
+    return ends(SystemExit("no license"))
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(FACTORY, encoding="utf-8")
+    return str(path)
+
+
+def test_resume_audits_what_is_missing_and_says_what_it_does_not_keep(factory: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["audit", f"{factory}:build", f"{factory}:fails", "--out", str(out), "--resume"]
+
+    def resumed(*options: str, status: int = 0) -> str:
+        done = CliRunner().invoke(app, [*words, *options])
+        assert done.exit_code == status, done.output
+        return done.output
+
+    assert "OSError: no weights" in (said := resumed(status=1))
+    assert "audited 1, kept 0, failed 1" in said
+    (tmp_path / "repaired").touch()
+    assert "audited 1, kept 1, failed 0" in resumed()
+    assert (tmp_path / "built").read_text() == "x"
+    (out / "net.py-build").rename(out / "another name")
+    assert "audited 0, kept 2, failed 0" in resumed()
+    assert len(History.load(out)) == 2
+    with Path(factory).open("a", encoding="utf-8") as code:
+        code.write("# other weights")
+    said = resumed()
+    assert "the audit in another name is not kept: model changed since" in said
+    assert "audited 2, kept 0" in said
+    path = out / "net.py-fails" / "audit.json"
+    Audit.load(path).model_copy(update={"complete": False}).save(path)
+    (out / "net.py-build" / "audit.json").write_text("{")
+    said = resumed()
+    assert "the audit in net.py-fails is not kept: it is incomplete" in said
+    assert "net.py-build is not kept: " in said
+    assert "audited 2, kept 0" in said
+    assert "is not kept: its command is `rankwise audit" in (said := resumed("--baseline"))
+    assert "audited 2, kept 0" in said
+
+
+def test_ctrl_c_in_an_audit_starts_no_other_and_leaves_nothing_half_done(
+    factory: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["audit", f"{factory}:interrupted", f"{factory}:build", "--out", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, "`--resume`" in done.output) == (130, True), done.output
+    assert not out.exists()
+    assert not (tmp_path / "built").exists()
+    (tmp_path / "repaired").touch()
+    assert "audited 2, kept 0, failed 0" in CliRunner().invoke(app, [*words, "--resume"]).output
+
+
+def test_a_factory_that_leaves_fails_its_job_alone(factory: str) -> None:
+    jobs = jobs_of(AuditJob(model=""), [f"{factory}:leaves", f"{factory}:build"])
+    (_, failed), (_, audit) = run_here(jobs)
+    assert "SystemExit: no license. Try `rankwise audit" in str(failed)
+    assert isinstance(audit, Audit)
+
+
+def fake_runner(
+    ran: list[str] | None = None,
+) -> Callable[[Sequence[AuditJob]], Iterator[tuple[AuditJob, Audit]]]:
+    """A runner whose audits have the commands and digests of their jobs, in reverse order, without models."""
+
+    def run(jobs: Sequence[AuditJob]) -> Iterator[tuple[AuditJob, Audit]]:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        for job in reversed(jobs):
+            (ran if ran is not None else []).append(job.model)
+            known = {"model": job.model, "command": job.command, "sources": job.file_digests()}
+            yield job, rw.audit(layer, [torch.randn(1, 9, 8)], provenance=known)
+
+    return run
+
+
+def test_adding_models_moves_no_audit_and_replaces_none(tmp_path: Path) -> None:
+    def resumed(*models: str) -> list[str]:
+        outcome = audit_many(jobs_of(AuditJob(model=""), models), tmp_path, fake_runner(), resume=True)
+        assert not outcome.failures
+        return [*outcome.audits, f"kept {outcome.kept}"]
+
+    assert resumed("org/m") == ["m", "kept 0"]
+    assert resumed("org/m", "other/m", "m@step1") == ["m", "other-m", "m-step1", "kept 1"]
+    assert resumed("M", "other/m") == ["000-M", "other-m", "kept 1"]
+    assert resumed("a/x", "A/x", "a-x") == ["001-a-x", "002-A-x", "003-a-x", "kept 0"]
+    assert len(list(tmp_path.glob("*/audit.json"))) == 7
+
+
+def test_a_full_disk_keeps_the_audits_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, whole, written = jobs_of(AuditJob(model=""), ["a", "b", "c"]), Path.write_text, []
+
+    def until_full(self: Path, *given: object, **named: object) -> int:
+        written.append(self)
+        if len(written) > 4 and tmp_path in self.parents:  # the files of one audit
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(self, *given, **named)
+
+    monkeypatch.setattr(Path, "write_text", until_full)
+    with pytest.raises(InputError, match=r"No space left on device.*kept in"):
+        audit_many(jobs, tmp_path, fake_runner(), resume=True)
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob("*.part"))
+    ran: list[str] = []
+    assert audit_many(jobs, tmp_path, fake_runner(ran), resume=True).kept == 1
+    assert ran == ["b", "a"]
+
+
+OPTIONS = [
+    [], ["--revision", "r"], ["--text", "/t.txt"], ["--images", "/i"], ["--dataset", "d:test:text"],
+    ["--tokens", "3"], ["--sequences", "3"], ["--batch-size", "3"], ["--delta", "0.5"],
+    ["--method", "exact"], ["--matrices", "0:1,2:3"], ["--device", "cuda:1"],
+    ["--device-map", '{"": "cpu"}'], ["--offload-folder", "/o"], ["--dtype", "float16"], ["--tokenizer", "t"],
+    ["--trust-remote-code"], ["--baseline"], ["--baseline-seeds", "1"], ["--importance"],
+    ["--importance", "exact"], ["--importance", "exact", "--importance-tolerance", "0.5"],
+    ["--importance", "--importance-ablation", "mean"], ["--importance", "--importance-loss", "causal"],
+]  # fmt: skip
+
+
+def test_the_command_of_a_job_carries_every_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `--resume` would keep an audit with other settings; the command itself makes the same job."""
+    seen: list[AuditJob] = []
+
+    def stop(jobs: Sequence[AuditJob], *_: object, **__: object) -> Outcome:
+        seen.extend(jobs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankwise.cli.audit_many.audit_many", stop)
+    commands: set[str] = set()
+    for options in OPTIONS:
+        words = ["audit", "m", *options]
+        for _ in range(2):
+            CliRunner().invoke(app, [*words, "--resume", "--out", str(tmp_path / "out")])
+            words = shlex.split(seen[-1].command)[1:]
+        first, again = seen
+        assert first == again, options
+        commands.add(first.command)
+        seen.clear()
+    assert len(commands) == len(OPTIONS)
+
+
+def test_a_revision_is_named_after_the_model_unless_there_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a@b").mkdir()
+    job = AuditJob(model="", revision="main")
+    found = [
+        job.for_model(model) for model in ("org/m@v1", "org/m", str(tmp_path / "a@b"), "x@1/net.py:build")
+    ]
+    assert [(one.model, one.revision) for one in found] == [
+        ("org/m", "v1"), ("org/m", "main"), (str(tmp_path / "a@b"), "main"), ("x@1/net.py:build", "main"),
+    ]  # fmt: skip
+
+
+def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_path: Path) -> None:
+    folder, text, photos = tmp_path / "model", tmp_path / "t.txt", tmp_path / "photos" / "deep"
+    (folder / "results").mkdir(parents=True)
+    photos.mkdir(parents=True)
+    large = folder / "large.safetensors"
+    large.write_bytes(bytes(WHOLE + PIECE))
+    text.write_text("some text")
+    job = AuditJob(model=str(folder), text=text, images=photos.parent, dataset="org/on-the-hub:train:text")
+    found = job.file_digests()
+    assert set(found) == {"model", "text", "images"}
+    (folder / ".hidden").touch()
+    (folder / "results" / "audit.json").touch()
+    assert job.file_digests() == found
+    large.write_bytes(b"x" * (WHOLE + PIECE))
+    text.write_text("some tex.")
+    (photos / "new.png").touch()
+    after = job.file_digests()
+    assert all(after[name] != found[name] for name in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cpus", "1"], "--cpus 1: expected --ray next to it"),
+        (["--gpus", "0.5"], "--gpus 0.5: expected --ray next to it"),
+        (
+            ["--ray", "local", "--gpus", "1"],
+            "--gpus 1: expected audits that use their GPUs, got --device cpu",
+        ),
+        (["--merge", "--ray"], "--merge: expected saved audits and --out, .*got --ray"),
+        (["--merge", "--resume"], "--merge: expected saved audits and --out, .*got --resume"),
+        (["--resume", "--delta", "-1"], "delta"),
+        (["--resume", "--matrices", "3;7"], "flagged"),
+        (["--resume", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_loaded(
+    options: list[str], says: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["audit", "a", "b", *options, "--out", str(out)])
+    assert isinstance(done.exception, InputError)
+    with pytest.raises(InputError, match=says):
+        raise done.exception
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("value", ["auto", "local", "ray://head:10001", "head:6379", "10.0.0.1:6379"])
+def test_an_address_follows_ray_and_a_model_does_not(value: str) -> None:
+    assert add_bare_values(["--ray", value, "m"]) == ["--ray", value, "m"]
+    for model in ("model.py:build", "gpt2", "org/m", "run/checkpoint-1", "C:1/m", "--out"):
+        assert add_bare_values(["--ray", model]) == ["--ray", "", model]
+    assert add_bare_values(["m", "--ray"]) == ["m", "--ray", ""]

@@ -1,0 +1,207 @@
+"""Audits as Ray tasks: results, errors of audits, workers that die, clusters that are lost or too small."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.auditing.same_audits import compared
+
+from rankwise.auditing import Audit
+from rankwise.cli.audit_job import AuditJob, run_job
+from rankwise.cli.audit_many import jobs_of, run_here
+from rankwise.cli.ray_jobs import run_on_ray
+from rankwise.errors import InputError, RankwiseError
+
+RETRIES = "RAY_task_oom_retries"
+JOBS = jobs_of(AuditJob(model=""), ["a", "b", "c"])
+FACTORY = """
+import os, signal, sys, torch
+from pathlib import Path
+from torch import nn
+
+HERE = Path(__file__).parent
+
+def build():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    torch.manual_seed(1)
+    return layer, [torch.randn(2, 9, 8)]
+
+def killed_once():
+    if not (HERE / "killed").exists():
+        (HERE / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return build()
+
+def leaves():
+    (HERE / "left").open("a").write("x")
+
+    def batches():
+        sys.exit("no license")
+        yield
+    return build()[0], batches()
+
+def raises():
+    return torch.nn.Nothing()
+"""
+
+
+class RayError(Exception):
+    """Base class of Ray's exceptions, with the names and bases of Ray 2.60."""
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("ray::run_job() (pid=1, ip=10.0.0.1)\n  File x")
+        self.cause = cause
+
+
+DIED = ("WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OutOfMemoryError", "ObjectLostError")
+EXCEPTIONS = SimpleNamespace(
+    RayError=RayError, RayTaskError=RayTaskError, **{name: type(name, (RayError,), {}) for name in DIED}
+)
+
+
+class FakeRay(SimpleNamespace):
+    """A Ray whose tasks finish in turn, each with a result or an exception by its model."""
+
+    def __init__(
+        self, given: dict[str, Any] | None = None, *, running: bool = True, lost_after: int = 9
+    ) -> None:
+        super().__init__(given=given or {}, running=running, left=lost_after, inits=[], options={}, stops=0)
+        self.exceptions = EXCEPTIONS
+
+    def init(self, **options: Any) -> None:
+        self.inits.append(options)
+        if options["address"] != "local" and not self.running:
+            raise ConnectionError("Could not find any running Ray instance.")
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+    def remote(self, **options: Any) -> Any:
+        self.options = options
+        return lambda function: SimpleNamespace(remote=lambda job: job.model)
+
+    def wait(self, references: list[str]) -> tuple[list[str], list[str]]:
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("Client is shutting down.")
+        return references[:1], references[1:]
+
+    def get(self, reference: str) -> Any:
+        found = self.given.get(reference, "an audit")
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def shutdown(self) -> None:
+        self.stops += 1
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run three jobs on a fake Ray and return their results by model."""
+    for name in ("RAY_ADDRESS", RETRIES, "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+
+    def run(ray: FakeRay, address: str | None = None, **reserved: float) -> dict[str, Any]:
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        return {job.model: result for job, result in run_on_ray(JOBS, address, **reserved)}
+
+    return run
+
+
+def test_ray_retries_tasks_sends_no_statistics_and_ends(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = FakeRay()
+    assert results(ray, cpus=2, gpus=0.5) == dict.fromkeys("abc", "an audit")
+    assert ray.options == {"num_cpus": 2, "num_gpus": 0.5, "max_retries": 3}
+    assert (os.environ[RETRIES], os.environ["RAY_USAGE_STATS_ENABLED"]) == ("3", "0")
+    assert ray.stops == 1
+    monkeypatch.setenv(RETRIES, "-1")
+    results(ray)
+    assert os.environ[RETRIES] == "-1"
+
+
+@pytest.mark.parametrize("name", DIED)
+def test_a_worker_that_dies_for_good_costs_its_own_audit(name: str, results: Any) -> None:
+    found = results(FakeRay({"b": getattr(EXCEPTIONS, name)("ended.\nSee the log.")}))
+    assert (found["a"], found["c"]) == ("an audit", "an audit")
+    assert f"got {name}: ended. If memory ran out" in str(found["b"])
+    assert "--resume" in str(found["b"])
+
+
+def test_an_error_of_an_audit_arrives_as_it_was_raised(results: Any) -> None:
+    own = InputError("b", expected="a file", got="none", fix="Check it.")
+    assert results(FakeRay({"b": RayTaskError(own)}))["b"] is own
+    other = RuntimeError("not on the worker:\n\nModuleNotFoundError: No module named 'rankwise'")
+    found = results(FakeRay({"b": RayTaskError(other)}))["b"]
+    said = (
+        "got RuntimeError: not on the worker: ModuleNotFoundError: No module named 'rankwise'. Try `rankwise"
+    )
+    assert said in str(found)
+
+
+def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> None:
+    found = results(ray := FakeRay(lost_after=1))
+    assert found["a"] == "an audit"
+    for model in ("b", "c"):
+        assert "got ConnectionError: Client is shutting down." in str(found[model])
+    assert ray.stops == 1
+
+
+def test_a_local_cluster_starts_only_if_no_other_is_named_or_runs(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results(ray := FakeRay())
+    assert [options["address"] for options in ray.inits] == ["auto"]
+    results(ray := FakeRay(running=False))
+    assert [options["address"] for options in ray.inits] == ["auto", "local"]
+    assert ray.inits[-1]["include_dashboard"] is False
+    with pytest.raises(InputError, match=r"--ray head:6379: expected a Ray cluster that answers"):
+        results(FakeRay(running=False), "head:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "head:1")
+    with pytest.raises(InputError, match=r"--ray head:1: expected a Ray cluster that answers"):
+        results(FakeRay(running=False))
+
+
+def test_jobs_larger_than_a_local_cluster_are_refused_and_others_wait_for_it_to_grow(results: Any) -> None:
+    with pytest.raises(InputError, match=r"--cpus 1 --gpus 1: expected at most .* got 2 CPUs and 0 GPUs"):
+        results(ray := FakeRay(), "local", gpus=1)
+    assert ray.stops == 1
+    assert len(results(FakeRay(), "head:6379", gpus=1)) == 3
+
+
+def test_without_ray_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"pip install 'rankwise\[ray\]'"):
+        next(run_on_ray(JOBS, "local"))
+
+
+def test_a_worker_of_ray_that_is_killed_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = pytest.importorskip("ray").exceptions
+    assert all(issubclass(getattr(known, name), known.RayError) for name in (*DIED, "RayTaskError"))
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # at 15 workers starve on a busy machine
+    (tmp_path / "net.py").write_text(FACTORY, encoding="utf-8")
+    names = ("build", "killed_once", "leaves", "raises")
+    jobs = jobs_of(AuditJob(model=""), [f"{tmp_path}/net.py:{name}" for name in names])
+    found = dict(run_on_ray(jobs, "local"))
+    assert (tmp_path / "killed").exists(), "no worker was killed"
+    assert (tmp_path / "left").read_text() == "x", "an audit that failed by itself was run again"
+    for (job, here), audit in zip(run_here(jobs), map(found.get, jobs), strict=True):
+        if isinstance(here, Audit):
+            assert isinstance(audit, Audit)
+            assert audit.provenance.command == job.command
+            assert compared(here, audit, {"versions"}) == []  # a worker has not loaded transformers
+        else:
+            assert isinstance(audit, RankwiseError)
+            assert (type(audit), str(audit)) == (type(here), str(here))
+    assert run_job(jobs[0]).provenance.sources == found[jobs[0]].provenance.sources
