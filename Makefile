@@ -26,9 +26,9 @@ test: $(STAMP)  ## Run the tests.
 
 # Engines that most work on Rankwise does not need: over 300 MB, most of it Ray.
 test-extras: $(STAMP)  ## Install Ray, Lightning, TensorBoard and lm-evaluation-harness, and run the tests that need them.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[sweep,lightning,tensorboard]' \
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,lightning,tensorboard]' \
 		'lm-eval>=0.4.13'
-	$(BIN)/python -m pytest tests/test_sweep_ray.py tests/monitor/test_monitor_lightning.py \
+	$(BIN)/python -m pytest tests/cli/test_ray_jobs.py tests/monitor/test_monitor_lightning.py \
 		tests/train/test_train_tensorboard.py tests/train/test_train_harness.py \
 		-k 'of_ray or lightning_audits or event_file or the_harness_finds' $(ARGS)
 

@@ -3,19 +3,20 @@
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.auditing.same_audits import compared
 
-from rankwise.auditing import Audit
+from rankwise.auditing import Audit, Provenance
 from rankwise.cli.audit_job import AuditJob, run_job
 from rankwise.cli.audit_many import jobs_of, run_here
 from rankwise.cli.ray_jobs import run_on_ray
 from rankwise.errors import InputError, RankwiseError
 
 RETRIES = "RAY_task_oom_retries"
+AUDIT = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
 JOBS = jobs_of(AuditJob(model=""), ["a", "b", "c"])
 FACTORY = """
 import os, signal, sys, torch
@@ -65,13 +66,15 @@ EXCEPTIONS = SimpleNamespace(
 )
 
 
-class FakeRay(SimpleNamespace):
+class FakeRay(ModuleType):
     """A Ray whose tasks finish in turn, each with a result or an exception by its model."""
 
-    def __init__(
-        self, given: dict[str, Any] | None = None, *, running: bool = True, lost_after: int = 9
-    ) -> None:
-        super().__init__(given=given or {}, running=running, left=lost_after, inits=[], options={}, stops=0)
+    def __init__(self, given: dict[str, Any] | None = None, *, running: bool = True, waits: int = 9) -> None:
+        super().__init__("ray")
+        self.given, self.running, self.waits = given or {}, running, waits
+        self.inits: list[dict[str, Any]] = []
+        self.options: dict[str, Any] = {}
+        self.stops = 0
         self.exceptions = EXCEPTIONS
 
     def init(self, **options: Any) -> None:
@@ -87,13 +90,13 @@ class FakeRay(SimpleNamespace):
         return lambda function: SimpleNamespace(remote=lambda job: job.model)
 
     def wait(self, references: list[str]) -> tuple[list[str], list[str]]:
-        self.left -= 1
-        if self.left < 0:
+        self.waits -= 1
+        if self.waits < 0:
             raise ConnectionError("Client is shutting down.")
         return references[:1], references[1:]
 
     def get(self, reference: str) -> Any:
-        found = self.given.get(reference, "an audit")
+        found = self.given.get(reference, AUDIT)
         if isinstance(found, Exception):
             raise found
         return found
@@ -120,7 +123,7 @@ def test_ray_retries_tasks_sends_no_statistics_and_ends(
     results: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = FakeRay()
-    assert results(ray, cpus=2, gpus=0.5) == dict.fromkeys("abc", "an audit")
+    assert results(ray, cpus=2, gpus=0.5) == dict.fromkeys("abc", AUDIT)
     assert ray.options == {"num_cpus": 2, "num_gpus": 0.5, "max_retries": 3}
     assert (os.environ[RETRIES], os.environ["RAY_USAGE_STATS_ENABLED"]) == ("3", "0")
     assert ray.stops == 1
@@ -132,7 +135,7 @@ def test_ray_retries_tasks_sends_no_statistics_and_ends(
 @pytest.mark.parametrize("name", DIED)
 def test_a_worker_that_dies_for_good_costs_its_own_audit(name: str, results: Any) -> None:
     found = results(FakeRay({"b": getattr(EXCEPTIONS, name)("ended.\nSee the log.")}))
-    assert (found["a"], found["c"]) == ("an audit", "an audit")
+    assert (found["a"], found["c"]) == (AUDIT, AUDIT)
     assert f"got {name}: ended. If memory ran out" in str(found["b"])
     assert "--resume" in str(found["b"])
 
@@ -149,8 +152,8 @@ def test_an_error_of_an_audit_arrives_as_it_was_raised(results: Any) -> None:
 
 
 def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> None:
-    found = results(ray := FakeRay(lost_after=1))
-    assert found["a"] == "an audit"
+    found = results(ray := FakeRay(waits=1))
+    assert found["a"] == AUDIT
     for model in ("b", "c"):
         assert "got ConnectionError: Client is shutting down." in str(found[model])
     assert ray.stops == 1

@@ -430,7 +430,7 @@ class Provenance(Record):
     weights: str = ""
     """Digest of the weights of the model; empty if the weights cannot be read."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """For a job of a sweep (audits of several models): digests of the local files that the job read."""
+    """Digests of the local files that an audit among several models read, by option."""
     created: str = ""
     """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""
