@@ -1,7 +1,7 @@
-"""Measure, keep and spend the rank of sequence models.
+"""Rankwise measures the rank of sequence models, preserves it, and uses it to size and compress models.
 
-*Measure*: `audit`, `capture`, `compare`. *Keep*: λ-skips. *Spend*: `plan_head_dim`, `compress`, `ops`.
-Names are imported on first use, so that `import rankwise` takes no time and a command answers Ctrl-C at once.
+Measure: `audit`, `capture`, `compare`. Preserve: λ-skips. Use: `plan_head_dim`, `compress`, `ops`.
+Names are imported on first use, so that `import rankwise` is fast and Ctrl-C ends a command at once.
 """
 
 from typing import TYPE_CHECKING

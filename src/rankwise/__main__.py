@@ -1,6 +1,6 @@
-"""The command `rankwise`, also `python -m rankwise`: Ctrl-C ends it in one line, with status 130.
+"""The command `rankwise`, also `python -m rankwise`. Ctrl-C ends it with one line and status 130.
 
-The handler of Ctrl-C comes before all other imports: loading PyTorch takes seconds.
+The handler for Ctrl-C is defined before all other imports, because importing PyTorch takes seconds.
 """
 
 import os
@@ -11,14 +11,14 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended: 128 plus the number of the signal SIGINT."""
+"""Exit status of a command that Ctrl-C ended: 128 plus 2, the number of the signal SIGINT."""
 _running = False
-"""True while a command runs that can save its results after Ctrl-C."""
+"""True while a command runs that can still save its results after Ctrl-C."""
 _presses = 0
 
 
 def _pressed(_: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C: the first lets the command write its results, the second stops that, the third exits."""
+    """Handle Ctrl-C: the first lets the command save results, the second stops saving, the third exits."""
     global _presses
     _presses += 1
     if _running and _presses <= 2 and not _is_importing(frame):
@@ -27,7 +27,7 @@ def _pressed(_: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> NoReturn:
-    """End the process at once, because another Ctrl-C could interrupt Python's own exit."""
+    """End the process at once, because another Ctrl-C could interrupt Python's normal exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"rankwise: interrupted\n")
@@ -35,7 +35,7 @@ def _leave() -> NoReturn:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True if a module is being imported; an exception inside PyTorch's import can abort in C++."""
+    """Return True during the import of a module; an exception while PyTorch is imported can abort in C++."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -44,7 +44,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 def main() -> None:
     """Run the command line with a handler for Ctrl-C."""
     global _running
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT stays ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup has set SIGINT to be ignored
         signal.signal(signal.SIGINT, _pressed)
     from rankwise.cli import main as run
 
@@ -55,7 +55,7 @@ def main() -> None:
         _running = False
         status = error.code if isinstance(error, SystemExit) else INTERRUPTED
         if status == INTERRUPTED and (_presses or isinstance(error, SystemExit)):
-            with suppress(OSError):  # the reader of standard output may be closed
+            with suppress(OSError):  # standard output may be a pipe that is closed already
                 sys.stdout.flush()
             _leave()  # libraries may have turned KeyboardInterrupt into another exception
         raise

@@ -1,4 +1,4 @@
-"""Error classes for users, and checks that raise these errors with subject, expected, got and fix."""
+"""Error classes for users, and checks that raise them with subject, expected and actual value, and a fix."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class RankwiseError(ValueError):
-    """Base class of all errors that a user can fix, printed as "SUBJECT: expected X, got Y. FIX"."""
+    """Base class of all errors that a user can fix; printed as "SUBJECT: expected X, got Y. FIX"."""
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
         super().__init__(f"{subject}: expected {expected}, got {got}. {fix}".rstrip())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make the error survive pickling: exceptions lose keyword arguments by default."""
+        """Return what pickle needs to restore the error, including its keyword arguments."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -30,11 +30,11 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 class ShapeError(RankwiseError):
-    """A tensor or operator has the wrong shape or kind."""
+    """A tensor or operator has the wrong shape or dtype."""
 
 
 class CaptureError(RankwiseError):
-    """The mixing operators of a model could not be captured."""
+    """The mixing matrices (operators) of a model cannot be captured."""
 
 
 class SkipError(RankwiseError):
@@ -58,7 +58,7 @@ class RecordError(RankwiseError):
 
 
 def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseError] = InputError) -> T:
-    """Return `value` if it is in `known`; otherwise raise an error that suggests similar known values.
+    """Return ``value`` if it is in ``known``; otherwise raise an error that suggests similar known values.
 
     Examples:
         >>> one_of("`mask`", "causal", ["full", "causal"])
@@ -76,7 +76,7 @@ def one_of(subject: str, value: T, known: Iterable[T], *, error: type[RankwiseEr
 def in_range(
     subject: str, value: int | float, interval: str, *, fix: str = "", error: type[RankwiseError] = InputError
 ) -> float:
-    """Return `value` if it is in an interval such as "(0, 1]" or "[0, inf)"; raise otherwise and for NaN.
+    """Return ``value`` if it is in an interval such as "(0, 1]" or "[0, inf)"; raise otherwise, also for NaN.
 
     Examples:
         >>> in_range("`keep`", 0.5, "(0, 1]")
@@ -100,7 +100,7 @@ def whole_number(
     fix: str = "",
     error: type[RankwiseError] = InputError,
 ) -> int:
-    """Return `value` if it is an integer from `least` to `most`; raise otherwise and for True and False.
+    """Return ``value`` if it is an integer from ``least`` to ``most``; raise otherwise, also for a bool.
 
     Examples:
         >>> whole_number("`every`", 500)
@@ -122,7 +122,7 @@ def instance_of(
     fix: str,
     error: type[RankwiseError] = InputError,
 ) -> T:
-    """Return `value` if it is an instance of `kind`; otherwise raise an error with the words `expected`."""
+    """Return ``value`` if it is an instance of ``kind``; otherwise raise an error that says ``expected``."""
     if not isinstance(value, kind):
         raise error(subject, expected=expected, got=type(value).__name__, fix=fix)
     return value
@@ -147,18 +147,18 @@ def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") 
     try:
         return path.read_bytes()
     except OSError as error:
-        # The error class is not enough: Windows raises PermissionError for a folder.
+        # The class of the error is not enough, because Windows raises PermissionError for a folder.
         got = "a folder" if path.is_dir() else "no such file" if not path.exists() else first_line(error)
         raise InputError(str(path), expected=kind, got=got, fix=fix) from error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of the error's class if it has no message."""
+    """Return the first line of an error's message, or the name of its class if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return text with similar known names and the first 24 known names; empty if `known` is empty.
+    """Return text with similar known names and up to 24 known names; empty if ``known`` is empty.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])

@@ -14,7 +14,7 @@ L        layers
 N        single axis of a vector, of any length
 =======  =====================================================================
 
-``...`` stands for any number of leading axes. The types are checked under pytest only.
+``...`` stands for any number of leading axes. The types are checked only under pytest.
 """
 
 from jaxtyping import Bool, Float

@@ -1,4 +1,4 @@
-"""Write files atomically: readers see the old content or the new content, never a part."""
+"""Atomic writing of files: readers find either the old content or the complete new content."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from rankwise.errors import InputError
 
 
 def parse_json(text: str) -> Any:
-    """Return the content of JSON text; raise ValueError if it is invalid, too deep or not valid Unicode.
+    """Return the content of JSON text; raise ValueError if it is invalid, nested too deeply or not Unicode.
 
     Examples:
         >>> parse_json('{"layers": [1, null]}')
@@ -20,14 +20,14 @@ def parse_json(text: str) -> Any:
     """
     try:
         content = json.loads(text)
-        json.dumps(content, ensure_ascii=False).encode()  # UTF-8 cannot store half a surrogate pair
+        json.dumps(content, ensure_ascii=False).encode()  # raises for half a surrogate pair, invalid in UTF-8
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
     return content
 
 
 def writable_folder(folder: Path, option: str = "--out") -> None:
-    """Create a folder; raise InputError if it cannot be written, so that no results are computed in vain."""
+    """Create a folder; raise InputError if it is not writable, before any time is spent on results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -44,15 +44,15 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
 def write_file(
     path: str | Path, content: str | Callable[[Path], object], subject: str, in_folder: str = ""
 ) -> Path:
-    """Write a file under a temporary name, rename it, and return its path.
+    """Write a file under a temporary name, then rename it; return its path.
 
-    A reader finds the old file or the new file, never a part. A full disk or Ctrl-C leaves the old file.
+    Readers find either the old or the complete new file. After a full disk or Ctrl-C the old file remains.
 
     Args:
         path: file to write; missing folders are created.
-        content: text, or a function that writes a file to the path in its argument.
+        content: text, or a function that writes the file to the path that it gets as argument.
         subject: noun for the file in error messages.
-        in_folder: name of the file if `path` is an existing folder.
+        in_folder: name of the file if ``path`` is an existing folder.
 
     Examples:
         >>> import tempfile
@@ -69,7 +69,7 @@ def write_file(
             got="a folder or a device",
             fix="Choose another name.",
         )
-    path = path.resolve()  # a symbolic link stays a link: its target is written
+    path = path.resolve()  # so that a symbolic link remains a link, and its target is written
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,20 +85,20 @@ def write_file(
             got=error.strerror or str(error),
             fix=f"Choose a folder you may write to and that has room, or make {path.parent} writable.",
         ) from error
-    finally:  # Ctrl-C must not leave the partial file
+    finally:  # Ctrl-C must not leave the temporary file behind
         with suppress(OSError):
             partial.unlink()
     return path
 
 
 def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
-    """Write several files into one folder, all or none; return their paths. Other files are kept.
+    """Write several files into a folder, all or none; return their paths. Other files in it are kept.
 
-    The files are written into a hidden folder, then renamed. An error or Ctrl-C restores the old files.
+    The files are written to a hidden folder, then moved. After an error or Ctrl-C the old files are restored.
 
     Args:
-        folder: target folder; created if it is missing.
-        write: function that writes the files into the folder in its argument.
+        folder: target folder, created if it is missing.
+        write: function that writes the files into the folder that it gets as argument.
         subject: noun for the files in error messages.
     """
     try:
@@ -111,11 +111,11 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
             names = sorted(file.name for file in new.iterdir())
             try:
                 for name in names:
-                    (new / name).chmod(0o644)  # some libraries write files that only the owner can read
+                    (new / name).chmod(0o644)  # some libraries write files that only their owner can read
                     if (folder / name).exists():
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)
-            except BaseException:  # KeyboardInterrupt is not an Exception
+            except BaseException:  # includes KeyboardInterrupt, which is not an Exception
                 _put_back(folder, names, new, old)
                 raise
     except OSError as error:
@@ -132,5 +132,5 @@ def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:
     for name in names:
         if (old / name).exists():
             (old / name).replace(folder / name)
-        elif not (new / name).exists():  # the new file was moved, and no old file existed
+        elif not (new / name).exists():  # the new file was moved already, and there was no old file
             (folder / name).unlink(missing_ok=True)

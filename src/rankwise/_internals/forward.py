@@ -1,4 +1,4 @@
-"""Run a model on a batch, edit batches, and change a model reversibly."""
+"""Functions that run a model on a batch, edit batches, and change a model reversibly."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +16,14 @@ from rankwise.errors import InputError
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
 LABELS = ("labels", "label", "targets", "target", "y")
-"""Names that data sets and models use for labels."""
+"""Names by which data sets and models pass labels."""
 
 
 # --- run -------------------------------------------------------------------------------------------------
 
 
 def run_model(model: nn.Module, batch: Batch) -> Any:
-    """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, else ``model(batch)``.
+    """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask.
@@ -44,10 +44,10 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
 
 def second_argument(model: nn.Module) -> str:
-    """Return the name of a transformers model's second positional argument; empty if it takes labels.
+    """Return the name of a transformers model's second positional argument; empty if it expects labels there.
 
-    The second argument is usually a mask, and labels passed as a mask would silently hide tokens. Models
-    of other libraries return an empty name, because their second argument follows no convention.
+    The second argument is usually a mask, and labels passed as a mask would silently hide tokens. For models
+    of other libraries the result is empty, because their second argument follows no convention.
     """
     if all(base.__name__ != "PreTrainedModel" for base in type(model).__mro__):
         return ""
@@ -59,8 +59,8 @@ def second_argument(model: nn.Module) -> str:
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager that sets a model to evaluation mode, then restores the mode of every module.
 
-    Some modules override ``train(mode)``, such as LoRA layers that merge weights for evaluation. For these
-    modules ``train`` is called at the end, so that they undo the merge.
+    Some modules override ``train(mode)``, such as LoRA layers that merge weights for evaluation. The method
+    ``train`` of these modules is called at the end, so that they undo the merge.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -69,7 +69,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         try:
-            for module, training in modes:  # outer modules first, because `train` also changes inner modules
+            for module, training in modes:  # outer modules first, because `train` also changes inner ones
                 if overrides_train(module) and module.training != training:
                     module.train(training)
         finally:
@@ -78,7 +78,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def overrides_train(module: nn.Module) -> bool:
-    """Return True if a module's class overrides ``train(mode)``; an unrelated ``train(data)`` is ignored."""
+    """Return True if the class of a module overrides ``train(mode)``; a method ``train(data)`` is ignored."""
     if getattr(module.train, "__func__", None) is nn.Module.train:
         return False
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
@@ -89,9 +89,9 @@ def overrides_train(module: nn.Module) -> bool:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Context manager that clears the cache of ``torch.autocast`` before and after the block.
+    """Context manager that clears the cache of ``torch.autocast`` before and after its block.
 
-    A cached low-precision weight may be stale. If it was cached without gradients, it blocks later gradients.
+    A cached low-precision weight may be out of date. If cached without gradients, it also blocks gradients.
     """
     torch.clear_autocast_cache()
     try:
@@ -111,21 +111,21 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
+    """Return the device of a model's first weight or buffer that is not on "meta"; the CPU if there is none."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with every tensor on a device."""
+    """Return a batch with all its tensors moved to a device."""
     return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
-    """Return a copy of the first `count` sequences of a batch that is a dict; copy other batches whole.
+    """Return a copy of a batch; of a dict, only the first ``count`` sequences.
 
-    In a dict, the first axis of tensors is the batch, by the convention of Hugging Face. In a tuple or a
-    tensor, the first axis may be time.
+    In a dict the first axis of a tensor is the batch, by the convention of Hugging Face. In a tuple or a
+    plain tensor the first axis may be time, so these are copied whole.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
@@ -137,12 +137,12 @@ def first_sequences(batch: Batch, count: int) -> Any:
 
 
 def batch_size(batch: Batch) -> int:
-    """Return the number of sequences B: the first axis of the first tensor that is not a scalar."""
+    """Return the number of sequences B: the length of the first axis of the first non-scalar tensor."""
     return next((value.shape[0] for value in tensors_of(batch).values() if value.dim()), 1)
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name, or by position in a tuple or list."""
+    """Return the tensors of a batch by name, or by position if the batch is a tuple or list."""
     items = (
         batch.items()
         if isinstance(batch, Mapping)
@@ -152,14 +152,14 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def has_tensor(value: Any) -> bool:
-    """Return True if a nested dict, list or tuple contains a tensor."""
+    """Return True if nested dicts, lists or tuples contain a tensor."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(has_tensor, value)))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested dicts, lists and tuples with a function applied to every tensor."""
+    """Return nested dicts, lists and tuples with every tensor replaced by ``function(tensor)``."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -171,10 +171,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
-    """Return a batch without labels that ``forward`` does not accept, and a note that names these labels.
+    """Return a batch without the labels that ``forward`` does not accept, and a note that names them.
 
-    A key that ``forward`` does not accept is dropped if its name is in `LABELS` or its value has no tensor.
-    The y of (x, y) is dropped if it has one number per sequence and ``forward`` has no place for labels.
+    A key that ``forward`` does not accept is dropped if it is in `LABELS` or its value contains no tensor. In
+    a pair (x, y), y is dropped if it has one number per sequence and ``forward`` does not accept labels.
 
     Examples:
         >>> import torch
@@ -210,7 +210,7 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _one_label_each(x: Any, y: Any) -> bool:
-    """Return True if y has one number per sequence of x, which are then taken for labels."""
+    """Return True if y has one number per sequence of x, so that y is regarded as labels."""
     both = isinstance(x, Tensor) and isinstance(y, Tensor)
     return both and x.dim() > 1 and y.shape in ((x.shape[0],), (x.shape[0], 1))
 
@@ -219,7 +219,7 @@ def _one_label_each(x: Any, y: Any) -> bool:
 
 
 class AddedHook(NamedTuple):
-    """Forward hook, called as ``hook(module, args, kwargs)`` or, after the module, with ``output`` added."""
+    """Hook, called as ``hook(module, args, kwargs)`` before a module, or after it with ``output`` added."""
 
     module: str
     kind: Literal["before", "after"]
@@ -229,10 +229,10 @@ class AddedHook(NamedTuple):
 
 @dataclass
 class Change:
-    """Reversible change of a model: replaced modules, set attributes and added hooks.
+    """Reversible change of a model: replaced modules, new attribute values and added hooks.
 
-    As a context manager it changes the model for one block of code. Keys are paths as in
-    ``named_modules()``, "" for the model. A path may lead into a module that the same change inserts.
+    As a context manager, it changes the model for one block of code. The keys are module paths as in
+    ``named_modules()``, with "" for the model. A path may lead into a module that the same change inserts.
 
     Examples:
         >>> model = nn.Sequential(nn.Dropout(), nn.ReLU())
@@ -250,7 +250,7 @@ class Change:
     _undo: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def apply(self) -> None:
-        """Replace modules, set attributes, then add hooks; if one step raises, undo the earlier steps."""
+        """Replace modules, set attributes and add hooks; if one step raises, undo the steps before it."""
         try:
             for path, module in self.modules.items():
                 parent, _, name = path.rpartition(".")

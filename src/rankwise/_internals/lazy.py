@@ -1,4 +1,4 @@
-"""Import the public names of a package when they are first used."""
+"""Lazy imports: the public names of a package are imported when they are first used."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], packages: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions `__getattr__` and `__dir__` of a package that import its names on first use.
+    """Return the functions `__getattr__` and `__dir__` of a package that imports its names on first use.
 
     Args:
-        package: name of the package, `__name__`.
-        homes: public names by the module that defines them, relative to the package.
-        packages: submodules that are public names themselves.
+        package: name of the package, ``__name__``.
+        homes: public names by the submodule that defines them.
+        packages: submodules that are themselves public names.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 

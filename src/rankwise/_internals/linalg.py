@@ -1,4 +1,4 @@
-"""Norms without overflow or underflow, and differences of rows without cancellation."""
+"""Norms without overflow or underflow, and distances from a mean without cancellation."""
 
 import torch
 from jaxtyping import Bool, Float64
@@ -10,7 +10,7 @@ MATRIX = (-2, -1)
 """The two axes of a matrix: rows and columns."""
 
 SQUARES = 2.0**450
-"""Norms from 1/SQUARES to SQUARES need no scaling: squares that underflow are at most 2⁻¹²² of norm²."""
+"""Norms between 1/SQUARES and SQUARES need no scaling: squares that underflow are below 2⁻¹²² · norm²."""
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
@@ -25,7 +25,7 @@ def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64
 
 
 def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:
-    """Return the Euclidean norm along ``axes``, also if squares overflow or underflow float64."""
+    """Return the Euclidean norm along ``axes``, even if the squares overflow or underflow float64."""
     plain = torch.linalg.vector_norm(values, dim=axes)
     if bool(((plain > 1 / SQUARES) & (plain < SQUARES)).all()):
         return plain
@@ -34,14 +34,14 @@ def norm(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tenso
 
 
 def ratio(part: Float64[Tensor, "..."], whole: Float64[Tensor, "..."]) -> Float64[Tensor, "..."]:
-    """Return the quotient ``part / whole``; 0 where ``whole`` is 0."""
+    """Return ``part / whole``, and 0 where ``whole`` is 0."""
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), 0.0)
 
 
 def mean_distance(
     rows: Float64[Tensor, "*batch T D"], real: Bool[Tensor, "*batch T"] | None = None
 ) -> Float64[Tensor, "*batch"]:
-    """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows of Y from their mean ȳ.
+    """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows of a matrix Y from their mean ȳ.
 
     The first real row is subtracted before the mean, so that nearly equal rows lose no digits.
 

@@ -1,4 +1,4 @@
-"""Base class, field types and loading of records (saved JSON files); this module does not import torch."""
+"""Base class, field types and loading of records (results saved as JSON); torch is not imported here."""
 
 import json
 import math
@@ -16,7 +16,7 @@ R = TypeVar("R", bound="Record")
 T = TypeVar("T")
 
 MISSING = "–"
-"""Text for a number that is not finite; not "0", because a missing number is not a small number."""
+"""Text for a number that is not finite; not "0", because an unknown number is not a small number."""
 
 
 def _nan_from_null(value: object) -> object:
@@ -24,7 +24,7 @@ def _nan_from_null(value: object) -> object:
 
 
 Number = Annotated[float, BeforeValidator(_nan_from_null)]
-"""Float; written as null in JSON if it is not finite, and null is read as NaN."""
+"""Float field; NaN and infinity are written as null in JSON, and null is read as NaN."""
 
 
 def _positive(value: float) -> float:
@@ -34,14 +34,14 @@ def _positive(value: float) -> float:
 
 
 Size = Annotated[Number, AfterValidator(_positive)]
-"""Mean number of rows or columns, above 0; NaN if no sequence has rows or columns."""
+"""Mean number of rows or columns over sequences, above 0; NaN if no sequence has any."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""Count, or index from 0; below 2⁵³, because JSON readers store larger integers inexactly."""
+"""Count, or index from 0; below 2⁵³, because JSON readers may round larger integers."""
 
 
 class Record(BaseModel):
-    """Base class of records: immutable, refuses unknown fields, writes NaN and infinity as null."""
+    """Base class of records: immutable, without unknown fields, with NaN and infinity written as null."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="null")
 
@@ -50,7 +50,7 @@ class Record(BaseModel):
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return items by key, in the order of the first item of each group; items of groups may alternate."""
+    """Return the items of each key, in the order in which keys first occur; items need not be sorted."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -62,7 +62,7 @@ def format_number(value: float, digits: int | None = None) -> str:
 
     Args:
         value: number to format.
-        digits: decimals; None for three significant digits.
+        digits: number of decimals; None for three significant digits.
 
     Examples:
         >>> format_number(0.6321), format_number(0.6321, 2), format_number(0.00004, 2)
@@ -88,15 +88,15 @@ def load_record(
     unmarked: bool = False,
     command: str = "",
 ) -> R:
-    """Return a validated record from a file, or from `file_name` in a folder.
+    """Load and validate a record from a file, or from the file ``file_name`` in a folder.
 
     Args:
         path: file or folder.
-        kind: class of the record, with the fields `format` and `schema_version`.
-        file_name: name of the file in a folder.
-        upgrade: function that converts content of an older schema version to the current fields.
-        unmarked: True if files of version 1 state neither format nor version.
-        command: command that writes the file, if it is not named like the format.
+        kind: class of the record, which has the fields ``format`` and ``schema_version``.
+        file_name: name of the file if ``path`` is a folder.
+        upgrade: function that converts the content of older schema versions to the current fields.
+        unmarked: True if files of schema version 1 contain neither format nor version.
+        command: command that writes such files, if its name differs from the format.
 
     Raises:
         InputError: if the file cannot be read.

@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE): each pair of query or key channels is rotated by an angle per position."""
+"""Rotary position embeddings (RoPE): pairs of channels are rotated by an angle that grows with position."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +9,10 @@ from torch import Tensor
 
 ROPE_BASE = 10_000.0
 Pairing = Literal["halves", "neighbors"]
-"""Channels of pair i among P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
+"""Which channels are pair i of P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
 RopeLayout = Literal["halves", "pairs", "pairs of halves", "halves, short"]
-"""Layout of the cos and sin that models compute: per channel, or per pair and repeated ("pairs of halves"),
-or once per pair ("halves, short"). Saved files contain these names."""
+"""Layout of the cos and sin that a model computes: per channel ("halves", "pairs"), per pair and repeated
+("pairs of halves"), or once per pair ("halves, short"). Saved files contain these names."""
 PAIRINGS: dict[RopeLayout, Pairing] = {
     "halves": "halves", "pairs": "neighbors", "pairs of halves": "neighbors", "halves, short": "halves",
 }  # fmt: skip
@@ -21,7 +21,7 @@ PAIRINGS: dict[RopeLayout, Pairing] = {
 def rope_angles(
     positions: Shaped[Tensor, "*P T"], width: int, base: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*P T N"], Float[Tensor, "*P T N"]]:
-    """Return cosine and sine of the angle p·base^(−2i/width) for each position p and pair i.
+    """Return the cosine and the sine of the angle p·base^(−2i/width) for each position p and channel pair i.
 
     Angles are computed in float32 or float64. Beyond about 10^5 tokens, float32 angles lose digits.
     Source: Su et al., “RoFormer”, 2021, equation 34.
@@ -40,7 +40,7 @@ def rope_angles(
 def apply_rope(
     x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
 ) -> Float[Tensor, "*B T K"]:
-    """Rotate P pairs of channels, (a, b) → (a cos − b sin, b cos + a sin); copy the other channels."""
+    """Rotate P pairs (a, b) of channels to (a cos − b sin, b cos + a sin); copy all other channels."""
     pairs = cos.shape[-1]
     turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if pairing == "halves":
@@ -53,21 +53,21 @@ def apply_rope(
 def undo_rope(
     x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
 ) -> Float64[Tensor, "*B T K"]:
-    """Invert `apply_rope` in float64, also if cos² + sin² is not 1 (rounded or scaled angles)."""
+    """Invert `apply_rope` in float64, even if cos² + sin² ≠ 1 because angles were rounded or scaled."""
     cos, sin = cos.double(), sin.double()
     scale = (cos.square() + sin.square()).clamp(min=1e-300)
     return apply_rope(x.double(), cos / scale, -sin / scale, pairing)
 
 
 def per_pair(angles: Float[Tensor, "B S R"], layout: RopeLayout) -> Float[Tensor, "B S P"]:
-    """Return the cos (or sin) of each pair from the cos (or sin) that a model computes."""
+    """Return the cos (or sin) of each pair, from the cos (or sin) in the layout that a model computes."""
     if layout == "halves, short":
         return angles
     return angles[..., ::2] if layout == "pairs" else angles[..., : angles.shape[-1] // 2]
 
 
 def fits_layout(angles: Float[Tensor, "B S R"], layout: RopeLayout, width: int) -> bool:
-    """Return True if both channels of each pair have one angle, and heads of this width have all pairs."""
+    """Return True if both channels of each pair have the same angle, and all pairs fit into the head width."""
     one, half = per_pair(angles, layout), angles.shape[-1] // 2
     same = {"halves": angles[..., half:], "pairs": angles[..., 1::2]}.get(layout, one)
     return 2 * one.shape[-1] <= width and bool((one == same).all())
@@ -75,21 +75,21 @@ def fits_layout(angles: Float[Tensor, "B S R"], layout: RopeLayout, width: int) 
 
 @dataclass(frozen=True)
 class PairRotation:
-    """Rotation of some pairs of channels, given by cos and sin per token; other channels stay."""
+    """Rotation of P pairs of channels by angles that depend on the token; other channels are unchanged."""
 
     pairs: Int[Tensor, "P 2"]
     cos: Float[Tensor, "B T P"]
     sin: Float[Tensor, "B T P"]
 
     def __call__(self, heads: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
-        """Return the rotated queries or keys."""
+        """Return queries or keys with the pairs of channels rotated."""
         channels, rotated = self.pairs.T.flatten(), heads.clone()
         cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
         rotated[..., channels] = apply_rope(heads[..., channels], cos, sin, "halves")
         return rotated
 
     def __getitem__(self, sequences: Int[Tensor, "b"]) -> "PairRotation":
-        """Return the rotation of some sequences."""
+        """Return the rotation of the sequences with the given indices."""
         return PairRotation(self.pairs, self.cos[sequences], self.sin[sequences])
 
 
@@ -98,7 +98,7 @@ def fit_rotation(
     before: list[Float[Tensor, "B _ T K"]],
     after: list[Float[Tensor, "B _ T K"]],
 ) -> tuple[PairRotation, float]:
-    """Fit the rotation of queries and keys by least squares over heads; also return the relative residual."""
+    """Return the least-squares rotation from heads ``before`` to heads ``after``, and its relative residual."""
     x, y = (torch.cat([heads[..., pairs[:, side]].double() for heads in before], 1) for side in (0, 1))
     u, v = (torch.cat([heads[..., pairs[:, side]].double() for heads in after], 1) for side in (0, 1))
     size = (x.square() + y.square()).sum(1).clamp(min=1e-300)

@@ -1,4 +1,4 @@
-"""Statistics without torch: mergeable moments, rank correlation, Student's t and shared constants."""
+"""Statistics without torch: moments that can be merged, rank correlation, Student's t, and constants."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,17 @@ Floats = NDArray[np.float64]
 
 DELTA = 1e-2
 """Default threshold δ: values σ ≥ δ count in the numerical rank, values σ ≥ δ·σ_max in the relative rank.
-With eps·σ_max as the threshold, rounding errors of the matrix's dtype would count as directions."""
+With the smaller threshold eps·σ_max, rounding errors in the dtype of the matrix would be counted."""
 WIDTH_TOLERANCE = 0.01
-"""Largest KL divergence, in nats, that `required_head_dim` allows between attention rows before and after.
-By Pinsker's inequality at most √(0.01/2) = 7 % of the attention weight in a row then moves."""
+"""Default KL divergence in nats that `required_head_dim` allows between attention rows before and after.
+By Pinsker's inequality, at most √(0.01/2) = 7 % of the attention weight in a row then moves."""
 
 
 @dataclass
 class Moments:
-    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each entry of the arrays; NaN is skipped.
+    """Count, mean and M2 = Σ (x − mean)² of a stream of arrays, for each array entry; NaN is skipped.
 
-    An entry without values has mean 0. Up to rounding, results do not depend on the order of the arrays.
+    An entry without values has mean 0. Results do not depend on the order of the arrays, up to rounding.
 
     Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", 1979.
@@ -40,13 +40,13 @@ class Moments:
 
     @classmethod
     def empty(cls, *shape: int) -> "Moments":
-        """Return moments of no arrays, with count 0, for arrays of the given shape."""
+        """Return moments with count 0, for arrays of the given shape."""
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape))
 
     def add(self, values: Floats) -> None:
-        """Add N arrays, stacked along a new first axis, (N, *shape).
+        """Add N arrays, stacked along a new first axis: (N, *shape).
 
-        The first pass averages deviations from the first known value; the second pass computes M2.
+        A first pass computes the mean from differences to the first known value; a second pass computes M2.
         """
         if not len(values):
             return
@@ -54,14 +54,14 @@ class Moments:
         count = known.sum(0).astype(np.float64)
         first = np.take_along_axis(values, known.argmax(0)[None], axis=0)[0]
         first = np.where(count > 0, first, 0.0)
-        # Offsets from equal values are 0, so the mean of equal values is exact, also if they are infinite.
+        # Differences of equal values are 0, so the mean of equal values is exact, even if they are infinite.
         offsets = np.subtract(values, first, where=known & (values != first), out=np.zeros_like(values))
         mean = first + offsets.sum(0) / np.maximum(count, 1)
         deviations = np.subtract(values, mean, where=known, out=np.zeros_like(values))
         self.merge(Moments(count, mean, np.square(deviations).sum(0)))
 
     def merge(self, other: "Moments") -> None:
-        """Add the counts, means and M2 of other moments, as if their arrays had been added."""
+        """Add other moments, as if the arrays of the other moments had been added."""
         count = self.count + other.count
         share = other.count / np.maximum(count, 1)
         step = other.mean - self.mean
@@ -70,7 +70,7 @@ class Moments:
         self.count = count
 
     def complete(self, number: int | Floats) -> "Moments":
-        """Return the moments with mean and M2 set to NaN for entries with fewer than `number` values."""
+        """Return moments in which mean and M2 are NaN for entries with fewer than ``number`` values."""
         missing = self.count < number
         return Moments(self.count, np.where(missing, np.nan, self.mean), np.where(missing, np.nan, self.m2))
 
@@ -82,7 +82,7 @@ class Moments:
 
     @classmethod
     def from_record(cls, count: Floats, mean: Floats, std: Floats) -> "Moments":
-        """Return moments from the results of `to_record`; an entry with mean NaN gets count 0."""
+        """Return moments from the three results of `to_record`; an entry with mean NaN gets count 0."""
         known = np.where(np.isnan(mean), 0.0, count)
         m2 = np.where(known > 1, (known - 1) * np.square(std), 0.0)
         return cls(known, np.where(known > 0, mean, 0.0), m2)
@@ -94,7 +94,7 @@ def t_quantile(freedom: int) -> float:
     Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
 
     Args:
-        freedom: degrees of freedom, at least 2. The result is 1 % too small for 2, and closer for more.
+        freedom: degrees of freedom, at least 2. The result is 1 % too small for 2, and more accurate above.
 
     Examples:
         >>> round(t_quantile(14), 3)
@@ -111,7 +111,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def mean(values: Iterable[int | float]) -> float:
-    """Return the mean of the finite values; NaN without any.
+    """Return the mean of the finite values; NaN if there are none.
 
     Examples:
         >>> mean([1.0, float("nan"), 3.0])
@@ -122,15 +122,15 @@ def mean(values: Iterable[int | float]) -> float:
 
 
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return Spearman's rank correlation of two lists; pairs with a number that is not finite are skipped.
+    """Return Spearman's rank correlation of two lists; pairs with a NaN or infinity are skipped.
 
-    Formula: Pearson's correlation of the ranks; equal numbers share their mean rank.
+    Formula: Pearson's correlation of the ranks; equal numbers get the mean of their ranks.
     Range: [−1, 1]; NaN for fewer than three pairs, or if all numbers of a list are equal.
-    Cost: O(N log N).
+    Cost: O(N log N) time.
 
     Args:
         first: N numbers.
-        second: N numbers, paired with `first`.
+        second: N numbers; number i is paired with number i of ``first``.
 
     Examples:
         >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])

@@ -1,8 +1,8 @@
-"""Map a function over matrices in parallel, with one thread per matrix.
+"""Parallel work on many matrices, with one thread per matrix.
 
-Threads that share the decomposition of one small matrix wait for each other at every step. If other programs
-use the cores, this takes up to a hundred times as long. With one thread per matrix, threads never wait, and
-results do not depend on the number of threads. `benchmarks/audit.py --busy 4` measures both.
+If several threads share the decomposition of one small matrix, they wait for each other at every step. When
+other programs use the cores, this takes up to a hundred times as long. With one thread per matrix, threads
+never wait, and results do not depend on the number of threads. `benchmarks/audit.py --busy 4` measures both.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 OPENBLAS = "{}openblas_{}_num_threads{}"
-"""Template for the names of OpenBLAS functions that get and set the number of threads; builds differ."""
+"""Names of OpenBLAS functions, with placeholders for prefix, "get" or "set", and suffix; builds differ."""
 NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]
 
 
 class _Inside(threading.local):
-    """State per Python thread: torch's number of threads before `one_thread`; 0 outside of `one_thread`."""
+    """Per Python thread: the number of torch threads before `one_thread`; 0 if `one_thread` is not active."""
 
     threads = 0
 
@@ -34,14 +34,14 @@ class _Inside(threading.local):
 _inside = _Inside()
 _lock = threading.Lock()
 _limits: list[int] = []
-"""OpenBLAS's thread count before the first `one_thread`, once per active `one_thread` of the process."""
+"""OpenBLAS's original number of threads; the list has one entry per active `one_thread` of the process."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context manager that limits torch and numpy to one thread inside the block.
+    """Context manager that limits torch and numpy to one thread in its block.
 
-    torch stores the limit per Python thread; a Python thread started inside the block starts with limit 1.
+    torch stores the limit per Python thread; a Python thread that starts in the block inherits the limit 1.
     """
     if _inside.threads:
         yield
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Context manager inside which torch again has the number of threads from before `one_thread`."""
+    """Context manager that gives torch, in its block, the number of threads from before `one_thread`."""
     here = torch.get_num_threads()
     try:
         torch.set_num_threads(_inside.threads or here)
@@ -70,15 +70,15 @@ def _all_threads() -> Iterator[None]:
 def map_threads(
     work: Callable[[Item], Answer], items: Sequence[Item], at_once: int | None = None
 ) -> list[Answer]:
-    """Return `work(item)` for all items, in order; each call runs on one thread in the caller's grad mode.
+    """Return ``work(item)`` for all items, in order; each call runs on one thread, in the caller's grad mode.
 
     The number of parallel calls is torch's number of threads; nested calls run serially. The first error is
-    raised after running calls have ended; the remaining items are skipped.
+    raised when the running calls have ended; the remaining items are skipped.
 
     Args:
-        work: function of one item; must not share mutable state.
-        items: arguments of `work`.
-        at_once: number of items that fit in memory together. If 1, each item gets all threads, and the
+        work: function of one item, which must not modify data that other calls use.
+        items: arguments of ``work``.
+        at_once: number of items that fit in memory together. If it is 1, each item gets all threads, and the
             last digits of its result may depend on the number of threads.
     """
     if at_once is not None and at_once < 2:
@@ -99,13 +99,13 @@ def map_threads(
 
 
 def numpy_is_on_one_thread() -> bool:
-    """Return True if numpy's LAPACK is limited to one thread, where it is faster than torch's."""
+    """Return True if numpy's LAPACK is limited to one thread; numpy is then faster than torch."""
     return torch.get_num_threads() == 1 and bool(_limits)
 
 
 @contextmanager
 def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit numpy's OpenBLAS, if present, to one thread; the last active block to end restores the limit."""
+    """Limit numpy's OpenBLAS, if present, to one thread; when the last active block ends, undo the limit."""
     functions = _openblas()
     if functions is None:
         yield
@@ -125,7 +125,7 @@ def _numpy_on_one_thread() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """Return OpenBLAS's functions that get and set its thread count; None if numpy uses another library."""
+    """Return the OpenBLAS functions that get and set its number of threads; None if numpy does not use it."""
     file = numpy_linalg_file()
     if file is None:
         return None

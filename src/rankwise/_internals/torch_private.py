@@ -1,4 +1,4 @@
-"""Wrappers of private names of torch and numpy; a new version of torch or numpy changes only this file.
+"""Wrappers of private names of torch and numpy, so that a new version affects only this file.
 
 ``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
 """
@@ -27,7 +27,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
-    """Remove a function mode from torch's stack; return the number of modes below it, or None if absent."""
+    """Remove a function mode from torch's stack; return the number of modes below it, None if not found."""
     above: list[Any] = []
     found = None
     while torch._C._len_torch_function_stack():
@@ -42,7 +42,7 @@ def pop_mode(mode: TorchFunctionMode) -> int | None:
 
 
 def push_mode(mode: TorchFunctionMode, depth: int) -> None:
-    """Insert a function mode into torch's stack of active modes, so that `depth` modes are below it."""
+    """Insert a function mode into torch's stack of active modes, above ``depth`` other modes."""
     above = []
     while torch._C._len_torch_function_stack() > depth:
         above.append(_pop_mode())
@@ -62,13 +62,13 @@ def in_backward():
 
 @no_type_check
 def changes_in_place(tensor):
-    """Return the version counter of a tensor, incremented by every in-place change."""
+    """Return the number of in-place changes of a tensor (its version counter)."""
     return tensor._version
 
 
 @no_type_check
 def base_of(tensor):
-    """Return the base tensor of a view; return the tensor itself if it is not a view."""
+    """Return the base tensor of a view, or the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -91,13 +91,13 @@ def is_profiled() -> bool:
 
 
 def in_dispatch_mode() -> bool:
-    """Return True while a `TorchDispatchMode`, which intercepts operators, is active."""
+    """Return True while a `TorchDispatchMode` (which intercepts every operator call) is active."""
     active: bool = is_in_torch_dispatch_mode()
     return active
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Return True for a ZeroTensor, torch's tensor of zeros without storage."""
+    """Return True for a ZeroTensor, by which torch represents zeros without storage."""
     zero: bool = tensor._is_zerotensor()
     return zero
 
@@ -106,20 +106,20 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if `torch.compile` or `Module.compile` has compiled a module."""
+    """Return True if a module was compiled by `torch.compile` or `Module.compile`."""
     return (
         isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
     )
 
 
 def original_of(module: nn.Module) -> nn.Module:
-    """Return the module inside a wrapper that `torch.compile` returned; return other modules unchanged."""
+    """Return the module inside a wrapper that `torch.compile` returned; return any other module unchanged."""
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
 
 
 COMPILED_PREFIX = "_orig_mod."
-"""Prefix of weight names in a module that `torch.compile` returned."""
+"""Prefix of the weight names of a module that `torch.compile` returned."""
 
 
 def runs_compiled_eagerly() -> bool:
@@ -129,9 +129,9 @@ def runs_compiled_eagerly() -> bool:
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
-    """Return the function, marked so that `torch.compile` treats its result as a constant.
+    """Return a function, marked so that `torch.compile` treats its result as a constant.
 
-    `torch.compiler.assume_constant_result` does the same, but also imports the compiler, which is slow.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which is slow.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -141,16 +141,16 @@ def constant_when_traced(function: FunctionT) -> FunctionT:
 
 
 RESET = "_reset_parameters"
-"""Method by which torch's attention and transformer modules initialize their weights."""
+"""Name of the method with which torch's attention and transformer modules initialize their weights."""
 
 
 def dropout_rate(module: nn.Module) -> float:
-    """Return the rate of a dropout layer; 0 for any other module."""
+    """Return the rate of a dropout layer, or 0 for any other module."""
     return float(module.p) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
 
 
 def forget_global_hook(handle: RemovableHandle) -> None:
-    """Delete an entry on keyword arguments that PyTorch keeps after a global hook is removed."""
+    """Delete the entry that PyTorch keeps after a global hook with keyword arguments is removed."""
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
@@ -165,7 +165,7 @@ def forward_hooks(module: nn.Module) -> list[object]:
 
 
 def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
-    """Remove the forward hooks for which `wanted` returns True; return the number of removed hooks."""
+    """Remove the forward hooks for which ``wanted(hook)`` is True; return how many were removed."""
     removed = 0
     stores: list[tuple[Any, tuple[Any, ...]]] = [
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
@@ -198,7 +198,7 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 @contextmanager
 def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores which buffers each module has; buffers added inside are removed."""
+    """Context manager that restores the buffers of every module; buffers added in its block are removed."""
     kept = [
         (module, dict(module._buffers), set(module._non_persistent_buffers_set))
         for module in model.modules()
@@ -216,7 +216,7 @@ def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
-    """Context manager that disables hooks for which `wanted` is True, then restores all hooks in order."""
+    """Context manager that disables hooks for which ``wanted(hook)`` is True, then restores all in order."""
     kept = [
         (hooks, dict(hooks))
         for module in model.modules()
@@ -238,7 +238,7 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
 
 
 def numpy_linalg_file() -> str | None:
-    """Return the path of the shared library of `numpy.linalg`, linked to LAPACK; None if not found."""
+    """Return the path of the library behind `numpy.linalg`, which is linked to LAPACK; None if not found."""
     module = getattr(np.linalg, "_umath_linalg", None)
     file: str | None = getattr(module, "__file__", None)
     return file

@@ -1,4 +1,4 @@
-"""Theory: ranks expected by chance, and proved bounds on λ-skips; independent of models and data."""
+"""Theory without models or data: ranks expected by chance, and proved bounds for λ-skips."""
 
 from rankwise.theory.barrier import rank_barrier, rank_barrier_of_rows
 from rankwise.theory.paper_bound import min_lambda_paper, mixing_strength

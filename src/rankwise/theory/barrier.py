@@ -1,4 +1,4 @@
-"""Low-rank barrier: expected rank of hardmax attention (a single 1 per row) with random columns."""
+"""Low-rank barrier: the expected rank of hardmax attention, in which each row has a single 1."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch import Tensor
 from rankwise.errors import InputError, ShapeError, one_of, whole_number
 
 MASKS = ("full", "causal")
-"""Names of the masks with a closed form."""
+"""Names of the masks for which the expected rank has a closed formula."""
 
 
 @overload
@@ -26,33 +26,33 @@ def rank_barrier(
     sources: int | None = None,
     window: int | None = None,
 ) -> float | Float64[Tensor, "*batch"]:
-    """Return the expected rank of a hardmax matrix (a single 1 per row, at a random visible column).
+    """Return the expected rank of a random hardmax matrix: a single 1 per row, in a random visible column.
 
-    Each row has a single 1, at a column drawn uniformly from its visible columns, independently of the other
-    rows. The rank is the number of different columns drawn. Formula, with n_i the columns visible to row i:
+    The column of each row is drawn uniformly from its visible columns, independently of the other rows. The
+    rank is the number of different columns drawn. Formulas, where row i sees n_i columns:
 
     - any mask: Σ_j (1 − Π_{i sees j} (1 − 1/n_i)); a row that sees no column adds 0
     - full: S(1 − (1 − 1/S)^T), which for T = S tends to (1 − 1/e)·T ≈ 0.632 T
     - causal (row i sees columns 0 … i): (T + 1)/2
     - causal with a window w (row i sees the last w columns up to i): the formula for any mask
 
-    Range: [1, min(T, S)] if any row sees a column. It is an expectation, not a maximum: a matrix above it has
-    more rank than random winners, and attention to the previous token alone has almost full rank.
-    Cost: O(1); O(T) with a window; O(T S) for a boolean mask.
+    Range: [1, min(T, S)] if any row sees a column. The value is an expectation, not a maximum: attention to
+    the previous token, for example, has almost full rank.
+    Cost: O(1) time; O(T) with a window; O(T S) for a boolean mask.
     Source: Theorem 1 of "On the Limitation and Redundancy of Transformers: A Rank Perspective" bounds the
-    expectation without a mask by (1 − 1/e)·T + O(1). The value for each mask is derived in this project.
+    expectation without a mask by (1 − 1/e)·T + O(1). The formulas for masks are derived in this project.
 
     Args:
         tokens: number of rows T.
-        mask: "full", "causal", or Bool (..., T, S), True if row i sees column j.
-        sources: number of columns S, by default T.
-        window: number of columns that a row of the causal mask sees, including column i.
+        mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j.
+        sources: number of columns S; T by default.
+        window: number of columns that each row of the causal mask sees, including its own.
 
     Returns:
-        A float for a named mask, float64 (...) on the mask's device for a boolean mask.
+        Float for a named mask; float64 tensor (...) on the device of the mask for a boolean mask.
 
     Raises:
-        ShapeError: if the sizes do not fit the mask, or a mask tensor is not boolean.
+        ShapeError: if the sizes do not match the mask, or a mask tensor is not boolean.
         InputError: if a size is not positive, the name of the mask is unknown, or a window is passed
             without the causal mask.
 
@@ -102,10 +102,10 @@ def _full(tokens: int, sources: int) -> float:
 
 
 def _window(tokens: int, window: int) -> float:
-    """Return the formula for any mask under a window w: column j is seen by rows j … min(j + w, T) − 1.
+    """Return the expected rank under a causal window w, by the formula for any mask in `rank_barrier`.
 
-    Rows i < w − 1 see i + 1 columns, and the product over them telescopes: Π_{i=j}^{k−1} i/(i + 1) = j/k.
-    Later rows see w columns each.
+    Column j is seen by rows j … min(j + w, T) − 1. Rows i < w − 1 see i + 1 columns, and their product
+    telescopes: Π_{i=j}^{k−1} i/(i + 1) = j/k. Later rows see w columns each.
     """
     if window == 1:
         return float(tokens)
@@ -118,12 +118,12 @@ def _window(tokens: int, window: int) -> float:
 
 
 def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[Tensor, "*batch"]:
-    """Return `rank_barrier` for a boolean mask that is passed in blocks of rows.
+    """Return `rank_barrier` for a boolean mask that is passed in blocks of rows, to save memory.
 
     Cost: O(T S) time, memory for one block.
 
     Args:
-        rows: blocks of rows of the mask; leading axes broadcast.
+        rows: blocks of rows of the mask (True = visible); leading axes broadcast.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Theorem of the λ-skip paper (a skip connection with weight λ): the least |λ| under its hypotheses."""
+"""Theorem of the λ-skip paper: the smallest |λ| of a skip connection λx for which it guarantees a spread."""
 
 import math
 
@@ -6,18 +6,18 @@ from rankwise.errors import in_range
 
 
 def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortest: float = 1.0) -> float:
-    r"""Return a strength of a mixer that replaces S·C_M in `min_lambda_paper`, for any states and any ε.
+    r"""Return a strength of the mixer to use for S·C_M in `min_lambda_paper`, for any states and any ε.
 
     Formula: √((S·C_M·q)² + ε)/ℓ, which is S·C_M if each state has norm √D and ε = 0, as the theorem assumes.
-    In place of S·C_M it extends the theorem to all states, with μ² = D·μ(U)² of their directions U.
-    Range: [0, ∞]. Cost: O(1).
-    Source: own; proof in docs/proofs/skip-bound.md.
+    With this strength the theorem holds for all states, if μ² is replaced by D·μ(U)² of their directions U.
+    Range: [0, ∞]. Cost: O(1) time.
+    Source: this project; proof in docs/proofs/skip-bound.md.
 
     Args:
-        product: S·C_M, with ‖C‖_F ≤ S for the value weights and ‖M‖_F ≤ C_M for the mixing matrix.
+        product: S·C_M, with ‖C‖_F ≤ S for the value weights C and ‖M‖_F ≤ C_M for the mixing matrix M.
         eps: ε of the norm (LayerNorm or RMSNorm) after the sum.
-        size: q = ‖Y‖_F/√(T D), 1 on the sphere.
-        shortest: ℓ = min_i ‖y_i‖/√D, of centered rows if the norm centers them.
+        size: q = ‖Y‖_F/√(T D), the root mean square of the states Y; 1 if each state has norm √D.
+        shortest: ℓ = min_i ‖y_i‖/√D over states y_i, which are centered if the norm centers them.
 
     Examples:
         >>> mixing_strength(0.5), round(mixing_strength(0.5, eps=1e-2, shortest=0.99), 4)
@@ -28,19 +28,20 @@ def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortes
 
 
 def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread: float) -> float:
-    r"""Return the least |λ| for both hypotheses of Theorem 4.1: Eq. 7 and μ² ≥ b.
+    r"""Return the smallest |λ| that satisfies both hypotheses of Theorem 4.1 of the λ-skip paper.
 
-    Eq. 7 is λ² − a(S·C_M + |λ|)² > 0, and b = 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²). With both, μ² after the
-    norm is at least a·μ². Eq. 7 alone guarantees nothing.
-    Formula: the larger root of (1 − a)μ²·λ² − 2S·C_M(a·μ² + T·D)·λ − a(S·C_M)²μ² = 0. For μ = ∞ it is the
-    least |λ| for Eq. 7 alone, √a·S·C_M/(1 − √a).
-    Range: [0, ∞], infinite for μ = 0; above 2·S·C_M on the sphere, for any a. Cost: O(1).
+    The hypotheses are Eq. 7, λ² − a(S·C_M + |λ|)² > 0, and μ² ≥ b = 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²).
+    If both hold, μ² (the squared spread of the states) is at least a·μ² after the norm. Eq. 7 alone
+    guarantees nothing.
+    Formula: the larger root λ of (1 − a)μ²·λ² − 2S·C_M(a·μ² + T·D)·λ − a(S·C_M)²μ² = 0. For μ = ∞ it is the
+    smallest |λ| that satisfies Eq. 7, √a·S·C_M/(1 − √a).
+    Range: [0, ∞]; infinite for μ = 0; above 2·S·C_M for any a, if each state has norm √D. Cost: O(1) time.
     Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Theorem 4.1
     and Eq. 7 as corrected by its authors; proof in docs/proofs/skip-bound.md.
 
     Args:
-        strength: S·C_M, or `mixing_strength`.
-        a: fraction of μ² to keep, in (0, 1).
+        strength: S·C_M as in `mixing_strength`, or the result of `mixing_strength`.
+        a: fraction of μ² that a layer must keep, in (0, 1).
         tokens: number of tokens T.
         width: width D of the states.
         spread: μ, the distance of the states from their mean.
@@ -66,5 +67,5 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
 
 
 def check_share(a: float) -> float:
-    """Return the fraction a of μ² that a layer keeps; raise if it is not in (0, 1)."""
+    """Return ``a``, the fraction of μ² (squared spread) that a layer must keep; raise if not in (0, 1)."""
     return in_range("`a`", a, "(0, 1)", fix="0.5 keeps half of μ² in each layer.")

@@ -1,4 +1,4 @@
-"""Simulated heads: attention matrices of random queries and keys, and singular values of the matrices."""
+"""Simulated heads: attention matrices from random queries and keys, and their singular values."""
 
 import math
 from functools import lru_cache
@@ -14,24 +14,24 @@ from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.errors import ShapeError
 
 ROWS = 512
-"""Number of rows of a hardmax matrix whose scores are computed at once."""
+"""Number of rows of a hardmax matrix whose scores are in memory at once."""
 MAX_PARALLEL_BYTES = 2**29
-"""Bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
+"""Total bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 
 class SimulatedRank(NamedTuple):
-    """Mean and standard deviation of the rank over simulated matrices (trials)."""
+    """Mean and standard deviation of a rank over simulated matrices (trials)."""
 
     mean: float
-    """Mean over trials; NaN if nothing could be simulated."""
+    """Mean over trials; NaN if no matrix was simulated."""
     std: float
-    """Sample standard deviation of one matrix over trials; NaN for fewer than two trials."""
+    """Sample standard deviation over trials; NaN for fewer than two trials."""
     trials: int
     """Number of simulated matrices."""
 
 
 def mean_and_std(ranks: list[int]) -> SimulatedRank:
-    """Return mean and standard deviation of ranks, one per trial; the list must not be empty."""
+    """Return mean and standard deviation of a nonempty list of ranks, one per trial."""
     mean = sum(ranks) / len(ranks)
     squares = sum((rank - mean) ** 2 for rank in ranks)
     std = math.sqrt(squares / (len(ranks) - 1)) if len(ranks) > 1 else math.nan
@@ -39,15 +39,15 @@ def mean_and_std(ranks: list[int]) -> SimulatedRank:
 
 
 class Spectra(NamedTuple):
-    """Singular values of simulated matrices, from which ranks at any δ are counted."""
+    """Singular values of simulated matrices, from which ranks at any threshold δ can be counted."""
 
     values: NDArray[np.float64]
     """Singular values, (trials, N)."""
     least_delta: float
-    """Smallest threshold δ at which rounding errors cannot change a rank."""
+    """Smallest threshold δ at which rounding errors of the singular values cannot change a rank."""
 
     def rank(self, delta: float) -> SimulatedRank:
-        """Return mean and spread of the number of singular values ≥ δ; requires δ ≥ ``least_delta``."""
+        """Return mean and deviation of the number of singular values ≥ δ; exact for δ ≥ ``least_delta``."""
         return mean_and_std([int(count) for count in (self.values >= delta).sum(-1)])
 
 
@@ -65,14 +65,15 @@ def simulate_spectra(
 ) -> Spectra:
     """Return singular values of simulated attention matrices with independent N(0, 1) queries and keys.
 
-    Temperature 0 means hardmax, ∞ equal weights. By default they are roots of eigenvalues of a Gram matrix;
-    ``precise`` takes an SVD, which has smaller errors and takes eight times as long.
+    A temperature of 0 means hardmax, and ∞ means equal weights. By default, the singular values are square
+    roots of eigenvalues of a Gram matrix. If ``precise``, an SVD is computed, which is more accurate but
+    takes eight times as long.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def spectrum(drawn: tuple[Tensor, ...]) -> tuple[NDArray[np.float64], float]:
         query, key = drawn
-        if temperature == 0:  # each row has a single 1, so MᵀM is diagonal and needs no decomposition
+        if temperature == 0:  # each row has a single 1, so MᵀM is diagonal and no decomposition is needed
             return _hardmax_wins(query, key, mask, window).sqrt().numpy(), 0.0
         seen = _seen_rows(0, tokens, sources, mask, window)
         return singular_values_of_stochastic(_softmax(query, key, seen, temperature), precise)
@@ -89,7 +90,7 @@ def simulate_spectra(
 def _seen_rows(
     start: int, stop: int, sources: int, mask: str, window: int | None
 ) -> Bool[Tensor, "R S"] | None:
-    """Return rows ``start`` to ``stop`` of a mask by name, True = visible; None if all is visible."""
+    """Return rows ``start`` to ``stop`` of a named mask (True = visible), or None if all is visible."""
     if mask == "full" and window is None:
         return None
     ahead = torch.arange(sources) - torch.arange(start, stop)[:, None]
@@ -104,7 +105,7 @@ def _softmax(
     scores = query.new_zeros(len(query), len(key)) if even else query @ key.mT
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
-    scores -= scores.amax(-1, keepdim=True)  # before the division, so that a small τ cannot overflow
+    scores -= scores.amax(-1, keepdim=True)  # before division: a small temperature would overflow
     return (scores if even else scores.div_(temperature)).softmax(-1)
 
 
@@ -122,12 +123,12 @@ def _hardmax_wins(
 def count_wins(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch S"]:
-    """Return the number of rows, per column, in which the column has the largest visible score."""
+    """Return, for each column, the number of rows in which it has the largest visible score."""
     *batch, _, sources = scores.shape
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     winner = scores.argmax(-1)
-    if mask is not None:  # rows that see no column win an extra column, which is dropped
+    if mask is not None:  # rows that see no column are counted in an extra column, which is dropped
         winner = winner.masked_fill(~mask.expand(scores.shape).any(-1), sources)
     count = torch.zeros(*batch, sources + 1, dtype=torch.int64, device=scores.device)
     return count.scatter_add_(-1, winner, torch.ones_like(winner))[..., :sources]
@@ -136,19 +137,19 @@ def count_wins(
 def hardmax_rank(
     scores: Float[Tensor, "*batch T S"], mask: Bool[Tensor, "..."] | None = None
 ) -> Int64[Tensor, "*batch"]:
-    """Return the rank of the hardmax matrix, which has a single 1 per row, at the largest score.
+    """Return the rank of the hardmax matrix, in which each row has a single 1 at its largest score.
 
-    Formula: the number of different columns that win a row. The singular values are the square roots of the
-    numbers of rows that each column wins, so the numerical rank is the same for any δ ≤ 1.
-    Range: [1, min(T, S)]; 0 if no row sees a column. One of several equal scores wins.
-    Cost: O(T S).
+    Formula: the number of different columns that have the largest score of a row. The singular values are the
+    square roots of the numbers of rows per column, so the numerical rank is the same for any δ ≤ 1.
+    Range: [1, min(T, S)]; 0 if no row sees a column. If scores are equal, one of them counts as the largest.
+    Cost: O(T S) time.
 
     Args:
-        scores: Q Kᵀ, at any temperature.
-        mask: True if row i sees column j, broadcastable to the scores; a row that sees nothing is zero.
+        scores: Q Kᵀ, which may be multiplied by any positive number.
+        mask: True if row i sees column j, broadcastable to the scores; a row that sees no column is zero.
 
     Raises:
-        ShapeError: if the scores contain NaN, or the mask does not fit them.
+        ShapeError: if the scores contain NaN, or the mask does not broadcast to them.
 
     Examples:
         >>> import torch
@@ -173,18 +174,18 @@ def hardmax_rank(
 def singular_values_of_stochastic(
     matrix: Float64[Tensor, "T S"], precise: bool
 ) -> tuple[NDArray[np.float64], float]:
-    """Return the singular values of a non-negative matrix M, and the least δ at which ranks are exact.
+    """Return the singular values of a non-negative matrix M, and the smallest δ at which ranks are exact.
 
-    They are roots of eigenvalues of the smaller Gram matrix, which take an eighth of the time of an SVD. The
-    rounding error of an eigenvalue is about n·ε·‖M‖_1·‖M‖_∞, so δ² must be far larger. ``precise`` takes the
-    SVD, which is exact for any δ.
+    By default they are square roots of eigenvalues of the smaller Gram matrix, which take an eighth of the
+    time of an SVD. The rounding error of an eigenvalue is about n·ε·‖M‖_1·‖M‖_∞, so δ² must be far larger. If
+    ``precise``, the SVD is computed, with which ranks are exact for any δ.
     """
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0
     smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, because entries are not negative
+    size = float(matrix.sum(0).max() * matrix.sum(1).max())  # ‖M‖_1·‖M‖_∞, as entries are not negative
     gram = smaller @ smaller.mT
-    # on one thread numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md)
+    # On one thread, numpy's LAPACK takes 2/3 of the time of torch's (docs/decisions/004-fast-ranks.md).
     numpys = numpy_is_on_one_thread()
     eigenvalues = np.linalg.eigvalsh(gram.numpy()) if numpys else torch.linalg.eigvalsh(gram).numpy()
     least = math.sqrt(64 * max(matrix.shape) * float(np.finfo(np.float64).eps) * size)
@@ -192,7 +193,7 @@ def singular_values_of_stochastic(
 
 
 def rank_of_stochastic(matrix: Float64[Tensor, "T S"], delta: float) -> int:
-    """Return the number of singular values ≥ δ of a non-negative matrix; takes an SVD only for tiny δ."""
+    """Return the number of singular values ≥ δ of a non-negative matrix, by an SVD only if δ is tiny."""
     values, least = singular_values_of_stochastic(matrix, precise=False)
     if delta < least:
         values, _ = singular_values_of_stochastic(matrix, precise=True)

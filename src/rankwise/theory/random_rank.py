@@ -1,4 +1,4 @@
-"""Numerical rank of a head with random queries and keys, by simulation or interpolation."""
+"""Numerical rank of an attention head with random queries and keys, by simulation or interpolation."""
 
 import math
 from itertools import pairwise, product
@@ -8,11 +8,11 @@ from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_heads import SimulatedRank, simulate_spectra
 
 MAX_ENTRIES = 4096 * 4096
-"""Largest T·S of a simulated softmax matrix: a trial takes about 10 seconds of one core and 0.4 GiB."""
+"""Largest T·S of a simulated softmax matrix; a trial then takes about 10 s on one core and 0.4 GiB."""
 MAX_HARDMAX_ENTRIES = 16384 * 16384
-"""Largest T·S of a simulated hardmax matrix: a trial takes 2 seconds and keeps only blocks of rows."""
+"""Largest T·S of a simulated hardmax matrix; a trial then takes 2 s, in blocks of rows."""
 ALWAYS_SIMULATED = 32
-"""Sequence length up to which every length is simulated, not interpolated."""
+"""Sequence length up to which no length is interpolated; each is simulated."""
 
 
 def random_head_rank(
@@ -27,43 +27,43 @@ def random_head_rank(
     sources: int | None = None,
     interpolate: bool = False,
 ) -> SimulatedRank:
-    """Return the numerical rank of softmax(Q Kᵀ/τ) for independent N(0, 1) queries and keys.
+    """Return the numerical rank of softmax(Q Kᵀ/τ) for independent N(0, 1) queries Q and keys K.
 
-    The simulation uses the width K and the temperature τ of a head. For τ → 0 and K → ∞ it tends to
-    `rank_barrier`, for τ → ∞ to `uniform_rank`.
+    The simulation uses the head width K and the temperature τ of a head. For τ → 0 and K → ∞ the rank tends
+    to `rank_barrier`, and for τ → ∞ to `uniform_rank`.
 
-    ``interpolate`` is for sequences of many lengths. It simulates lengths up to 32, lengths 32·2^(i/2) and
-    the first four multiples of a window. Between two lengths rank is linear in T beyond a window; otherwise
-    log rank is linear in log T (and in log S, if S is given). The error compared with direct simulation is
-    less than 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
+    ``interpolate`` is for sequences of many different lengths. Simulated are only lengths up to 32, lengths
+    32·2^(i/2) and the first four multiples of a window. In between, rank is linear in T if T exceeds a
+    window; otherwise log rank is linear in log T (and in log S, if S is passed). The error compared with
+    direct simulation is below 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
 
-    Range: [1, min(T, S)] for the usual δ. It grows with K and saturates under the full mask.
-    Cost: trials × O(T S (K + min(T, S))), once: spectra are cached, so another δ takes a count. On one CPU
-    core a trial takes 5 ms at T = 256, 0.15 s at 1,024 and 10 s at 4,096, the longest. Hardmax (τ = 0) needs
-    no decomposition and is allowed up to T = 16,384. With ``interpolate``, all lengths up to 1,024 together
-    take about 2 seconds, those up to 4,096 about 30.
+    Range: [1, min(T, S)] for the usual δ. The rank grows with K, and saturates under the full mask.
+    Cost: trials × O(T S (K + min(T, S))) time. Spectra are cached, so another δ only takes a count. On one
+    CPU core a trial takes 5 ms at T = 256, 0.15 s at 1,024 and 10 s at 4,096, the maximum. Hardmax (τ = 0)
+    needs no decomposition and is allowed up to T = 16,384. With ``interpolate``, all lengths up to 1,024
+    together take about 2 s, and all lengths up to 4,096 about 30 s.
     Source: the randomly initialized heads of "On the Limitation and Redundancy of Transformers: A Rank
-    Perspective": for orthonormal token states, X Wq and X Wk are such Q and K.
+    Perspective". If token states X are orthonormal, X Wq and X Wk have the distribution of Q and K.
 
     Args:
         tokens: number of rows T.
         head_dim: head width K.
         mask: "full" or "causal".
-        window: row i sees column j only if |i − j| < window; with either mask.
+        window: number w such that row i sees column j only if |i − j| < w; with either mask.
         temperature: τ, √K by default; 0.0 means hardmax, `math.inf` equal weights on all visible columns.
-        delta: threshold δ of the singular values that count.
-        trials: number of simulated matrices, 8 by default; interpolated lengths T > 1,024 take fewer for the
-            same time, at least 2, because their ranks vary by less than 1 %.
+        delta: threshold δ; singular values ≥ δ are counted.
+        trials: number of simulated matrices, 8 by default. Interpolated lengths T > 1,024 take fewer, at
+            least 2, to save time, because their ranks vary by less than 1 %.
         seed: random seed of a local generator; the global generator of torch is not used.
-        sources: number of columns S, by default T.
+        sources: number of columns S; T by default.
         interpolate: True to interpolate between simulated lengths.
 
     Returns:
-        The mean and the spread over trials. With ``interpolate``, NaN from 0 trials for a length that is too
-        long.
+        Mean and standard deviation over trials. With ``interpolate``, they are NaN with 0 trials if the
+        length is too large.
 
     Raises:
-        ShapeError: if sizes and mask do not fit together, or the matrix is too large to be simulated.
+        ShapeError: if sizes and mask do not match, or the matrix is too large to be simulated.
         InputError: if the name of the mask is unknown, or a number is out of range.
 
     Examples:
@@ -106,7 +106,7 @@ def random_head_rank(
         return SimulatedRank(math.nan, math.nan, 0)
     counts = [trials or max(2, min(8, 2**23 // (rows * other))) for rows, other, _ in nodes]
     points = [simulate(rows, other, count) for (rows, other, _), count in zip(nodes, counts, strict=True)]
-    # for sequences longer than a window, each further token adds about the same rank
+    # In a sequence longer than the window, each further token adds about the same rank.
     linear = window is not None and tokens > window
     return _between(points, [weight for *_, weight in nodes], linear)
 
@@ -117,7 +117,7 @@ def _nodes(size: int, window: int | None) -> list[tuple[int, float]]:
         return [(size, 1.0)]
     steps = 2 * math.ceil(math.log2(size / ALWAYS_SIMULATED)) + 1
     grid = {round(ALWAYS_SIMULATED * 2 ** (step / 2)) for step in range(steps)}
-    if window is not None:  # rank as a function of T bends at these multiples of the window
+    if window is not None:  # as a function of T, the rank has kinks at these multiples of the window
         grid |= {at * window for at in range(1, 5) if ALWAYS_SIMULATED < at * window < max(grid)}
     if size in grid:
         return [(size, 1.0)]
@@ -142,7 +142,7 @@ def _between(points: list[SimulatedRank], weights: list[float], linear: bool) ->
 
 
 def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns S, by default T; raise if sizes, mask and window do not fit together."""
+    """Return the number of columns S (T by default); raise if sizes, mask and window do not match."""
     for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
         if size is not None:
             whole_number(f"`{name}`", size)

@@ -1,4 +1,4 @@
-"""Proved bounds for a λ-skip, λx + f(x) with skip weight λ; proofs in docs/proofs/skip-bound.md."""
+"""Proved bounds for a λ-skip, λx + f(x): a skip connection x with weight λ around a mixer f."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
 Norm = Literal["none", "layer", "rms"]
 DOUBLINGS, HALVINGS = 30, 40
-"""Steps of the search for the least |λ|: doublings reach 1e9 times the first guess, halvings 1e-12 of it."""
+"""Steps of the search for the smallest |λ|: doublings up to 1e9 first guesses, halvings down to 1e-12."""
 
 
 def skip_bound(
@@ -27,39 +27,40 @@ def skip_bound(
     norm: Norm = "none",
     eps: float = 0.0,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return a proved lower bound of μ(λx + f(x)), or of μ after LayerNorm or RMSNorm of it.
+    r"""Return a proved lower bound of the spread μ(λx + f(x)), or of μ after a norm of this sum.
 
-    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean (`rankwise.measures.token_spread`).
+    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.token_spread`).
 
-    - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. It is attained for f(x) = −c·x.
-    - "layer" and "rms": the larger of two bounds before gain and bias, at least 0. y_i and m_i are the rows
-      of x and f(x), centered for LayerNorm. u_i = y_i/‖y_i‖ are directions, ū their mean, U their matrix.
-      f(x) turns row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more:
+    - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. The bound is attained for f(x) = −c·x.
+    - "layer" and "rms": the larger of two bounds before gain and bias, or 0. y_i, m_i are the rows of x and
+      f(x), centered for LayerNorm. u_i = y_i/‖y_i‖ are directions, ū their mean, U their matrix. f(x) turns
+      row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more. The bounds are
 
         μ ≥ √D·μ(U) − ‖(e_i)_i‖₂,             e_i = min(2√D sin(φ_i/2) + √D − r_i, 2√D),
         μ² ≥ Σ_i r_i² − T·(√D‖ū‖ + ē)²,       ē the mean of the e_i.
 
-      Row i has at least the length r_i = √D·s_i/√(s_i² + Dε) after the norm, s_i = max(|λ|‖y_i‖ − ‖m_i‖, 0).
-      It moves by at most e_i. If y_i = 0, then u_i = r_i = 0 and e_i = √D, or 0 if m_i = 0 too. The first
-      bound subtracts the moves of the rows. The second bounds the mean row; it is better if rows turn far.
+      Here r_i = √D·s_i/√(s_i² + Dε) is the least length of row i after the norm, s_i = max(|λ|‖y_i‖ − ‖m_i‖,
+      0). Row i moves by at most e_i. If y_i = 0, then u_i = r_i = 0, and e_i = √D, or 0 if m_i = 0 too. The
+      first bound subtracts the moves of all rows. The second bounds the mean row; it is better if rows turn
+      far.
 
-    Range: [0, |λ|μ(x)] without a norm, [0, √D·μ(U)] with one, which is [0, μ(x)] if the rows y_i have norm
+    Range: [0, |λ|μ(x)] without a norm; [0, √D·μ(U)] with a norm, which is [0, μ(x)] if the rows y_i have norm
     √D. It grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
-    Without a norm the bound uses μ of the given branch. With a norm it holds for every branch with these
-    lengths of (centered) rows, in any direction. Cost: O(T D).
-    Source: own; proof in docs/proofs/skip-bound.md.
+    Without a norm, the bound depends on μ(f(x)). With a norm, it depends only on the lengths of the
+    (centered) rows of f(x), not on their directions. Cost: O(T D) time.
+    Source: this project; proof in docs/proofs/skip-bound.md.
 
     Args:
-        x: states that the skip carries.
-        branch: f(x), output of the mixer with its projection.
+        x: states x that the skip connection carries.
+        branch: f(x), output of the mixer including its output projection.
         lam: λ, the weight of the skip connection.
-        mask: True for real tokens, all by default.
-        norm: norm that reads the sum.
+        mask: True for real tokens, False for padding; by default all tokens are real.
+        norm: norm applied to the sum.
         eps: ε of the norm.
 
     Raises:
         ShapeError: if the rows are not floating-point (…, T, D), or the mask is not Bool (…, T).
-        InputError: if the norm has no such name.
+        InputError: if the name of the norm is unknown.
 
     Examples:
         >>> import torch
@@ -86,29 +87,29 @@ def min_lambda(
     eps: float = 0.0,
     relative: bool = False,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return the least |λ| for which `skip_bound` is at least √a·μ(x), for this and any larger |λ|.
+    r"""Return the smallest |λ| for which `skip_bound` is at least √a·μ(x), also for every larger |λ|.
 
     Formula: √a + μ(f(x))/μ(x) without a norm. ``relative`` replaces μ by μ/‖·‖_F, which does not grow with
     the length of the states: (μ(f(x))/μ(x) + √a·‖f(x)‖_F/‖x‖_F)/(1 − √a). With a norm, |λ| is found by
     bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions U as in `skip_bound`).
-    Range: [√a, ∞] without a norm, infinite for μ(x) = 0 < μ(f(x)) and √a if both are 0; [0, ∞] with
-    ``relative``; (0, ∞] with a norm, infinite if the directions of x do not differ, or f(x) moves rows of
+    Range: without a norm [√a, ∞]: infinite if μ(x) = 0 < μ(f(x)), and √a if both are 0; with ``relative``
+    [0, ∞]; with a norm (0, ∞]: infinite if all rows of x have the same direction, or if f(x) moves rows of
     zeros too far.
-    Cost: O(T D), with a norm O(T) about 70 times more.
-    Source: own; proof in docs/proofs/skip-bound.md.
+    Cost: O(T D) time; with a norm also about 70 times O(T).
+    Source: this project; proof in docs/proofs/skip-bound.md.
 
     Args:
-        x: states that the skip carries.
-        branch: f(x), output of the mixer with its projection.
-        a: fraction of μ² to keep, in (0, 1).
-        mask: True for real tokens, all by default.
-        norm: norm that reads the sum.
+        x: states x that the skip connection carries.
+        branch: f(x), output of the mixer including its output projection.
+        a: fraction of μ² that the layer must keep, in (0, 1).
+        mask: True for real tokens, False for padding; by default all tokens are real.
+        norm: norm applied to the sum.
         eps: ε of the norm.
-        relative: True to keep the share of the norm; proved for one λ for all channels, and without a norm.
+        relative: True to bound μ divided by the norm of the states; only without a norm, for one λ per layer.
 
     Raises:
         ShapeError: if the rows are not floating-point (…, T, D), or the mask is not Bool (…, T).
-        InputError: if a is not in (0, 1), the norm has no such name, or ``relative`` is given with a norm.
+        InputError: if a is not in (0, 1), the norm is unknown, or ``relative`` is combined with a norm.
 
     Examples:
         >>> import torch
@@ -154,15 +155,15 @@ class Directions(NamedTuple):
     """‖m_i‖/√D, the length of each row of f(x)."""
     real: Tensor
     spread: Tensor
-    """μ(U), the spread of the directions U = (y_i/‖y_i‖)."""
+    """μ(U), the spread of the directions y_i/‖y_i‖, which are the rows of U."""
     mean: Tensor
-    """‖ū‖, the norm of the mean direction of the rows."""
+    """‖ū‖, the norm of the mean ū of the directions."""
     radius: float
     """√D, the norm of each row after LayerNorm or RMSNorm with ε = 0."""
 
 
 def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
-    """Return the lower bound of μ after a norm, as in `skip_bound`, for λ = ``scale``."""
+    """Return the lower bound of the spread μ after a norm, as in `skip_bound`, for λ = ``scale``."""
     size = scale.abs()[..., None] * directions.lengths
     ratio = safe_divide(directions.moves, size)
     chords = torch.where(ratio < 1, 2 * torch.sin(torch.asin(ratio.clamp(max=1)) / 2), 2.0)
@@ -171,8 +172,8 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
     exists = directions.lengths > 0
     lost = torch.where(exists, (chords + 1 - length).clamp(max=2), (directions.moves > 0).double())
     by_rows = directions.spread - torch.linalg.vector_norm(lost, dim=-1)
-    # Σ r_i² − T(‖ū‖ + ē)², computed with μ(U)² = Σ‖u_i‖² − T‖ū‖²: for nearly equal tokens, subtracting the
-    # two sums would leave rounding errors alone.
+    # Σ r_i² − T(‖ū‖ + ē)², rewritten with μ(U)² = Σ‖u_i‖² − T‖ū‖²: for nearly equal tokens, the difference of
+    # the two large terms would be only rounding errors.
     shorter = torch.where(exists, 1 - length.square(), 0.0).sum(-1)
     number = directions.real.sum(-1).clamp(min=1)
     moved = lost.sum(-1) / number
@@ -181,7 +182,7 @@ def bound_at(directions: Directions, scale: Tensor, eps: float) -> Tensor:
 
 
 def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Directions:
-    """Return lengths and directions of the rows of x and lengths of f(x), centered if ``kind`` is layer."""
+    """Return lengths and directions of rows of x, and lengths of rows of f(x), all centered for LayerNorm."""
     y, real = _real_rows(x, mask)
     m, _ = _real_rows(branch, mask)
     unknown = torch.zeros_like(real)
@@ -190,7 +191,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
         y, m = _centered(y).masked_fill(unknown[..., None], 0), _centered(m)
     radius = math.sqrt(x.shape[-1])
     lengths, moves = (vector_norm(rows, (-1,)) / radius for rows in (y, m))
-    moves = moves.masked_fill(unknown, math.inf)  # rounding errors hide the direction of this row
+    moves = moves.masked_fill(unknown, math.inf)  # the directions of these rows are lost in rounding errors
     units = safe_divide(y, radius * lengths[..., None], 0.0)
     mean = units.sum(-2) / real.sum(-1).clamp(min=1)[..., None]
     size = torch.linalg.vector_norm(mean, dim=-1)
@@ -198,7 +199,7 @@ def _directions(x: Rows, branch: Rows, mask: Tensor | None, kind: Norm) -> Direc
 
 
 def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return rows in float64, padding set to 0, and a mask of real rows; raise if shapes do not fit."""
+    """Return rows in float64 with padding set to 0, and a mask of real rows; raise if shapes do not match."""
     if not (isinstance(rows, Tensor) and rows.is_floating_point() and rows.ndim >= 2):
         got = f"{tuple(rows.shape)}, {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         fix = "Pass token states, one row per token; cast integers with .float()."
@@ -216,7 +217,7 @@ def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _centered(rows: Tensor) -> Tensor:
-    """Return each row minus the mean of its entries; exactly 0 if all entries of a row are equal."""
+    """Return each row minus the mean of its entries; exactly 0 if all entries of the row are equal."""
     return (rows - rows.mean(-1, keepdim=True)).masked_fill(_constant(rows)[..., None], 0)
 
 
@@ -225,13 +226,13 @@ def _constant(rows: Tensor) -> Tensor:
 
 
 def direction_unknown(rows: Tensor) -> Tensor:
-    """Return True for rows whose centered direction is lost: entries differ only by rounding errors."""
+    """Return True for rows whose direction after centering is unknown, as entries differ only by rounding."""
     rounding = rows.shape[-1] * torch.finfo(rows.dtype).eps
     largest = (rows - rows.mean(-1, keepdim=True)).abs().amax(-1)
     return (largest <= rounding * rows.abs().amax(-1)) & ~_constant(rows)
 
 
 def safe_divide(part: Tensor, whole: Tensor, of_zero: float = math.inf) -> Tensor:
-    """Return part/whole, with 0/0 = 0, and ``of_zero`` for a positive part over 0."""
+    """Return part/whole, where 0/0 = 0, and a positive part divided by 0 is ``of_zero``."""
     filled = torch.where(part > 0, of_zero, 0.0).to(part)
     return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1.0), filled)

@@ -16,27 +16,28 @@ def uniform_rank(
 ) -> float:
     """Return the numerical rank of uniform attention: equal weights on all columns that a row sees.
 
-    Without a mask all rows are equal, and the rank is 1. A mask alone produces rank: under the causal mask,
-    row i is 1/i up to column i, and at δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at T = 1,024.
+    Without a mask all rows are equal, and the rank is 1. A mask alone increases the rank: under the causal
+    mask, row i has the entries 1/i up to column i. At δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at
+    T = 1,024.
 
-    Formula: without a mask M = 1 1ᵀ/S has only the singular value √(T/S). The causal M is the inverse of the
-    matrix B with i on its diagonal and −(i − 1) below it, so σ_i ≥ δ are the eigenvalues ≤ 1/δ² of the
-    tridiagonal BᵀB; signs of pivots count them (Sturm). Under a window M is decomposed.
+    Formula: without a mask, M = 1 1ᵀ/S has one nonzero singular value, √(T/S). The causal M is the inverse of
+    a matrix B with i on the diagonal and −(i − 1) below it, so the σ_i ≥ δ of M correspond to eigenvalues
+    ≤ 1/δ² of the tridiagonal BᵀB, which the signs of pivots count (Sturm). Under a window, M is decomposed.
     Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S.
-    Cost: O(T) for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
+    Cost: O(T) time for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
 
     Args:
         tokens: number of rows T.
         mask: "full" or "causal".
-        window: row i sees column j only if |i − j| < window.
-        delta: threshold δ of the singular values that count.
-        sources: columns S, as many as rows by default; other numbers only without a mask.
+        window: number w such that row i sees column j only if |i − j| < w.
+        delta: threshold δ; singular values ≥ δ are counted.
+        sources: number of columns S; T by default. S ≠ T is allowed only without a mask.
 
     Returns:
-        The rank; NaN under a window of a sequence of more than 4,096 tokens.
+        The rank; NaN if a window is passed and T exceeds 4,096.
 
     Raises:
-        ShapeError: if the sizes do not fit the mask.
+        ShapeError: if the sizes do not match the mask.
         InputError: if a size or δ is not positive, or the name of the mask is unknown.
 
     Examples:
@@ -57,9 +58,10 @@ def uniform_rank(
 def _causal(tokens: int, delta: float) -> int:
     """Return the numerical rank under the causal mask: the number of negative pivots of BᵀB − I/δ².
 
-    The tridiagonal BᵀB (matrix B of `uniform_rank`) has diagonal entries 2j², the last T², and −j(j + 1) next
-    to the diagonal. A pivot of 0 is replaced by a tiny one. The count in floating point is exact for a matrix
-    with relative errors of a few ulp (W. Kahan 1966; J. Demmel, "Applied Numerical Linear Algebra", 5.3.4).
+    The tridiagonal BᵀB, with B as in `uniform_rank`, has diagonal entries 2j², but T² at the end, and
+    −j(j + 1) next to the diagonal. A pivot of 0 is replaced by a tiny one. The count in floating point is
+    exact for a matrix whose entries differ from BᵀB by a few ulp (W. Kahan 1966; J. Demmel, "Applied
+    Numerical Linear Algebra", 5.3.4).
     """
     shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # 1/δ², although δ² may underflow
     for j in range(1, tokens + 1):
