@@ -111,7 +111,7 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first weight or buffer that is not on "meta"; the CPU if there is none."""
+    """Return the device of a model's first weight or buffer that is not on "meta"; CPU if there is none."""
     tensors = chain(model.parameters(), model.buffers()) if isinstance(model, nn.Module) else ()
     return next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
 

@@ -67,7 +67,7 @@ def per_pair(angles: Float[Tensor, "B S R"], layout: RopeLayout) -> Float[Tensor
 
 
 def fits_layout(angles: Float[Tensor, "B S R"], layout: RopeLayout, width: int) -> bool:
-    """Return True if both channels of each pair have the same angle, and all pairs fit into the head width."""
+    """Return True if both channels of each pair have the same angle, and all pairs fit into the head."""
     one, half = per_pair(angles, layout), angles.shape[-1] // 2
     same = {"halves": angles[..., half:], "pairs": angles[..., 1::2]}.get(layout, one)
     return 2 * one.shape[-1] <= width and bool((one == same).all())
@@ -98,7 +98,7 @@ def fit_rotation(
     before: list[Float[Tensor, "B _ T K"]],
     after: list[Float[Tensor, "B _ T K"]],
 ) -> tuple[PairRotation, float]:
-    """Return the least-squares rotation from heads ``before`` to heads ``after``, and its relative residual."""
+    """Return the least-squares rotation from heads ``before`` to ``after``, and its relative residual."""
     x, y = (torch.cat([heads[..., pairs[:, side]].double() for heads in before], 1) for side in (0, 1))
     u, v = (torch.cat([heads[..., pairs[:, side]].double() for heads in after], 1) for side in (0, 1))
     size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
