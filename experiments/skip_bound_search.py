@@ -33,7 +33,7 @@ from rankwise._internals.files import write_file
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
-from rankwise.skips.locate import find_skip_locations, name_sites
+from rankwise.skips.locate import find_sites
 from rankwise.skips.observe import observe
 from rankwise.theory import min_lambda, mixing_strength, skip_bound
 
@@ -237,7 +237,7 @@ def least_by_rows(y: Tensor, b: Tensor, mask: Tensor, centre: bool, eps: float) 
 def least_scales(model: nn.Module, batch: Any) -> list[dict[str, Any]]:
     """By layer: the least |λ| that is sure to keep √½ of μ, by rows alone and by the better of both."""
     found = []
-    sites = name_sites(find_skip_locations(model, batch)[0])
+    sites, _ = find_sites(model, batch)
     for one in observe(model, batch, sites, {}):
         y, b, mask, norm = one.x, one.branch, one.mask, one.norm
         if norm.known:

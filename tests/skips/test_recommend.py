@@ -204,7 +204,9 @@ def test_a_dict_gets_a_command_that_names_sites_if_others_are_to_stay(low: range
     for at in low:
         skips[list(skips)[at]].data.fill_(0.01)
     where = HeadId(stack="encoder.layer", site="encoder.layer.0")
-    one = recommendation._advised(finding().model_copy(update={"where": where}), model, text_inputs())
+    one = recommendation._advised(
+        finding().model_copy(update={"where": where}), model, text_inputs(), list(skips.sites.values())
+    )
     words, value = shlex.split(one.remedy), one.evidence["lambda_tried"]
     assert words[:5] == ["rankwise", "skip", "MODEL", "--init", f"{value:g}"]
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
@@ -245,11 +247,13 @@ def test_channels_above_the_choice_are_not_lowered() -> None:
 
 
 class Two(nn.Module):
-    """Two stacks, of which the second collapses."""
+    """Two stacks, of which the second collapses, and with ``both`` the first as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, both: bool = False) -> None:
         super().__init__()
-        self.first = nn.ModuleList([Average(1.0, strength=0.05) for _ in range(2)])
+        self.first = nn.ModuleList(
+            [Average(1.0, strength=1.0 if both else 0.05) for _ in range(6 if both else 2)]
+        )
         self.second = nn.ModuleList([Average(1.0) for _ in range(6)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,6 +268,21 @@ def test_a_stack_next_to_another_one_gets_a_call_of_its_own() -> None:
     assert finding.where.stack == "second"
     exec(finding.remedy, {"rw": rw, "model": model, "batch": START})
     assert list(rw.skips.skips_of(model)) == choose_lambda(model, START, "second").sites
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first first", "second first"])
+def test_two_collapsed_stacks_each_get_a_call_that_works_after_the_other(order: int) -> None:
+    model = Two(both=True).eval()
+    findings = collapse_of(advised(model, START))
+    assert {one.where.stack for one in findings} == {"first", "second"}
+    for one in findings[::order]:
+        exec(one.remedy, {"rw": rw, "model": model, "batch": START})
+    skips = rw.skips.skips_of(model)
+    for one in findings:
+        sites = choose_lambda(model, START, one.where.stack).sites
+        assert [float(skips[name].detach()) for name in sites] == [one.evidence["lambda_tried"]] * 6
+    assert list(skips) == [f"{stack}.{at}" for stack in ("first", "second") for at in range(6)]
     assert collapse_of(rw.audit(model, [START])) == []
 
 
@@ -453,20 +472,20 @@ def test_a_mixer_is_suppressed_from_a_hundredth_on() -> None:
     torch.manual_seed(0)
     model = Stack([nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)]).eval()
     skips = rw.add_lambda_skip(model, init=1e4, example=tokens())
-    ((site, share),) = recommendation._shares(model, tokens()).items()
+    ((site, share),) = shares(model, tokens()).items()
     for part, found in ((0.9, [site]), (1.1, [])):
         with torch.no_grad():
             skips[site].fill_(1e4 * share / (part * INACTIVE_TURN))
-        assert recommendation._shares(model, tokens())[site] == pytest.approx(part * INACTIVE_TURN, rel=0.01)
+        assert shares(model, tokens())[site] == pytest.approx(part * INACTIVE_TURN, rel=0.01)
         assert inactive(advised(model, tokens())) == found
 
 
 def test_a_share_is_the_mean_over_tokens() -> None:
     model = Stack([Average(1.0)]).eval()
     rw.add_lambda_skip(model, init=3, example=tokens())
-    one, other = (recommendation._shares(model, row[None])["blocks.0"] for row in tokens())
+    one, other = (shares(model, row[None])["blocks.0"] for row in tokens())
     assert one != pytest.approx(other)
-    assert recommendation._shares(model, tokens())["blocks.0"] == pytest.approx((one + other) / 2)
+    assert shares(model, tokens())["blocks.0"] == pytest.approx((one + other) / 2)
 
 
 def test_padding_has_no_share() -> None:
@@ -474,8 +493,12 @@ def test_padding_has_no_share() -> None:
     rw.add_lambda_skip(model, init=3)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][:, 7:] = 0
-    whole = recommendation._shares(model, {name: value[:, :7] for name, value in batch.items()})
-    assert recommendation._shares(model, batch) == pytest.approx(whole)
+    whole = shares(model, {name: value[:, :7] for name, value in batch.items()})
+    assert shares(model, batch) == pytest.approx(whole)
+
+
+def shares(model: nn.Module, batch: Any) -> dict[str, float]:
+    return recommendation._shares(model, batch, sites_in(model, batch)[0])
 
 
 class Times(nn.Module):
@@ -493,11 +516,11 @@ def test_a_mixer_at_work_in_one_of_its_calls_is_at_work(by: float) -> None:
     block = nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)
     model, start = Stack([block, Times(by), block]).eval(), tokens() / min(1, by)
     rw.add_lambda_skip(model, init=2, example=start)
-    (share,) = recommendation._shares(model, start).values()
+    (share,) = shares(model, start).values()
     alone = Stack([block]).eval()
     rw.remove_lambda_skip(model)
     rw.add_lambda_skip(alone, init=2, example=start)
-    (small,) = recommendation._shares(alone, 100 * tokens()).values()
+    (small,) = shares(alone, 100 * tokens()).values()
     assert share > 10 * small
 
 
@@ -505,7 +528,7 @@ def test_half_precision_does_not_lose_long_states() -> None:
     """Of 8 channels of 3e4, the norm is beyond float16."""
     model, start = Stack([Average(1.0, strength=0.1)]).eval().half(), tokens().sign().half() * 3e4
     rw.add_lambda_skip(model, example=start)
-    (share,) = recommendation._shares(model, start).values()
+    (share,) = shares(model, start).values()
     assert share > INACTIVE_TURN
 
 
@@ -536,7 +559,7 @@ def finding(code: str = "COLLAPSE", severity: Any = "error") -> Finding:
     [
         ({"audit": None}, r"`audit`: expected an audit, got NoneType\. .*rw\.Audit\.load"),
         ({"audit": "audit.json"}, r"`audit`: expected an audit, got str\. .*rw\.Audit\.load"),
-        ({"audit": [finding()]}, r"`audit`: expected an audit, got list of Finding\."),
+        ({"audit": [finding()]}, r"`audit`: expected an audit, got list\."),
         ({"model": None}, r"`model`: expected a torch\.nn\.Module, got NoneType\."),
         ({"batch": None}, r"`batch`: expected a batch, got NoneType\. Pass one of the batches"),
         ({"batch": "a text"}, "`batch`: expected a batch, got str"),
@@ -577,7 +600,7 @@ def test_what_cannot_be_told_is_an_error_and_the_audit_stays(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(recommendation, "choose_lambda", fail)
+    monkeypatch.setattr(recommendation, "_choose", fail)
     audit = holding(finding())
     with pytest.raises(type(error)):
         rw.skips.recommend(audit, nn.Identity(), tokens())

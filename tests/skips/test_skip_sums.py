@@ -72,8 +72,8 @@ def test_sites_are_found_again_in_a_larger_model() -> None:
     inside = watched(Wrapper(copy.deepcopy(model)), ids)
     for one, other in zip(inside, watched(model, ids), strict=True):
         assert torch.equal(one.total, other.total)
-        assert one.site.location.norm == f"inner.{other.site.location.norm}"
+        assert one.site.norm == f"inner.{other.site.norm}"
     part = skips_of(copy.deepcopy(model.encoder.layer[1])).sites
     (site,) = part.values()
     assert len(skips_of(model)) == BERT["num_hidden_layers"]
-    assert (site.location.block, site.location.norm) == ("attention.output", "attention.output.LayerNorm")
+    assert (site.block, site.norm) == ("attention.output", "attention.output.LayerNorm")

@@ -125,7 +125,7 @@ def test_dropout_acts_on_the_branch_alone(name: str) -> None:
     """With the whole of the branches dropped, and no norm, three blocks make of x just λ³·x."""
     model, batch = FOUND[name][0]()
     skips = filled(add_lambda_skip(model), 3.0)
-    blocks = next(iter(skips.sites.values())).location.block.rpartition(".")[0]
+    blocks = next(iter(skips.sites.values())).block.rpartition(".")[0]
     given: list[Tensor] = []
     model.get_submodule(blocks)[0].register_forward_pre_hook(lambda module, args: given.append(args[0]))
     model.get_submodule(blocks)[-1].register_forward_hook(lambda module, args, out: given.append(out))

@@ -11,9 +11,9 @@ from tests.skips.cases import FOUND
 from torch import Tensor, nn
 
 from rankwise.skips import SkipError
-from rankwise.skips.add import SkipSite, install, name_sites
-from rankwise.skips.hooks import SkipHook
-from rankwise.skips.locate import SkipLocation, find_skip_locations
+from rankwise.skips.add import install
+from rankwise.skips.hooks import Port, SkipHook
+from rankwise.skips.locate import SkipSite, find_sites
 from rankwise.skips.verify import SumCheck, verify
 
 Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
@@ -63,14 +63,14 @@ class OffScale(SkipHook):
 
 
 def with_hooks(model: nn.Module, batch: dict[str, Any]) -> list[SkipSite]:
-    found = name_sites(find_skip_locations(model, batch)[0])
+    found = find_sites(model, batch)[0]
     for site in found:
         install(model, site, learnable=True, per="layer")
     return found
 
 
 def spoil(model: nn.Module, site: SkipSite, by: float) -> None:
-    module = model.get_submodule(site.location.module)
+    module = model.get_submodule(site.write.module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in hooks.items():
             if isinstance(hook, SkipHook) and hook.parameter == site.parameter:
@@ -85,7 +85,7 @@ def test_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> No
     with pytest.raises(SkipError) as error:
         verify(model, batch, found, found)
     assert f"at λ ≠ 1, got something else at {found[at].name}." in str(error.value)
-    scales = [model.get_submodule(site.location.module).get_parameter(site.parameter) for site in found]
+    scales = [model.get_submodule(site.write.module).get_parameter(site.parameter) for site in found]
     assert all(bool((scale == 1).all()) for scale in scales)
 
 
@@ -105,14 +105,15 @@ def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
 def test_right_hooks_of_deep_models_pass(name: str, sites: slice, dtype: torch.dtype) -> None:
     """Rounding that grows with depth is no fault."""
     model, batch = DEEP[name]()
-    found = name_sites(find_skip_locations(model.to(dtype), batch)[0])
+    found = find_sites(model.to(dtype), batch)[0]
     for site in found[sites]:
         install(model, site, learnable=True, per="layer")
     verify(model, batch, found[sites], found)
 
 
 NAME = ("", 0, 0)
-SITE = SkipSite("site", "lambda_skip", SkipLocation("", "argument"), (NAME,))
+PORT = Port("", ("x", 0))
+SITE = SkipSite("site", "lambda_skip", PORT, PORT, None, (NAME,))
 SCALE = 0.75
 
 
@@ -205,7 +206,8 @@ def test_what_a_module_gives_is_compared_when_it_ends() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Sum()), torch.randn(2, 5, 64)
     found = with_hooks(model, {"input": x})
-    assert [site.location.how for site in found] == ["sum"]
+    ((read, write, scope),) = [(site.read, site.write, site.scope) for site in found]
+    assert (read.argument, write.argument, scope) == (("x", 0), None, None)  # the sum is corrected
     verify(model, {"input": x}, found, found)
     hooks = model[0]._forward_hooks
     right = dict(hooks)
@@ -221,7 +223,7 @@ def test_what_a_module_gives_is_compared_when_it_ends() -> None:
 def test_a_residual_sum_without_a_skip_must_stay() -> None:
     """A hook whose λ also acts in the block behind it."""
     model, batch = FOUND["GPT-2"][0]()
-    found = name_sites(find_skip_locations(model, batch)[0])
+    found = find_sites(model, batch)[0]
     install(model, found[0], learnable=True, per="layer")
     scale = model.get_submodule(found[0].name).get_parameter(found[0].parameter)
 

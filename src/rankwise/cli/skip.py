@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -188,7 +188,9 @@ def _add_skips(
             per="channel" if per == "channel" else "layer",
             sites=sites,
         )
-    kind = "channel" if any(value.numel() > 1 for value in saved.values()) else "layer"
+    kind: Literal["channel", "layer"] = (
+        "channel" if any(value.numel() > 1 for value in saved.values()) else "layer"
+    )
     if per not in (None, kind):
         raise InputError(
             f"--per {per}",
@@ -196,7 +198,7 @@ def _add_skips(
             got=str(per),
             fix="Omit it, or delete skips.json and skips.safetensors to start anew.",
         )
-    skips = saved if sites is None else add_missing_skips(loaded.model, sites)
+    skips = saved if sites is None else add_missing_skips(loaded.model, per=kind, sites=sites)
     chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
     if init is not None:
         check_lambda("--init", init)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, device_of
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
-from rankwise.errors import SkipError, did_you_mean
-from rankwise.skips.hooks import SkipHook
-from rankwise.skips.locate import NOTES, SkipSite, find_skip_locations, name_sites, skip_sites
+from rankwise.errors import SkipError, did_you_mean, one_of
+from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
+from rankwise.skips.locate import NOTES, SkipSite, find_sites, skip_sites
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
@@ -25,10 +25,7 @@ Per = Literal["layer", "channel"]
 class Skips(Mapping[str, nn.Parameter]):
     """Mapping from sites to the λ of a model: ``skips["h.0.attn"]`` is the parameter.
 
-    Args:
-        model: the model they are in.
-        sites: where.
-        notes: what their user must know.
+    `sites` are the places of λ by name, `notes` what a user must know about them.
     """
 
     def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
@@ -37,8 +34,7 @@ class Skips(Mapping[str, nn.Parameter]):
         self.notes = tuple(notes)
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        site = self.sites[name]
-        return self._model.get_submodule(site.location.module).get_parameter(site.parameter)
+        return parameter_of(self._model, self.sites[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -47,8 +43,16 @@ class Skips(Mapping[str, nn.Parameter]):
         return len(self.sites)
 
     def __repr__(self) -> str:
-        values = (f"{name}: {_shown(value)}" for name, value in self.items())
+        values = []
+        for name, value in self.items():
+            one, mean = f"{value.flatten()[0].item():g}", f"{value.numel()} channels, mean {value.mean():g}"
+            values.append(f"{name}: {one if value.numel() == 1 else mean}")
         return f"Skips({{{', '.join(values)}}})"
+
+
+def parameter_of(model: nn.Module, site: SkipSite) -> nn.Parameter:
+    """Return λ of a site."""
+    return model.get_submodule(site.write.module).get_parameter(site.parameter)
 
 
 def add_lambda_skip(
@@ -64,8 +68,9 @@ def add_lambda_skip(
     The model runs once on an example. A sum x + f(x) is a residual connection around a mixer if derivatives
     show that f moves information between tokens. λ is a parameter (``lambda_skip``) of an existing module, so
     optimizers, ``state_dict`` and ``.to()`` include it; classes do not change. With λ = 1 outputs are
-    bit-identical. Before the function returns, it compares the model on the example with the original model
-    at λ = 1, and with directly scaled sums at other λ.
+    bit-identical. A second call adds λ at further ``sites``; λ at other sites stay. Before the function
+    returns, it compares the model on the example with the original model at λ = 1, and with directly scaled
+    sums at other λ.
 
     Cost: a forward and a backward pass and four forward passes on the example; afterwards one multiply and
     add of the token states for each site.
@@ -84,8 +89,8 @@ def add_lambda_skip(
         The parameters by site.
 
     Raises:
-        SkipError: if the model has no residual mixer or has λ-skips already, a name matches no site, λ is not
-            finite, or the changed model does not compute λ·x + f(x).
+        SkipError: if the model has no residual mixer, all sites have λ-skips already, a name matches no site,
+            λ is not finite, or the changed model does not compute λ·x + f(x).
 
     Warns:
         UserWarning: for λ = 0, which removes the skip connections.
@@ -98,24 +103,46 @@ def add_lambda_skip(
         Skips({dropout1: 2})
         >>> rw.remove_lambda_skip(layer)
     """
-    check_traceable(model)
-    check_lambda("`init`", init)
-    if per not in ("layer", "channel"):
-        raise SkipError("`per`", expected="'layer' or 'channel'", got=repr(per), fix="Use one of them.")
-    if skip_sites(model):
+    before = len(skip_sites(model))
+    skips = add_missing_skips(model, init, learnable, per, sites, example)
+    if len(skips) == before:
         raise SkipError(
             f"model {type(model).__name__}",
-            expected="a model without λ-skips",
-            got=f"one with {len(skip_sites(model))}",
+            expected="a model without λ-skips" + " at these sites" * (sites is not None),
+            got=f"one with {before}",
             fix="Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
         )
-    example = example_for(model) if example is None else example
-    locations, missed = find_skip_locations(model, example)
-    found = name_sites(locations)
-    if not found:
-        raise _no_residual(model, missed)
-    chosen = match_sites(found, sites)
+    return skips
+
+
+def add_missing_skips(
+    model: nn.Module,
+    init: float | int | numbers.Real = 1.0,
+    learnable: bool = True,
+    per: Per = "layer",
+    sites: str | Iterable[str] | None = None,
+    example: Batch | None = None,
+) -> Skips:
+    """Add λ as `add_lambda_skip` at those of the sites that have none, and return all λ-skips."""
+    check_traceable(model)
+    check_lambda("`init`", init)
+    one_of("`per`", per, ("layer", "channel"), error=SkipError)
+    kept = [(site, parameter_of(model, site)) for site in skip_sites(model)]
+    if kept and (per == "channel") != any(parameter.numel() > 1 for _, parameter in kept):
+        raise SkipError(
+            f"`per={per!r}`",
+            expected="the kind of λ that the model has at other sites",
+            got="the other kind",
+            fix="Use the other `per`, or call `rw.remove_lambda_skip(model)` first.",
+        )
+    remove_lambda_skip(model, missing_ok=True)
     try:
+        example = example_for(model) if example is None else example
+        found, missed = find_sites(model, example)
+        if not found:
+            raise _no_residual(model, missed)
+        wanted = [sites] if isinstance(sites, str) else sites
+        chosen = match_sites(found, None if wanted is None else [*(site.name for site, _ in kept), *wanted])
         for site in chosen:
             install(model, site, learnable=learnable, per=per)
         verify(model, example, chosen, found)
@@ -125,19 +152,12 @@ def add_lambda_skip(
                 parameter.fill_(float(init))
     except BaseException:
         remove_lambda_skip(model, missing_ok=True)
+        for site, _ in kept:
+            install(model, site, learnable=learnable, per=per)
         raise
-    return skips
-
-
-def add_missing_skips(model: nn.Module, sites: str | Iterable[str]) -> Skips:
-    """Add λ = 1 at named sites of a model that has λ-skips at other sites, and return all λ-skips."""
-    values = {name: value.detach().clone() for name, value in skips_of(model).items()}
-    per: Per = "channel" if any(value.numel() > 1 for value in values.values()) else "layer"
-    remove_lambda_skip(model)
-    skips = add_lambda_skip(model, per=per, sites=[*values, *([sites] if isinstance(sites, str) else sites)])
-    with torch.no_grad():
-        for name, value in values.items():
-            skips[name].copy_(value)
+    finally:
+        for site, parameter in kept:
+            setattr(model.get_submodule(site.write.module), site.parameter, parameter)
     return skips
 
 
@@ -173,44 +193,52 @@ def skips_of(model: nn.Module) -> Skips:
 
 def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
     """Register λ = 1 at one site and add its hooks."""
-    module, location = model.get_submodule(site.location.module), site.location
-    device = next(
-        (parameter.device for parameter in (*module.parameters(), *model.parameters())), torch.device("cpu")
-    )
-    dtype = torch.promote_types(location.dtype, torch.float32)
-    scale = torch.ones(location.width if per == "channel" else 1, dtype=dtype, device=device)
+    module, read, scope = model.get_submodule(site.write.module), site.read, site.scope
+    device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
+    dtype = torch.promote_types(site.dtype, torch.float32)
+    scale = torch.ones(site.width if per == "channel" else 1, dtype=dtype, device=device)
     module.register_parameter(site.parameter, nn.Parameter(scale, requires_grad=learnable))
     vars(module).setdefault(NOTES, []).append(site)
-    location.install(model, site.parameter)
+    if read == site.write:
+        module.register_forward_pre_hook(ScaleArgument(site.parameter, read), with_kwargs=True)
+        return
+    held = ThreadSlot()
+    if scope is not None:
+        around, source, hold = (
+            model.get_submodule(scope),
+            model.get_submodule(read.module),
+            HoldResidual(read, held),
+        )
+        around.register_forward_pre_hook(Scope(held))  # before any hook of the same module that reads
+        if read.argument is None:
+            source.register_forward_hook(hold, with_kwargs=True)
+        else:
+            source.register_forward_pre_hook(hold, with_kwargs=True)
+    add = AddResidual(site.parameter, site.write.key, read if scope is None else held)
+    module.register_forward_hook(add, with_kwargs=True)
+    if scope is not None:
+        around.register_forward_hook(Scope(held), always_call=True)
 
 
-def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
+def match_sites(found: list[SkipSite], sites: Iterable[str] | None) -> list[SkipSite]:
     """Return the sites that match names with wildcards, or are in modules that match; None matches all."""
     if sites is None:
         return found
-    patterns = [sites] if isinstance(sites, str) else list(sites)
-    for pattern in patterns or [""]:
-        if not any(covers(pattern, site) for site in found):
+    chosen: set[str] = set()
+    for pattern in list(sites) or [""]:
+        parts = pattern.count(".") + 1
+        # the site, or the module around it whose name has as many parts as the pattern
+        cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
+        matching = [site for site, name in cut.items() if fnmatchcase(name, pattern)]
+        if not matching:
             raise SkipError(
                 f"site {pattern!r}",
                 expected="the name of a residual mixer, or of a module around one",
                 got="none of that name",
-                fix=did_you_mean(pattern, _names_like(pattern, found)),
+                fix=did_you_mean(pattern, set(cut.values())),
             )
-    return [site for site in found if any(covers(pattern, site) for pattern in patterns)]
-
-
-def covers(pattern: str, site: SkipSite) -> bool:
-    """Return True if a name with wildcards matches a site, or a module around it."""
-    return any(fnmatchcase(name, pattern) for name in _names_like(pattern, [site]))
-
-
-def _names_like(pattern: str, sites: Iterable[SkipSite]) -> list[str]:
-    """Return the names with as many parts as a pattern, of sites or modules around them; else all sites."""
-    parts = pattern.count(".") + 1
-    cut = [".".join(site.name.split(".")[:parts]) for site in sites]
-    names = list(dict.fromkeys(name for name in cut if name.count(".") + 1 == parts))
-    return names or [site.name for site in sites]
+        chosen.update(matching)
+    return [site for site in found if site.name in chosen]
 
 
 def check_lambda(subject: str, value: object) -> None:
@@ -231,7 +259,7 @@ def check_lambda(subject: str, value: object) -> None:
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
     notes = []
-    dropping = [site.name for site in sites if site.location.drops]
+    dropping = [site.name for site in sites if site.drops]
     if dropping:
         notes.append(
             f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
@@ -253,11 +281,6 @@ def _no_residual(model: nn.Module, missed: list[str]) -> SkipError:
         fix="A block must compute x + f(x), and its example have two tokens or more; put what computes f "
         "into a module of its own.",
     )
-
-
-def _shown(value: Tensor) -> str:
-    flat = value.detach().flatten()
-    return f"{flat[0].item():g}" if flat.numel() == 1 else f"{flat.numel()} channels, mean {flat.mean():g}"
 
 
 # --- models and examples ---------------------------------------------------------------------------------

@@ -1,26 +1,36 @@
 """Certify λ-skips: the bound proved for a batch, and the spread that was measured."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
-from rankwise.errors import SkipError
+from rankwise._internals.records import grouped
+from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
 from rankwise.skips.add import check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
-from rankwise.skips.observe import Norm, ObservedSkip, check_tokens, lambdas_of, observe, sites_in
-from rankwise.skips.value_weights import Mixing, mixings
+from rankwise.skips.locate import SkipSite
+from rankwise.skips.observe import (
+    Lambdas,
+    ObservedSkip,
+    as_batch,
+    check_tokens,
+    lambdas_of,
+    observe,
+    sites_in,
+)
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share
 from rankwise.theory.skip_bounds import Norm as NormKind
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.block_finder import stack_of
+from rankwise.tracing.projections import Projection, each_once, find_projection
 
 spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
@@ -68,19 +78,20 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     check_share(a)
     check_tokens(batch)
     sites, missed = sites_in(model, batch)
+    if sites:
+        return certify_sites(model, batch, sites, a)
+    reason = f"none within reach of a module ({', '.join(missed[:3])})" if missed else "none"
+    note = f"residual connections around mixers: {reason}; a block must compute x + f(x)"
+    return SkipCertificate(a=a, sequences=0, layers=[], stacks=[], notes=[note])
+
+
+def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: float) -> SkipCertificate:
+    """Return the certificate of some sites of a model."""
+    check_tokens(batch)
     lambdas = lambdas_of(model, sites)
     for name, value in lambdas.items():
-        if not bool(value.isfinite().all()):
-            raise SkipError(
-                f"λ of {name!r}",
-                expected="a finite number",
-                got="NaN or infinity",
-                fix="Set it, or fit it again with a lower learning rate.",
-            )
-    if not sites:
-        reason = f"none within reach of a module ({', '.join(missed[:3])})" if missed else "none"
-        note = f"residual connections around mixers: {reason}; a block must compute x + f(x)"
-        return SkipCertificate(a=a, sequences=0, layers=[], stacks=[], notes=[note])
+        fix = "Set it, or fit it again with a lower learning rate."
+        _check_finite(f"λ of {name!r}", "a finite number", value, "", fix)
     seen = observe(model, batch, sites, lambdas)
     if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
         raise SkipError(
@@ -89,71 +100,189 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
             got="one at most",
             fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
         )
-    _check_finite(seen)
-    known = mixings(model, batch, sites, lambdas)
-    calls = [sum(added.site is other.site for other in seen[:at]) for at, added in enumerate(seen)]
-    certified = [
-        _layer(added, lambdas[added.site.name], known.get((added.site.name, call)), a)
-        for added, call in zip(seen, calls, strict=True)
-    ]
-    layers = [layer for layer, _ in certified]
-    stacks = _stacks(seen, layers)
-    return SkipCertificate(
-        a=a,
-        sequences=max(added.x.shape[0] for added in seen),
-        layers=layers,
-        stacks=stacks,
-        notes=[
-            *_notes(layers, stacks, seen, {layer.site: reason for layer, reason in certified}),
-            *_padding_notes(batch),
-        ],
-    )
-
-
-def _check_finite(seen: Sequence[ObservedSkip]) -> None:
     for added in seen:
-        for what, value in (("the residual", added.x), ("the output of the mixer", added.branch)):
-            if not bool(value[added.mask].isfinite().all()):
-                raise SkipError(
-                    f"states at {added.site.name!r}",
-                    expected="finite numbers",
-                    got=f"NaN or infinity in {what}",
-                    fix="Look for it in the weights or the batch; in float16, try bfloat16 or float32.",
-                )
+        for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
+            fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
+            subject = f"states at {added.site.name!r}"
+            _check_finite(subject, "finite numbers", value[added.mask], f" in the {what}", fix)
+    mixings = _mixings(model, batch, sites, lambdas)
+    layers, unlike = [], {}
+    for added, mixing in zip(seen, mixings, strict=True):
+        layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
+        layers.append(layer)
+    stacks = _stacks(seen, layers)
+    notes = [*_notes(layers, stacks, seen, unlike), *_padding_notes(batch)]
+    sequences = max(added.x.shape[0] for added in seen)
+    return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=stacks, notes=notes)
+
+
+def _check_finite(subject: str, expected: str, value: Tensor, where: str, fix: str) -> None:
+    if not bool(value.isfinite().all()):
+        raise SkipError(subject, expected=expected, got=f"NaN or infinity{where}", fix=fix)
+
+
+# --- mixers ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Mixing:
+    """Norms of the mixer of one λ-skip."""
+
+    norm: float
+    """‖M‖_F of the worst sequence, all heads together."""
+    value_norm: float | None = None
+    """‖C‖_F of all heads together; None unless the output of the output projection is the branch."""
+    max_row_norm: Tensor | None = None
+    """Shape (B,): largest norm of a row that attention can write, with any weights."""
+    unlike: str = "its value and output weights were not found"
+    """Difference between the branch and the paper's Σ_h M_h Y C_h; empty if there is none."""
+
+
+def _mixings(
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
+) -> list[_Mixing | None]:
+    """Return the mixer of each observed skip; None if its branch has no captured mixer, or several."""
+    mixers: list[MixerSite] = []
+    # Copies: a gate or a gain applied in place would otherwise pass for a part of the weights.
+    recording = record_calls(model, _has_matrix, copy=True)
+    try:
+        with recording as recorded, capture(model, on_mixer=mixers.append, values=True):
+            seen = observe(model, batch, sites, lambdas)  # without hooks, which add to outputs of projections
+    except CaptureError:
+        mixers, seen, recorded = [], observe(model, batch, sites, lambdas), []
+    calls = [call for call in recorded if _of_rows(call)]
+    behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
+    for mixer in mixers:
+        site = max(sites, key=lambda site: _common(site.name, mixer.name))
+        if _common(site.name, mixer.name):
+            behind[site.name].append(mixer)
+    by_site = grouped(seen, lambda added: added.site.name)
+    found: list[_Mixing | None] = []
+    for added in seen:
+        own, sums = behind[added.site.name], by_site[added.site.name]
+        at = next(at for at, other in enumerate(sums) if other is added)
+        # mixers side by side in one branch are left out
+        found.append(_mixing(own[at], added, calls) if len(own) == len(sums) else None)
+    return found
+
+
+def _has_matrix(_name: str, module: nn.Module) -> bool:
+    return getattr(getattr(module, "weight", None), "ndim", 0) == 2
+
+
+def _of_rows(call: RecordedCall) -> bool:
+    """Return True if a call with a matrix made rows from rows."""
+    given, gave = call.args[0] if call.args else None, call.output
+    if not isinstance(given, Tensor) or not isinstance(gave, Tensor) or gave.dim() < 2:
+        return False
+    return given.is_floating_point() and given.shape[:-1] == gave.shape[:-1]
+
+
+def _common(first: str, other: str) -> int:
+    """Return how many leading parts of two names agree; 0 if they differ in a number."""
+    count = 0
+    for a, b in zip(first.split("."), other.split("."), strict=False):
+        if a != b:
+            return 0 if a.isdigit() and b.isdigit() else count
+        count += 1
+    return count
+
+
+def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]) -> _Mixing:
+    operator, valid = mixer.operator, mixer.valid_tokens
+    batch, heads = operator.shape[0], operator.shape[1]
+    squares = torch.zeros(batch, dtype=torch.float64)
+    for head in range(heads):
+        dense = operator[:, head].dense(torch.float64)
+        squares += (dense * valid.to(dense.device)[..., None]).square().sum((-2, -1)).cpu()
+    found = _Mixing(float(squares.max().sqrt()))
+    if mixer.kind != "softmax" or mixer.values is None or mixer.output is None:
+        return found
+    once = each_once(mixer.values)
+    read = _projection(once, mixer.valid_sources, [call.output for call in calls])
+    gave = _projection(mixer.output, valid, [call.args[0] for call in calls])
+    if read is None or gave is None:
+        return found
+    into, out = calls[int(read.module)], calls[int(gave.module)]
+    values, projection = _linear(into), _linear(out)
+    if values is None or projection is None or not _same(as_batch(out.output, added.site.axis), added.branch):
+        return found  # not linear, or a gain, a norm or another summand is between
+    group = heads // once.shape[1]
+    square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
+    for head in range(heads):
+        weights = projection[0][:, gave.channels[head]]
+        square += float((weights @ values[0][read.channels[head // group]]).square().sum())
+        lengths = (once[:, head // group].double().cpu() @ weights.mT).norm(dim=-1)
+        reach += lengths.masked_fill(~mixer.valid_sources.cpu(), 0).amax(-1)
+    found.value_norm, found.max_row_norm = square**0.5, reach + float(projection[1].norm())
+    if not _same(as_batch(into.args[0], added.site.axis), added.x):
+        found.unlike = "the mixer reads something else than the state that the skip connection adds"
+    elif bool(values[1][read.channels].any()):
+        found.unlike = "its values have a bias"
+    else:
+        found.unlike = "its output has a bias" if bool(projection[1].any()) else ""
+    return found
+
+
+def _same(first: Tensor, other: Tensor) -> bool:
+    return first.shape == other.shape and torch.equal(first.double(), other.double())
+
+
+def _projection(heads: Tensor, mask: Tensor, tables: Iterable[Tensor]) -> Projection | None:
+    """Return which table has the numbers of the heads at real tokens; `Projection.module` is its index."""
+    real = mask.to(heads.device)
+    rows, likely = heads.transpose(1, 2)[real], {}
+    for at, table in reversed(list(enumerate(tables))):
+        if len(rows) and table.dtype == heads.dtype and table.numel() == real.numel() * table.shape[-1]:
+            numbers = table.reshape(*real.shape, -1)[real]
+            # One row tells most tables apart; only then are whole columns compared.
+            if torch.isin(rows[0].double(), numbers[0].double()).all():
+                likely[str(at)] = numbers[None]
+    found = find_projection(rows.transpose(0, 1)[None], likely)
+    return found if found is not None and found.factor == 1 else None
+
+
+def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
+    """Return matrix (outputs first) and bias, or None if the call did not compute this linear map.
+
+    A sum of K products in float32 or finer may be off by 8√K roundings of the sum of magnitudes, and by
+    two roundings of the output dtype.
+    """
+    weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
+    assert isinstance(weight, Tensor)  # only such modules are recorded
+    given, gave = call.args[0].double(), call.output.double()
+    shift = bias.detach().double() if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
+    for matrix in (weight.detach().double(), weight.detach().double().mT):
+        if matrix.shape != (gave.shape[-1], given.shape[-1]) or shift.shape != gave.shape[-1:]:
+            continue
+        own = torch.finfo(call.output.dtype).eps
+        summed = 8 * math.sqrt(given.shape[-1]) * min(own, torch.finfo(torch.float32).eps)
+        allowed = summed * (given.abs() @ matrix.abs().mT) + 2 * own * (gave.abs() + shift.abs())
+        if bool(((given @ matrix.mT + shift - gave).abs() <= allowed).all()):
+            return matrix.cpu(), shift.cpu()
+    return None
 
 
 # --- layers ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class _Sum:
     """λ·Y + B in float64 with 0 for rows of padding."""
 
-    y: Tensor
-    b: Tensor
-    after: Tensor
-    scale: Tensor
-    mask: Tensor
-    several: Tensor
-    """True for sequences of two tokens or more; nothing is stated about others."""
-    norm: Norm
-
-    @property
-    def kind(self) -> NormKind:
-        """Name of the norm in `rankwise.theory`."""
-        kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
-        return kinds.get(self.norm.kind, "none")
-
-    @property
-    def common(self) -> bool:
+    def __init__(self, added: ObservedSkip, scale: Tensor) -> None:
+        self.scale, self.mask, self.norm = scale, added.mask, added.norm
+        self.y, self.b = (x.double().masked_fill(~added.mask[..., None], 0) for x in (added.x, added.branch))
+        self.after = scale.to(self.y) * self.y + self.b
+        self.several = added.mask.sum(-1) > 1  # nothing is stated about sequences of one token
+        self.common = bool((scale == scale.flatten()[0]).all())
         """True if λ is one number."""
-        return bool((self.scale == self.scale.flatten()[0]).all())
+        kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
+        self.kind: NormKind = kinds.get(added.norm.kind, "none")
 
     @property
     def gain(self) -> float:
         """The largest ‖B‖_F/‖Y‖_F of a sequence."""
-        branch, state = (torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (self.b, self.y))
-        return self.largest(branch / state)
+        return self.largest(_size(self.b) / _size(self.y))
 
     def least(self, values: Tensor) -> float:
         return float(values[self.several].min())
@@ -165,21 +294,30 @@ class _Sum:
         return float(values[self.several].mean())
 
 
+def _size(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1))
+
+
 def _layer(
-    added: ObservedSkip, scale: Tensor, mixing: Mixing | None, a: float
+    added: ObservedSkip, scale: Tensor, mixing: _Mixing | None, a: float
 ) -> tuple[LayerCertificate, str]:
     """Return the certificate of one sum, and why the paper's theorem does not apply; empty if it does."""
-    mask, norm = added.mask, added.norm
-    y, b = (x.double().masked_fill(~mask[..., None], 0) for x in (added.x, added.branch))
-    sum_ = _Sum(y, b, scale.to(y) * y + b, scale, mask, mask.sum(-1) > 1, norm)
-    ends = spread(norm.of(sum_.after), mask)
+    sum_, norm, mask = _Sum(added, scale), added.norm, added.mask
+    y, b, after = sum_.y, sum_.b, sum_.after
+    known, unlike = norm.kind != "unknown", _unlike(sum_, mixing)
+    ends = spread(norm.of(after), mask)
     before = skip_bound(y, torch.zeros_like(b), 1.0, mask, sum_.kind)
     kept = torch.where(before > 0, ends / before, math.inf)  # nothing to keep
-    sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (y, b, sum_.after)]
-    known = norm.kind != "unknown"
-    unlike = _unlike(sum_, mixing)
     gain = 1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min())
-    found = LayerCertificate(
+    paper: dict[str, Any] = {"min_lambda_paper": None}
+    if mixing and not unlike:
+        paper = _paper(sum_, mixing, before, a)
+    proved: dict[str, Any] = dict.fromkeys(
+        ("kept_lower_bound", "min_lambda_proved", "min_lambda_proved_relative", "min_lambda_any_mixing")
+    )
+    if known:
+        proved |= _proved(sum_, before, mixing, a)
+    certificate = LayerCertificate(
         site=added.site.name,
         lambda_value=float(scale.flatten()[scale.abs().argmin()]),
         norm=norm.kind,
@@ -187,26 +325,18 @@ def _layer(
         spread_in=sum_.mean(before),
         spread_out=sum_.mean(ends) if known else None,
         kept=sum_.least(kept) if known else None,
-        relative_spread_in=sum_.mean(spread(y, mask) / sizes[0]),
-        relative_spread_out=sum_.mean(spread(sum_.after, mask) / sizes[2]),
-        mixing_share=sum_.mean(sizes[1] / sizes[2]),
+        relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
+        relative_spread_out=sum_.mean(spread(after, mask) / _size(after)),
+        mixing_share=sum_.mean(_size(b) / _size(after)),
         mixing_norm=None if mixing is None else mixing.norm,
         value_norm=None if mixing is None else mixing.value_norm,
-        **(_paper(sum_, mixing, before, a) if mixing and not unlike else {"min_lambda_paper": None}),
-        **(_proved(sum_, before, mixing, a) if known else dict.fromkeys(PROVED)),
+        **paper,
+        **proved,
     )
-    return found, unlike
+    return certificate, unlike
 
 
-PROVED = (
-    "kept_lower_bound",
-    "min_lambda_proved",
-    "min_lambda_proved_relative",
-    "min_lambda_any_mixing",
-)
-
-
-def _proved(sum_: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict[str, Any]:
+def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dict[str, Any]:
     """Return the bound of `rankwise.theory.skip_bound` at λ, and the least |λ| for it."""
     y, b, mask, norm = sum_.y, sum_.b, sum_.mask, sum_.norm
     relative = None
@@ -218,18 +348,17 @@ def _proved(sum_: _Sum, before: Tensor, mixing: Mixing | None, a: float) -> dict
     else:  # with one λ per channel: μ(Y·diag(λ)) ≥ min|λ|·μ(Y)
         bound = skip_bound(y, b, float(sum_.scale.abs().min()), mask)
         relative = sum_.largest(min_lambda(y, b, a, mask, relative=True)) if sum_.common else None
-    needed = min_lambda(y, b, a, mask, sum_.kind, norm.eps)
-    exists = sum_.common or not norm.known  # behind a norm a channel with a large λ turns all rows towards it
-    numbers = (
-        sum_.least((bound / before).nan_to_num(0.0)),
-        sum_.largest(needed) if exists else None,
-        relative,
-        _any_mixing(sum_, mixing, a) if exists else None,
-    )
-    return dict(zip(PROVED, numbers, strict=True))
+    found = {
+        "kept_lower_bound": sum_.least((bound / before).nan_to_num(0.0)),
+        "min_lambda_proved_relative": relative,
+    }
+    if sum_.common or not norm.known:  # behind a norm a channel with a large λ turns all rows towards it
+        found["min_lambda_proved"] = sum_.largest(min_lambda(y, b, a, mask, sum_.kind, norm.eps))
+        found["min_lambda_any_mixing"] = _any_mixing(sum_, mixing, a)
+    return found
 
 
-def _any_mixing(sum_: _Sum, mixing: Mixing | None, a: float) -> float | None:
+def _any_mixing(sum_: _Sum, mixing: _Mixing | None, a: float) -> float | None:
     """Return the least |λ| for any attention weights, from the largest row that attention can write."""
     if mixing is None or mixing.max_row_norm is None or mixing.max_row_norm.shape != sum_.y.shape[:1]:
         return None
@@ -243,7 +372,7 @@ def _any_mixing(sum_: _Sum, mixing: Mixing | None, a: float) -> float | None:
     return sum_.largest(min_lambda(sum_.y, any_way, a, sum_.mask, sum_.kind, sum_.norm.eps))
 
 
-def _unlike(sum_: _Sum, mixing: Mixing | None) -> str:
+def _unlike(sum_: _Sum, mixing: _Mixing | None) -> str:
     """Return why the paper's theorem does not apply; empty if it does."""
     norm = sum_.norm
     if not norm.known:
@@ -270,7 +399,7 @@ def _lengths(rows: Tensor) -> Tensor:
     return rows.square().mean(-1).sqrt()
 
 
-def _paper(sum_: _Sum, mixing: Mixing, before: Tensor, a: float) -> dict[str, Any]:
+def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, Any]:
     """Return the least |λ| of Theorem 4.1, with the strength of docs/proofs/skip-bound.md."""
     size = sum_.largest((_lengths(sum_.y).square().sum(-1) / sum_.mask.sum(-1).clamp(min=1)).sqrt())
     shortest = float(_lengths(_rows(sum_))[sum_.mask].min())
@@ -286,55 +415,43 @@ def _paper(sum_: _Sum, mixing: Mixing, before: Tensor, a: float) -> dict[str, An
 # --- stacks and notes ------------------------------------------------------------------------------------
 
 
-def stacks_of(seen: Sequence[ObservedSkip]) -> dict[str, list[int]]:
-    """Return the indices of the sums of each stack of blocks, by name of the stack."""
-    found: dict[str, list[int]] = {}
-    for at, added in enumerate(seen):
-        parts = added.site.name.split(".")
-        numbers = [at for at, part in enumerate(parts) if part.isdigit()]
-        stack = stack_of(".".join(parts[: numbers[-1] + 1])) if numbers else added.site.name
-        found.setdefault(stack, []).append(at)
-    return found
-
-
-def equal_at_start(first: ObservedSkip) -> Bool[Tensor, " B"]:
-    """Return True for sequences of several tokens that are equal up to rounding where a stack starts."""
-    rounding = torch.finfo(first.x.dtype).eps
-    return (first.mask.sum(-1) > 1) & (_share(first.x, first.mask) <= rounding)
+def _stack(site: str) -> str:
+    """Return the name of the stack of blocks that has a site; the site itself if no part is a number."""
+    parts = site.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    return stack_of(".".join(parts[: numbers[-1] + 1])) if numbers else site
 
 
 def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) -> list[StackCertificate]:
     found = []
-    for stack, numbers in stacks_of(seen).items():
-        inside, first, last = [layers[at] for at in numbers], seen[numbers[0]], seen[numbers[-1]]
-        equal = equal_at_start(first)
-        apart = (first.mask.sum(-1) > 1) & ~equal
+    pairs = grouped(zip(seen, layers, strict=True), lambda pair: _stack(pair[0].site.name))
+    for stack, inside in pairs.items():
+        first, last = inside[0][0], inside[-1][0]
+        # tokens that are equal up to rounding where the stack starts have nothing to keep
+        equal = _share(first.x, first.mask) <= torch.finfo(first.x.dtype).eps
+        several = first.mask.sum(-1) > 1
+        apart = several & ~equal
         shares = _share(last.total, last.mask) / _share(first.x, first.mask)
         ends = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
         mus, some = ends / spread(first.x, first.mask), bool(apart.any())
+        names = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
+        least = {name: [getattr(layer, name) for _, layer in inside] for name in names}
         found.append(
             StackCertificate(
                 stack=stack,
                 layers=len(inside),
                 kept=float(shares[apart].mean()) if some else None,
                 kept_mu=float(mus[apart].mean()) if some and last.norm.kind != "unknown" else None,
-                left_out=int(equal.sum()),
-                min_lambda_proved=_largest([layer.min_lambda_proved for layer in inside]),
-                min_lambda_any_mixing=_largest([layer.min_lambda_any_mixing for layer in inside]),
-                min_lambda_paper=_largest([layer.min_lambda_paper for layer in inside]),
+                left_out=int((several & equal).sum()),
+                **{name: None if None in values else max(values) for name, values in least.items()},
             )
         )
     return found
 
 
 def _share(rows: Tensor, mask: Tensor) -> Tensor:
-    size = torch.linalg.vector_norm(rows.double().masked_fill(~mask[..., None], 0), dim=(-2, -1))
+    size = _size(rows.double().masked_fill(~mask[..., None], 0))
     return (spread(rows, mask) / size).nan_to_num(0.0)
-
-
-def _largest(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
 
 
 def _notes(
@@ -350,7 +467,7 @@ def _notes(
         if stack.left_out
     ]
     reasons = {added.site.name: added.norm.reason for added in seen if added.norm.kind == "unknown"}
-    notes += _grouped("nothing is promised, and μ after the layer is not measured", reasons)
+    notes += _by_reason("nothing is promised, and μ after the layer is not measured", reasons)
     if any(layer.lambda_value == 0 for layer in layers):
         notes.append("λ = 0 somewhere: nothing is sure there, whatever the mixer does")
     known = [layer for layer in layers if layer.norm != "unknown"]
@@ -365,17 +482,14 @@ def _notes(
             "λ differs by channel before a norm: there is a sound bound for it, but no single least |λ|"
         )
     paper = {site: reason for site, reason in unlike.items() if reason and site not in reasons}
-    return notes + _grouped("the paper's theorem says nothing", paper)
+    return notes + _by_reason("the paper's theorem says nothing", paper)
 
 
-def _grouped(what: str, reasons: Mapping[str, str]) -> list[str]:
+def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
     """Return one note per reason, with the first site that has it."""
-    sites: dict[str, list[str]] = {}
-    for site, reason in reasons.items():
-        sites.setdefault(reason, []).append(site)
     return [
-        f"{what} at {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {reason}"
-        for reason, names in sites.items()
+        f"{what} at {sites[0]}{f' and {len(sites) - 1} more' if sites[1:] else ''}: {reason}"
+        for reason, sites in grouped(reasons, lambda site: reasons[site]).items()
     ]
 
 

@@ -1,18 +1,318 @@
-"""Find residual connections around mixers: run a model and test its sums by derivatives."""
+"""Find residual connections around mixers: record a forward pass and test its sums by derivatives."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, no_type_check
+from dataclasses import dataclass, field
+from typing import Any, Literal, no_type_check
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.forward import Batch, eval_mode, preserve_random_state, run_model
+from rankwise._internals.forward import Batch, eval_mode, map_tensors, preserve_random_state, run_model
+from rankwise._internals.torch_private import base_of, changes_in_place
 from rankwise.errors import SkipError
-from rankwise.skips.sums import Change, History, ReplaceSums, Sum, SumName
-from rankwise.tracing.module_calls import ModuleCalls
+from rankwise.skips.hooks import Key, Port
+from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
+
+SUMS = frozenset(
+    (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
+)  # fmt: skip
+COPIES = frozenset((
+    Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.clone,
+    Tensor.contiguous, torch.clone,
+))  # fmt: skip
+"""Functions that return the same numbers in another tensor."""
+RESHAPES = frozenset((torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as))
+"""Functions that copy if a view is impossible."""
+PRODUCTS = frozenset((
+    F.linear, F.conv1d, F.conv2d, F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm,
+    torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm,
+    Tensor.bmm,
+))  # fmt: skip
+"""Products with a matrix; a norm has none."""
+STATE_AXES = (2, 3)
+"""Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
+
+Version = tuple[int, int]
+"""A tensor as it was at one time: its identity, and how often it had been changed in place."""
+SumName = tuple[str, int, int]
+"""A sum in a forward pass: the innermost module running, which of its calls, which sum of that call."""
+SumChange = Callable[[Tensor, Tensor], Tensor]
+"""Function of the two operands that replaces a sum."""
+
+
+# --- record ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sum:
+    """One sum x + y of two tensors of one shape."""
+
+    name: SumName
+    time: int
+    operands: tuple[Version, Version]
+    edges: tuple[GradientEdge, GradientEdge]
+    result: Version
+    out: GradientEdge
+    like: Tensor
+    """Detached result."""
+    finite: bool
+    frames: tuple[ModuleCall, ...]
+    """Calls of modules around it, outermost first."""
+
+    @property
+    def block(self) -> str:
+        """Name of the innermost module that takes the sum, for messages."""
+        return self.name[0] or "the model itself"
+
+
+@dataclass
+class Use:
+    """A call of a function with a tensor."""
+
+    time: int
+    sum: SumName | None
+    """Name of the sum, if the function is a sum."""
+    running: frozenset[int]
+    """Serials of the calls around it."""
+    returns: Literal["copy", "reshaped", "other"]
+    function: str
+    numbers: int
+    """Number of entries of its largest output; 0 for a product with a matrix."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A tensor that a call of a module received or returned."""
+
+    time: int
+    call: ModuleCall
+    port: Port
+
+
+@dataclass
+class ForwardRecord:
+    """Sums, copies, uses and passages of token states in one forward pass."""
+
+    sums: list[Sum] = field(default_factory=list)
+    results: dict[Version, Sum] = field(default_factory=dict)
+    copies: dict[Version, tuple[Version, bool]] = field(default_factory=dict)
+    """Source of a copy, and True if the copy differs in training: functional dropout, which no hook sees."""
+    passed: dict[Version, list[Version]] = field(default_factory=dict)
+    """Tensors with the numbers of another: its copies, views of all of it, and outputs of dropout."""
+    uses: dict[Version, list[Use]] = field(default_factory=dict)
+    received: dict[Version, list[Passage]] = field(default_factory=dict)
+    returned: dict[Version, list[Passage]] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
+    """Kept so that no identity is given twice."""
+    time: int = 0
+
+    def tick(self) -> int:
+        """Return the next time."""
+        self.time += 1
+        return self.time
+
+    def enter(self, call: ModuleCall) -> None:
+        """Record the arguments of a call."""
+        time, names = self.tick(), parameter_names(call.module)
+        for at, value in enumerate(call.args):
+            self._pass(self.received, time, call, value, (names[at] if at < len(names) else None, at))
+        for name, value in call.kwargs.items():
+            self._pass(self.received, time, call, value, (name, names.index(name) if name in names else None))
+
+    def leave(self, call: ModuleCall) -> None:
+        """Record the output of a call."""
+        time = self.tick()
+        for key, value in items(call.output):
+            self._pass(self.returned, time, call, value, None, key)
+
+    def _pass(
+        self, notes: Any, time: int, call: ModuleCall, value: Any, argument: Any, key: Key = None
+    ) -> None:
+        if isinstance(value, Tensor):
+            self.alive.append(value)
+            passage = Passage(time, call, Port(call.name, argument, key))
+            notes.setdefault(version(value), []).append(passage)
+
+    def origin(self, tensor: Version) -> Version:
+        """Return the first tensor with the same numbers in training too."""
+        while tensor in self.copies and not self.copies[tensor][1]:
+            tensor = self.copies[tensor][0]
+        return tensor
+
+    def same_numbers(self, tensor: Version) -> list[Version]:
+        """Return a tensor with its copies, views and outputs of dropout, which does nothing here."""
+        found = [tensor]
+        for known in found:
+            found.extend(made for made in self.passed.get(known, ()) if made not in found)
+        return found
+
+    def copies_of(self, origin: Version) -> list[Version]:
+        """Return a tensor and its copies."""
+        return [made for made in self.same_numbers(origin) if self.origin(made) == origin]
+
+
+def items(output: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the items of a module's output with their keys."""
+    if isinstance(output, Tensor):
+        yield None, output
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif isinstance(output, dict):
+        yield from output.items()
+
+
+@no_type_check
+def version(tensor):
+    """Return the identity of a tensor and how often it was changed in place."""
+    return id(tensor), changes_in_place(tensor)
+
+
+class SumNames:
+    """Names of sums in the order of a forward pass, independent of the batch size.
+
+    Sums are counted per call of a module, so that a scan with a sum per token does not shift other names.
+    """
+
+    def __init__(self, running: Sequence[ModuleCall]) -> None:
+        self._running = running
+        self._calls: dict[str, list[int]] = {}
+        self._taken: dict[int, int] = {}
+
+    def next(self) -> SumName:
+        """Return the name of the current sum."""
+        name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
+        calls = self._calls.setdefault(name, [])
+        if serial not in calls:
+            calls.append(serial)
+        at = self._taken.get(serial, 0)
+        self._taken[serial] = at + 1
+        return name, calls.index(serial), at
+
+
+class SumRecorder(TorchFunctionMode):
+    """Records sums, copies and uses of token states, with the autograd graph that joins them.
+
+    Functional dropout, which does nothing in evaluation mode, returns a new tensor here, to distinguish the
+    tensors before and after it.
+    """
+
+    def __init__(self, running: Sequence[ModuleCall], record: ForwardRecord) -> None:
+        super().__init__()
+        self._running, self._record, self._names = running, record, SumNames(running)
+
+    @no_type_check  # called for every operation of a model, as all below
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run a function and record it."""
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        record, pair = self._record, operands(func, args, kwargs)
+        states = pair is not None and pair[0].shape == pair[1].shape and 0 not in pair[0].shape
+        edges = None
+        if states and pair[0].requires_grad and pair[1].requires_grad:
+            edges = tuple(map(get_gradient_edge, pair))  # before an operand changes in place
+        given = floating((*args, *kwargs.values()))
+        versions = {id(value): version(value) for value in given}
+        out = func(*args, **kwargs)
+        name = None if pair is None else self._names.next()
+        if edges is not None and isinstance(out, Tensor) and out.requires_grad:
+            record.alive.append(out)
+            names, made = (versions[id(pair[0])], versions[id(pair[1])]), version(out)
+            finite, frames = bool(out.isfinite().all()), tuple(self._running)
+            edge, like = get_gradient_edge(out), out.detach()
+            sum_ = Sum(name, record.tick(), names, edges, made, edge, like, finite, frames)
+            record.sums.append(sum_)
+            record.results[made] = sum_
+        self._used(func, given, versions, out, name)
+        return out
+
+    @no_type_check
+    def _used(self, func, given, versions, out, name):
+        record, made = self._record, floating(out if isinstance(out, tuple | list) else (out,))
+        record.alive.extend(made)
+        known = set(versions.values())
+        fresh = [tensor for tensor in made if version(tensor) not in known]
+        if not any(tensor.requires_grad for tensor in fresh):
+            return
+        returns, source = "other", next(iter(versions.values()), None)
+        if func in COPIES and len(fresh) == 1 and versions:
+            returns = "copy"
+            record.copies[version(fresh[0])] = (source, False)
+        elif len(known) == len(fresh) == 1 and reshaped(func, given[0], fresh[0]):
+            returns = "reshaped"
+        if returns != "other":
+            record.passed.setdefault(source, []).append(version(fresh[0]))
+        use = Use(
+            record.tick(), name, frozenset(call.serial for call in self._running), returns,
+            function=getattr(func, "__name__", str(func)),
+            numbers=0 if func in PRODUCTS else max(tensor.numel() for tensor in fresh),
+        )  # fmt: skip
+        for tensor in known:
+            record.uses.setdefault(tensor, []).append(use)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        out, record = input.clone(), self._record
+        record.alive.extend((input, out))
+        record.tick()
+        record.copies[version(out)] = (version(input), p > 0)
+        record.passed.setdefault(version(input), []).append(version(out))
+        return out
+
+
+class ReplaceSums(TorchFunctionMode):
+    """Replace chosen sums."""
+
+    def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, SumChange]) -> None:
+        super().__init__()
+        self._names, self._changes = SumNames(running), changes
+
+    @no_type_check
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run a function, or the replacement of a sum."""
+        kwargs = kwargs or {}
+        pair = operands(func, args, kwargs)
+        change = None if pair is None else self._changes.get(self._names.next())
+        if change is None:
+            return func(*args, **kwargs)
+        out = change(*pair)
+        return pair[0].copy_(out) if func in (Tensor.__iadd__, Tensor.add_) else out
+
+
+@no_type_check
+def operands(func, args, kwargs):
+    """Return the two operands of a plain sum that is a state by its axes; None for anything else.
+
+    Sums that broadcast one operand count as well: positions + words broadcasts or not by the number of
+    sequences alone, and the names of the other sums must not depend on it.
+    """
+    if func not in SUMS or kwargs.get("alpha", 1) != 1:
+        return None
+    given = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)]
+    if len(given) != 2 or len(floating(given)) != 2:
+        return None
+    return tuple(given) if max(given[0].dim(), given[1].dim()) in STATE_AXES else None
+
+
+@no_type_check
+def reshaped(func, given, made):
+    """Return True if a tensor has all numbers of another tensor in another shape."""
+    if made.numel() != given.numel():
+        return False
+    base = base_of(given)
+    return func in RESHAPES or (base_of(made) is base and made is not base and made is not given)
+
+
+@no_type_check
+def floating(values):
+    """Return the floating-point tensors among values."""
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+# --- test ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -25,19 +325,9 @@ class Residual:
     axis: int
     """Axis of the tokens."""
 
-    @property
-    def skip(self) -> GradientEdge:
-        """Edge of x in the autograd graph."""
-        return self.sum.edges[self.which]
 
-    @property
-    def branch(self) -> GradientEdge:
-        """Edge of f(x) in the autograd graph."""
-        return self.sum.edges[1 - self.which]
-
-
-def find_residuals(history: History) -> list[Residual]:
-    r"""Find the residual connections around mixers in a recorded forward pass.
+def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], ForwardRecord]:
+    r"""Run a model once and return its residual connections around mixers.
 
     A sum x + y is one if y = f(x), that is ∂y/∂x ≠ 0, and some ∂y_t/∂x_u with t ≠ u is not zero: f mixes
     tokens. A feed-forward part has ∂y_t/∂x_u = 0 for t ≠ u. Where y depends in this way on the result of
@@ -45,40 +335,50 @@ def find_residuals(history: History) -> list[Residual]:
     branch of a larger one belong to that branch, unless they are several: then the larger one is a long
     skip around a stack of them.
 
-    Cost: two backward passes from one entry for each sum of token states.
+    Cost: a forward pass, and two backward passes from one entry for each sum of token states.
     """
-    found: list[Residual] = []
-    for sum_ in history.sums:
-        residual = _self_mixing(sum_) or _cross_mixing(sum_, history.sums)
-        if residual is not None:
-            found.append(residual)
-    return _outermost(found)
+    record = ForwardRecord()
+    calls = ModuleCalls(model, on_enter=record.enter, on_leave=record.leave)
+    given = map_tensors(example, _with_gradient)
+    with probe_mode(model), differentiable(model), calls.following(), SumRecorder(calls.running, record):
+        output = run_model(model, given)
+    found = [one for sum_ in record.sums if (one := _residual(sum_, record.sums)) is not None]
+    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
+        raise _not_finite("the output of the model")
+    dropped: set[SumName] = set()
+    for outer in found:
+        x, branch = outer.sum.edges[outer.which], outer.sum.edges[1 - outer.which]
+        between = reached(branch, past=x)
+        inside = [
+            inner.sum
+            for inner in found
+            if inner is not outer and inner.sum.out.node in between and x.node in reached(inner.sum.out)
+        ]
+        dropped.update(sum_.name for sum_ in ([outer.sum] if len(inside) > 1 else inside))
+    return [residual for residual in found if residual.sum.name not in dropped], record
 
 
-def _self_mixing(sum_: Sum) -> Residual | None:
-    for which in (0, 1):
-        x, y = sum_.edges[which], sum_.edges[1 - which]
-        if x.node is not y.node and x.node in reached(y):
-            if not sum_.finite:
-                raise not_finite(f"a sum x + f(x) in {block_of(sum_)}")
-            axis = mixed_axis(y, x, sum_)
-            if axis is not None:
-                return Residual(sum_, which, axis)
-    return None
+def _with_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def _cross_mixing(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
-    for which in (0, 1):
-        x, y = sum_.edges[which], sum_.edges[1 - which]
-        if x.node is y.node or x.node not in reached(y):
-            continue
+def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
+    """Return the residual connection that a sum is: f mixes the tokens of x, or else of an earlier sum."""
+    sides = [(which, sum_.edges[which], sum_.edges[1 - which]) for which in (0, 1)]
+    sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
+    if sides and not sum_.finite:
+        raise _not_finite(f"a sum x + f(x) in {sum_.block}")
+    for which, x, y in sides:
+        axis = _mixed_axis(y, x, sum_)
+        if axis is not None:
+            return Residual(sum_, which, axis)
+    for which, x, y in sides:
         around = reached(y, past=x)
-        others = [other for other in sums if other.time < sum_.time and other.out.node in around]
-        others = [other for other in others if x.node not in reached(other.out)]
-        for other in others[-1:]:
-            axis = mixed_axis(y, other.out, sum_)
-            if axis is not None:
-                return Residual(sum_, which, axis)
+        earlier = [other for other in sums if other.time < sum_.time and other.out.node in around]
+        others = [other for other in earlier if x.node not in reached(other.out)]
+        axis = _mixed_axis(y, others[-1].out, sum_) if others else None
+        if axis is not None:
+            return Residual(sum_, which, axis)
     return None
 
 
@@ -96,14 +396,20 @@ def reached(start, past=None):
     return seen
 
 
-def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
+def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
     """Return the axis along which the last or first token of y depends on several tokens of x, or None."""
+    like = sum_.like
     for at in (-1, 0):
-        gradient = _gradient(y, x, like, at)
+        weights = torch.zeros_like(like)  # unequal in a token: otherwise its entries may cancel
+        weights[(at,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
+        try:
+            (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
+        except RuntimeError:  # a state that was changed in place has no derivative any more
+            continue
         if gradient is None:
             continue
         if bool(gradient.isnan().any()):
-            raise not_finite(f"the derivative of an f in x + f(x) in {block_of(like)}")
+            raise _not_finite(f"the derivative of an f in x + f(x) in {sum_.block}")
         moved = (gradient != 0).any(-1)
         for axis in reversed(range(moved.dim())):
             others = tuple(other for other in range(moved.dim()) if other != axis)
@@ -112,8 +418,7 @@ def mixed_axis(y: GradientEdge, x: GradientEdge, like: Sum) -> int | None:
     return None
 
 
-def not_finite(what: str) -> SkipError:
-    """Return the error for numbers that are not finite."""
+def _not_finite(what: str) -> SkipError:
     return SkipError(
         "the example, or the weights of the model",
         expected="finite numbers in a forward pass and its derivatives",
@@ -122,55 +427,20 @@ def not_finite(what: str) -> SkipError:
     )
 
 
-def block_of(sum_: Sum) -> str:
-    """Return the name of the innermost module that takes a sum, for messages."""
-    return (sum_.frames[-1].name if sum_.frames else "") or "the model itself"
-
-
-def _gradient(y: GradientEdge, x: GradientEdge, like: Sum, at: int) -> Tensor | None:
-    """Return the derivative of one token of y; unequal weights prevent that its entries cancel."""
-    weights = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-    weights[(at,) * (len(like.shape) - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(weights)
-    try:
-        (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
-    except RuntimeError:  # a state that was changed in place has no derivative any more
-        return None
-    return gradient
-
-
-def _outermost(found: list[Residual]) -> list[Residual]:
-    dropped: set[SumName] = set()
-    for outer in found:
-        inside = list(_inside(outer, found))
-        if len(inside) > 1:
-            dropped.add(outer.sum.name)
-        else:
-            dropped.update(inner.sum.name for inner in inside)
-    return [residual for residual in found if residual.sum.name not in dropped]
-
-
-def _inside(outer: Residual, found: Sequence[Residual]) -> Iterator[Residual]:
-    """Yield the residual connections between x and f(x) of another connection."""
-    between = reached(outer.branch, past=outer.skip)
-    for inner in found:
-        if inner is not outer and inner.sum.out.node in between and outer.skip.node in reached(inner.sum.out):
-            yield inner
-
-
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, Change]) -> list[Tensor]:
+def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, SumChange]) -> list[Tensor]:
     """Return the floating-point outputs of a model on an example, with some sums replaced."""
     with probe_mode(model), replacing_sums(model, changes):
         return [tensor.detach() for tensor in tensors_in(run_model(model, example))]
 
 
 @contextmanager
-def replacing_sums(model: nn.Module, changes: Mapping[SumName, Change]) -> Iterator[None]:
+def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> Iterator[None]:
     """Context manager that replaces some sums of a model."""
-    frames = ModuleCalls(model)
-    with frames.following(), ReplaceSums(frames.running, changes):
+    calls = ModuleCalls(model)
+    with calls.following(), ReplaceSums(calls.running, changes):
         yield
 
 
@@ -185,11 +455,7 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Context manager in which frozen weights require gradients."""
-    frozen = [
-        parameter
-        for parameter in model.parameters()
-        if parameter.is_floating_point() and not parameter.requires_grad
-    ]
+    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -202,7 +468,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 def tensors_in(output: Any) -> list[Tensor]:
     """Return all floating-point tensors in an output."""
     if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
+        return floating([output])
     if isinstance(output, Mapping):
         output = tuple(output.values())
     if not isinstance(output, tuple | list):

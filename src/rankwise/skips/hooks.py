@@ -1,10 +1,11 @@
 """Hooks of a λ-skip, which stay in a model when it is copied, pickled or compiled."""
 
 import threading
+from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
@@ -13,30 +14,24 @@ Key = int | str | None
 """Item of a module's output: None for the output itself, an index or a key."""
 
 
-class Argument:
-    """Argument of a module, by name or position."""
+@dataclass(frozen=True)
+class Port:
+    """A tensor that a module receives as an argument, or returns as an item of its output."""
 
-    def __init__(self, name: str | None, position: int | None) -> None:
-        self.name, self.position = name, position
+    module: str
+    argument: tuple[str | None, int | None] | None = None
+    """Name and position of the argument; None for an item of the output."""
+    key: Key = None
 
     @no_type_check  # traced by torch.compile, as all below
-    def of(self, args, kwargs):
-        """Return this argument of a call; None if it is missing."""
-        if self.name is not None and self.name in kwargs:
-            return kwargs[self.name]
-        if self.position is not None and self.position < len(args):
-            return args[self.position]
-        return None
-
-    @no_type_check
-    def put(self, args, kwargs, value):
-        """Return the arguments with this argument replaced."""
-        if self.name is not None and self.name in kwargs:
-            return args, {**kwargs, self.name: value}
-        return (*args[: self.position], value, *args[self.position + 1 :]), kwargs
-
-    def __repr__(self) -> str:
-        return self.name or f"argument {self.position}"
+    def read(self, args, kwargs, output):
+        """Return the tensor of a call; None if an argument is missing."""
+        if self.argument is None:
+            return picked(output[0], self.key)
+        name, position = self.argument
+        if name is not None and name in kwargs:
+            return kwargs[name]
+        return args[position] if position is not None and position < len(args) else None
 
 
 class HeldTensor:
@@ -57,12 +52,6 @@ class ThreadSlot(threading.local):
     def __reduce__(self) -> tuple[type["ThreadSlot"], tuple[()]]:
         return ThreadSlot, ()
 
-    @no_type_check
-    def hold(self, residual):
-        """Hold a state for the hook that adds it."""
-        if self.slot.open or recomputing():
-            self.slot.residual = residual
-
 
 @no_type_check
 def recomputing():
@@ -80,125 +69,83 @@ class SkipHook:
 class ScaleArgument(SkipHook):
     """Before a module: multiply the argument that it adds unchanged by λ."""
 
-    def __init__(self, parameter: str, argument: Argument) -> None:
+    def __init__(self, parameter: str, port: Port) -> None:
         super().__init__(parameter)
-        self.argument = argument
+        self.port = port
 
     @no_type_check
     def __call__(self, module, args, kwargs):
         """Return the arguments with the scaled argument."""
-        residual = self.argument.of(args, kwargs)
+        residual = self.port.read(args, kwargs, ())
         if residual is None:
             return None
         scaled = (residual * getattr(module, self.parameter)).to(residual.dtype)
-        return self.argument.put(args, kwargs, scaled)
+        name, position = self.port.argument
+        if name is not None and name in kwargs:
+            return args, {**kwargs, name: scaled}
+        return (*args[:position], scaled, *args[position + 1 :]), kwargs
 
 
-class CorrectSum(SkipHook):
-    """After a module that adds one of its arguments to a branch: add (λ − 1)·argument to its output."""
+class AddResidual(SkipHook):
+    """After a module: add (λ − 1)·x to an item of its output, the sum x + f(x) or the branch f(x).
 
-    def __init__(self, parameter: str, argument: Argument, key: Key) -> None:
+    x is an argument of the same call, or the state in the slot.
+    """
+
+    def __init__(self, parameter: str, key: Key, source: Port | ThreadSlot) -> None:
         super().__init__(parameter)
-        self.argument, self.key = argument, key
+        self.key, self.source = key, source
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
-        """Return the corrected output."""
-        residual = self.argument.of(args, kwargs)
+        """Return the corrected output; without x the module is used for something else."""
+        if isinstance(self.source, Port):
+            residual = self.source.read(args, kwargs, ())
+        else:
+            slot = self.source.slot
+            if not slot.open and not recomputing():
+                return None
+            residual, slot.residual = slot.residual, None
+            if residual is None and not slot.open:  # the same call had a residual in the forward pass
+                raise SkipError(
+                    f"gradient checkpointing of {type(module).__name__}",
+                    expected="a checkpoint around the whole block, which reads the residual again",
+                    got="one around the mixer, without the norm or block that reads the residual",
+                    fix="Checkpoint the block in place of the mixer.",
+                )
         if residual is None:
             return None
         total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
         return with_value(output, self.key, total)
 
 
-class OpenSlot(SkipHook):
-    """Before the module in which x is read and added: open the slot, without the state of another call."""
+class HoldResidual(SkipHook):
+    """Before a module that receives x, or after a module that returns x: hold x."""
+
+    def __init__(self, port: Port, held: ThreadSlot) -> None:
+        super().__init__()
+        self.port, self.held = port, held
+
+    @no_type_check
+    def __call__(self, module, args, kwargs, *output):
+        """Hold x."""
+        slot = self.held.slot
+        if slot.open or recomputing():
+            slot.residual = self.port.read(args, kwargs, output)
+
+
+class Scope(SkipHook):
+    """Before the module in which x is read and added: open the slot; after it: close the slot."""
 
     def __init__(self, held: ThreadSlot) -> None:
         super().__init__()
         self.held = held
 
     @no_type_check
-    def __call__(self, module, args):
-        """Open the slot."""
+    def __call__(self, module, args, *output):
+        """Empty the slot, and open or close it."""
         slot = self.held.slot
-        slot.residual, slot.open = None, True
-
-
-class CloseSlot(OpenSlot):
-    """After the same module, also if it raised: close the slot."""
-
-    @no_type_check
-    def __call__(self, module, args, output):
-        """Close the slot."""
-        slot = self.held.slot
-        slot.residual, slot.open = None, False
-
-
-class HoldInput(SkipHook):
-    """Before a module that reads x: hold x."""
-
-    def __init__(self, argument: Argument, held: ThreadSlot) -> None:
-        super().__init__()
-        self.argument, self.held = argument, held
-
-    @no_type_check
-    def __call__(self, module, args, kwargs):
-        """Hold x."""
-        self.held.hold(self.argument.of(args, kwargs))
-
-
-class HoldOutput(SkipHook):
-    """After a module that returns x: hold x."""
-
-    def __init__(self, key: Key, held: ThreadSlot) -> None:
-        super().__init__()
-        self.key, self.held = key, held
-
-    @no_type_check
-    def __call__(self, module, args, output):
-        """Hold x."""
-        self.held.hold(picked(output, self.key))
-
-
-class CorrectBranch(SkipHook):
-    """After a module that returns the branch f(x): add (λ − 1)·x, so that the sum is λ·x + f(x)."""
-
-    def __init__(self, parameter: str, key: Key, held: ThreadSlot) -> None:
-        super().__init__(parameter)
-        self.key, self.held = key, held
-
-    @no_type_check
-    def __call__(self, module, args, output):
-        """Return the corrected output; without a held x the module is used for something else."""
-        slot = self.held.slot
-        if not slot.open and not recomputing():
-            return None
-        residual, slot.residual = slot.residual, None
-        if residual is None:
-            if not slot.open:  # the same call had a residual in the forward pass
-                raise _recomputed_alone(module)
-            return None
-        branch = picked(output, self.key)
-        return with_value(output, self.key, corrected(branch, residual, getattr(module, self.parameter)))
-
-
-def _recomputed_alone(module: nn.Module) -> SkipError:
-    return SkipError(
-        f"gradient checkpointing of {type(module).__name__}",
-        expected="a checkpoint around the whole block, whose recomputation reads the residual again",
-        got="one around the mixer, without the norm or block that reads the residual",
-        fix="Checkpoint the block in place of the mixer.",
-    )
-
-
-def _nested_by_channel() -> SkipError:
-    return SkipError(
-        "λ-skips by channel on nested tensors",
-        expected="padded tensors",
-        got="the nested ones that torch.nn.TransformerEncoder makes of padded rows in evaluation mode",
-        fix="Build the encoder with enable_nested_tensor=False, or use per='layer'.",
-    )
+        slot.residual, slot.open = None, len(output) == 0  # torch.compile does not trace `not output`
 
 
 @no_type_check
@@ -206,7 +153,12 @@ def corrected(tensor, residual, scale):
     """Return tensor + (λ − 1)·x, bit-identical to the tensor at λ = 1."""
     if tensor.is_nested:  # torch's encoder packs padded rows so in evaluation mode; they know no addcmul
         if scale.numel() > 1:
-            raise _nested_by_channel()
+            raise SkipError(
+                "λ-skips by channel on nested tensors",
+                expected="padded tensors",
+                got="nested ones, which torch.nn.TransformerEncoder makes of padded rows in evaluation",
+                fix="Build the encoder with enable_nested_tensor=False, or use per='layer'.",
+            )
         return tensor + residual * (scale.reshape(()) - 1)
     wide = torch.addcmul(tensor, residual, scale - 1)
     return wide.to(torch.promote_types(tensor.dtype, residual.dtype))

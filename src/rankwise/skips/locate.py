@@ -1,36 +1,24 @@
-"""Locate λ-skips: the module to hook so that a residual connection becomes λ·x + f(x)."""
+"""Locate λ-skips: the modules to hook so that a residual connection becomes λ·x + f(x)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, map_tensors, run_model
+from rankwise._internals.forward import Batch
 from rankwise.skips.find import (
+    ForwardRecord,
+    Passage,
     Residual,
-    block_of,
-    differentiable,
+    Sum,
+    SumName,
+    Version,
     find_residuals,
-    not_finite,
-    probe_mode,
-    tensors_in,
-)
-from rankwise.skips.hooks import (
-    Argument,
-    CloseSlot,
-    CorrectBranch,
-    CorrectSum,
-    HoldInput,
-    HoldOutput,
-    Key,
-    OpenSlot,
-    ScaleArgument,
-    ThreadSlot,
-)
-from rankwise.skips.sums import History, Sum, SumName, SumRecorder, Version, version
-from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
+    items,
+)  # fmt: skip
+from rankwise.skips.hooks import Port
 
 PARAMETER = "lambda_skip"
 """Name of λ in the module that carries it; a second one in the same module gets a number."""
@@ -39,367 +27,215 @@ NOTES = "_rankwise_skips"
 
 
 @dataclass(frozen=True)
-class Given:
-    """Tensor that a module received."""
+class SkipSite:
+    """Place of one λ-skip in a model: the modules, arguments and outputs at which it is added."""
 
-    time: int
-    frame: ModuleCall
-    position: int | None
-    name: str | None
-
-
-@dataclass(frozen=True)
-class Made:
-    """Tensor that a module returned."""
-
-    time: int
-    frame: ModuleCall
-    key: Key
-
-
-@dataclass
-class Traffic:
-    """Tensors that every module received and returned in one forward pass."""
-
-    history: History
-    given: dict[Version, list[Given]] = field(default_factory=dict)
-    made: dict[Version, list[Made]] = field(default_factory=dict)
-
-    def entered(self, frame: ModuleCall) -> None:
-        """Record the arguments of a call."""
-        time = self.history.tick()
-        names = parameter_names(frame.module)
-        for at, value in enumerate(frame.args):
-            if isinstance(value, Tensor):
-                name = names[at] if at < len(names) else None
-                self._note(self.given, value, Given(time, frame, at, name))
-        for name, value in frame.kwargs.items():
-            if isinstance(value, Tensor):
-                position = names.index(name) if name in names else None
-                self._note(self.given, value, Given(time, frame, position, name))
-
-    def left(self, frame: ModuleCall) -> None:
-        """Record the output of a call."""
-        time = self.history.tick()
-        for key, value in _items(frame.output):
-            if isinstance(value, Tensor):
-                self._note(self.made, value, Made(time, frame, key))
-
-    def given_as(self, origin: Version) -> list[Given]:
-        """Return the calls that received a tensor or a copy of it."""
-        return [note for name in self.history.names(origin) for note in self.given.get(name, ())]
-
-    def made_as(self, origin: Version) -> list[Made]:
-        """Return the calls that returned a tensor or a copy of it."""
-        return [note for name in self.history.names(origin) for note in self.made.get(name, ())]
-
-    def _note(self, notes: dict[Version, list[Any]], tensor: Tensor, note: Given | Made) -> None:
-        self.history.alive.append(tensor)
-        notes.setdefault(version(tensor), []).append(note)
-
-
-def _items(output: Any) -> Iterator[tuple[Key, Any]]:
-    if isinstance(output, Tensor):
-        yield None, output
-    elif isinstance(output, tuple | list):
-        yield from enumerate(output)
-    elif isinstance(output, dict):
-        yield from output.items()
-
-
-@dataclass(frozen=True)
-class SkipLocation:
-    """Modules, arguments and outputs at which one λ-skip is added."""
-
-    module: str
-    """Module that has λ."""
-    how: str
-    """"argument": the hook multiplies an argument by λ; "sum" or "branch": it adds (λ − 1)·x to an output."""
-    argument: tuple[str | None, int | None] = (None, None)
-    key: Key = None
-    source: str = ""
-    """Module that receives or returns x, if it is another module."""
-    source_gives: bool = False
-    source_key: Key = None
-    scope: str = ""
-    """Module whose call opens and closes the slot."""
+    name: str = field(compare=False)
+    """Module that carries λ, such as ``transformer.h.0.attn``."""
+    parameter: str = field(compare=False)
+    """Name of λ in that module."""
+    read: Port
+    """Where x is read."""
+    write: Port
+    """Where λ acts, in the module that carries it. An output gets (λ − 1)·x; an argument, which is then x
+    itself, is multiplied by λ."""
+    scope: str | None
+    """Module whose call opens and closes the slot for x; None if x is an argument of the same call."""
+    sums: tuple[SumName, ...] = field(default=(), compare=False)
+    """Sums of a forward pass that λ scales: several if the module is called several times."""
     block: str = ""
     """Module that takes the sum."""
-    width: int = 0
-    sum: SumName = field(default=("", 0, 0), compare=False)
-    """Sum of the forward pass that λ scales."""
     time: int = field(default=0, compare=False)
-    """Time of that sum."""
+    """Time of the first sum in the forward pass."""
     which: int = 0
     """Operand of the sum that is x."""
+    axis: int = 1
+    """Axis of the tokens."""
+    width: int = 0
+    dtype: Any = None
     drops: bool = False
     """True if functional dropout is between branch and sum."""
-    dtype: Any = None
-    axis: int = 1
-    """The axis of the tokens."""
     norm: str = ""
     """Module that is the only reader of the sum and returns states: a norm, in a post-norm block."""
     read_by: str = ""
     """Function that reads the sum, if it is not in a module; its norm is unknown."""
-
-    def install(self, model: nn.Module, parameter: str) -> None:
-        """Add the hooks; λ must exist."""
-        module, given = model.get_submodule(self.module), Argument(*self.argument)
-        if self.how == "argument":
-            module.register_forward_pre_hook(ScaleArgument(parameter, given), with_kwargs=True)
-            return
-        if self.how == "sum":
-            module.register_forward_hook(CorrectSum(parameter, given, self.key), with_kwargs=True)
-            return
-        held, source, scope = ThreadSlot(), model.get_submodule(self.source), model.get_submodule(self.scope)
-        scope.register_forward_pre_hook(OpenSlot(held))  # before any hook of the same module that reads
-        if self.source_gives:
-            source.register_forward_hook(HoldOutput(self.source_key, held))
-        else:
-            source.register_forward_pre_hook(HoldInput(given, held), with_kwargs=True)
-        module.register_forward_hook(CorrectBranch(parameter, self.key, held))
-        scope.register_forward_hook(CloseSlot(held), always_call=True)
-
-    def renamed(self, module: str) -> "SkipLocation":
-        """Return the location for another name of its module, in a part of the model or in a larger model."""
-        old, new = _parts(self.module), _parts(module)
-        while old and new and old[-1] == new[-1]:
-            old.pop()
-            new.pop()
-
-        def name(before: str) -> str:
-            parts = _parts(before)
-            return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
-
-        return replace(
-            self,
-            module=module,
-            source=name(self.source),
-            scope=name(self.scope),
-            block=name(self.block),
-            norm=self.norm and name(self.norm),
-            sum=(name(self.sum[0]), *self.sum[1:]),
-        )
-
-
-@dataclass(frozen=True)
-class SkipSite:
-    """Place of one λ-skip in a model."""
-
-    name: str
-    """Module that carries λ, such as ``transformer.h.0.attn``."""
-    parameter: str
-    """Name of λ in that module."""
-    location: SkipLocation
-    sums: tuple[SumName, ...] = ()
-    """Sums of a forward pass that λ scales: several if the module is called several times."""
 
 
 def skip_sites(model: nn.Module) -> list[SkipSite]:
     """Return the sites of a model with λ-skips, in the order of the forward pass."""
     if not isinstance(model, nn.Module):
         return []
-    sites = [
-        _renamed(site, name) for name, module in model.named_modules() for site in vars(module).get(NOTES, ())
-    ]
-    return sorted(sites, key=lambda site: site.location.time)
+    named = model.named_modules()
+    sites = [_rebased(site, name) for name, module in named for site in vars(module).get(NOTES, ())]
+    return sorted(sites, key=lambda site: site.time)
 
 
-def _renamed(site: SkipSite, module: str) -> SkipSite:
-    location = site.location.renamed(module)
+def _rebased(site: SkipSite, module: str) -> SkipSite:
+    """Return a site whose module has another name, in a part of the model or in a larger model."""
+    old, new = _parts(site.write.module), _parts(module)
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+
+    def name(before: str) -> str:
+        parts = _parts(before)
+        return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
+
     return replace(
-        site, location=location, sums=tuple((location.sum[0], call, at) for _, call, at in site.sums)
+        site,
+        read=replace(site.read, module=name(site.read.module)),
+        write=replace(site.write, module=module),
+        scope=None if site.scope is None else name(site.scope),
+        block=name(site.block),
+        norm=site.norm and name(site.norm),
+        sums=tuple((name(block), call, at) for block, call, at in site.sums),
     )
-
-
-def name_sites(locations: list[SkipLocation]) -> list[SkipSite]:
-    """Return named sites; several calls of one module in a forward pass are one site."""
-    sites: list[SkipSite] = []
-    for location in dict.fromkeys(locations):
-        number = sum(site.location.module == location.module for site in sites)
-        suffix = f"_{number + 1}" if number else ""
-        sums = tuple(other.sum for other in locations if other == location)
-        sites.append(SkipSite(f"{location.module}{suffix}", f"{PARAMETER}{suffix}", location, sums))
-    return sites
 
 
 def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
-def locate(residual: Residual, traffic: Traffic) -> SkipLocation | None:
-    """Return the most exact location for λ, or None if no module can be hooked."""
-    common: dict[str, Any] = {
-        "block": residual.sum.frames[-1].name if residual.sum.frames else "",
-        "width": residual.sum.shape[-1],
-        "sum": residual.sum.name,
-        "time": residual.sum.time,
-        "which": residual.which,
-        "dtype": residual.sum.dtype,
-        "axis": residual.axis,
-    }
-    found = (
-        _as_argument(residual, traffic)
-        or _as_sum(residual, traffic)
-        or _as_branch(residual, traffic, drops=False)
-        or _as_branch(residual, traffic, drops=True)
-    )
-    return None if found is None else SkipLocation(**found, **common)
+def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
+    """Run a model once; return its sites, and the blocks with residual connections that no module reaches.
+
+    Several calls of one module in a forward pass are one site. A norm outside of its block counts only if
+    every sum is read by one; otherwise it is the norm after a stack.
+    """
+    residuals, record = find_residuals(model, example)
+    located, missed = [], []
+    for residual in residuals:
+        sum_ = residual.sum
+        way = (
+            _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record, False)
+        )
+        drops = way is None
+        way = way or _as_branch(residual, record, drops=True)
+        if way is None:
+            missed.append(sum_.block)
+            continue
+        site = SkipSite(
+            "", "", *way, sums=(sum_.name,), block=sum_.name[0], time=sum_.time, which=residual.which,
+            axis=residual.axis, width=sum_.like.shape[-1], dtype=sum_.like.dtype, drops=drops,
+        )  # fmt: skip
+        located.append((site, _reader(sum_, record)))
+    every = all(reader is not None for _, reader in located)
+    calls: dict[SkipSite, list[SumName]] = {}
+    for site, reader in located:
+        if reader is not None and (reader.inside or every):
+            site = replace(site, norm=reader.module, read_by=reader.function)
+        calls.setdefault(site, []).extend(site.sums)
+    sites, taken = [], Counter[str]()
+    for site, sums in calls.items():
+        taken[site.write.module] += 1
+        suffix = f"_{number}" if (number := taken[site.write.module]) > 1 else ""
+        name, parameter = f"{site.write.module}{suffix}", f"{PARAMETER}{suffix}"
+        sites.append(replace(site, name=name, parameter=parameter, sums=tuple(sums)))
+    return sites, missed
 
 
-@dataclass(frozen=True)
-class Reader:
+class _Reader(NamedTuple):
     """The only reader of a sum that returns states."""
 
-    module: str = ""
-    function: str = ""
+    module: str
+    function: str
     """Name of the function, if no module reads the sum."""
-    inside: bool = False
+    inside: bool
     """True if the reader is in the module that takes the sum; otherwise it may be the norm after a stack."""
 
-    def __bool__(self) -> bool:
-        return bool(self.module or self.function)
 
+def _reader(sum_: Sum, record: ForwardRecord) -> _Reader | None:
+    """Return the only reader of the sum of a residual connection; None in most blocks.
 
-def reader(sum_: Sum, traffic: Traffic) -> Reader:
-    """Return the only reader of the sum of a residual connection; an empty reader in most blocks.
-
-    It is empty if the sum is read and also added to, or is read only by products with a matrix, by functions
+    It is None if the sum is read and also added to, or is read only by products with a matrix, by functions
     with smaller outputs (a mean over tokens), or not at all: then the sum is the state. If the sum is only
     added to, x + f(x) + g(x), it is the reader of the whole sum.
     """
-    history = traffic.history
-    same = history.same_numbers(sum_.result)
-    uses = [use for tensor in same for use in history.uses.get(tensor, ()) if not use.passes]
-    onward = [later for later in history.sums if any(tensor in later.operands for tensor in same)]
+    same = record.same_numbers(sum_.result)
+    uses = [use for tensor in same for use in record.uses.get(tensor, ()) if use.returns == "other"]
+    onward = [later for later in record.sums if any(tensor in later.operands for tensor in same)]
     if onward:
-        return reader(onward[0], traffic) if len(uses) == 1 else Reader()
-    size = math.prod(sum_.shape)
-    reads = [use for use in uses if use.numbers == size and not use.product]
+        return _reader(onward[0], record) if len(uses) == 1 else None
+    size = math.prod(sum_.like.shape)
+    reads = [use for use in uses if use.numbers == size]
     if not reads:
-        return Reader()
-    around = sum_.frames[-1] if sum_.frames else None
-    inside = around is None or all(around.serial in use.running for use in uses)
-    given = [argument.frame for name in same for argument in traffic.given.get(name, ())]
-    alone = [frame for frame in given if all(frame.serial in use.running for use in uses)]
-    for frame in sorted(alone, key=lambda frame: frame.serial, reverse=True):
-        gives = [value for _, value in _items(frame.output) if isinstance(value, Tensor)]
-        if any(value.numel() == size for value in gives):
-            return Reader(frame.name, "", inside)
-    return Reader("", reads[0].function, inside)
+        return None
+    inside = not sum_.frames or all(sum_.frames[-1].serial in use.running for use in uses)
+    given = [passage.call for tensor in same for passage in record.received.get(tensor, ())]
+    alone = [call for call in given if all(call.serial in use.running for use in uses)]
+    for call in sorted(alone, key=lambda call: call.serial, reverse=True):
+        if any(isinstance(value, Tensor) and value.numel() == size for _, value in items(call.output)):
+            return _Reader(call.name, "", inside)
+    return _Reader("", reads[0].function, inside)
 
 
-def with_readers(locations: Sequence[SkipLocation], readers: Sequence[Reader]) -> list[SkipLocation]:
-    """Return locations with the readers of their sums.
+# --- ways to add λ, the most exact first: read, write, scope ----------------------------------------------
 
-    A reader outside of the block counts only if every sum has one; otherwise it is the norm after a stack.
-    """
-    every = all(readers)
-    return [
-        replace(location, norm=by.module, read_by=by.function) if by.inside or every else location
-        for location, by in zip(locations, readers, strict=True)
-    ]
+Way = tuple[Port, Port, str | None]
 
 
-def _as_argument(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
-    """Return a location if the module that takes the sum receives x and does nothing else with it."""
-    sum_, history = residual.sum, traffic.history
+def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
+    """Scale x if the module that takes the sum receives x and does nothing else with it."""
+    sum_ = residual.sum
     if not sum_.frames:
         return None
-    inner = sum_.frames[-1]
-    x = history.origin(sum_.operands[residual.which])
-    all_uses = (use for name in history.names(x) for use in history.uses.get(name, ()) if not use.copies)
-    uses = [use for use in all_uses if inner.serial in use.running]
-    if {use.sum for use in uses} != {sum_.name}:
+    inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])
+    uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]
+    uses = [use for use in uses if use.returns != "copy" and inner.serial in use.running]
+    received = [passage.port for passage in _received(x, record) if passage.call is inner]
+    if {use.sum for use in uses} != {sum_.name} or not received:
         return None
-    for given in traffic.given_as(x):
-        if given.frame is inner:
-            return {"module": inner.name, "how": "argument", "argument": (given.name, given.position)}
+    return received[0], received[0], None
+
+
+def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
+    """Correct the sum if a module that receives x returns the sum and has not used it."""
+    sum_ = residual.sum
+    x = record.origin(sum_.operands[residual.which])
+    for made in record.returned.get(sum_.result, ()):
+        used = any(use.time < made.time for use in record.uses.get(sum_.result, ()))
+        received = [passage.port for passage in _received(x, record) if passage.call is made.call]
+        if any(made.call is frame for frame in sum_.frames) and received and not used:
+            return received[0], made.port, None
     return None
 
 
-def _as_sum(residual: Residual, traffic: Traffic) -> dict[str, Any] | None:
-    """Return a location if a module that receives x returns the sum and has not used the sum."""
-    sum_, history = residual.sum, traffic.history
-    x = history.origin(sum_.operands[residual.which])
-    around = {frame.serial for frame in sum_.frames}
-    for made in traffic.made.get(sum_.result, ()):
-        if made.frame.serial not in around:
-            continue
-        used = [use for use in history.uses.get(sum_.result, ()) if use.time < made.time]
-        given = [argument for argument in traffic.given_as(x) if argument.frame is made.frame]
-        if given and not used:
-            argument = (given[0].name, given[0].position)
-            return {"module": made.frame.name, "how": "sum", "argument": argument, "key": made.key}
-    return None
-
-
-def _as_branch(residual: Residual, traffic: Traffic, drops: bool) -> dict[str, Any] | None:
-    """Return a location if a module returns f(x) or a summand, and a module received or returned x before."""
-    sum_, history = residual.sum, traffic.history
-    x = history.origin(sum_.operands[residual.which])
-    made = _maker(sum_.operands[1 - residual.which], sum_.time, traffic, drops)
+def _as_branch(residual: Residual, record: ForwardRecord, drops: bool) -> Way | None:
+    """Correct f(x) if a module returns it or a summand, and a module received or returned x before."""
+    sum_ = residual.sum
+    x = record.origin(sum_.operands[residual.which])
+    made = _maker(sum_.operands[1 - residual.which], sum_.time, record, drops)
     if made is None:
         return None
-    source = _source(x, made, traffic)
-    if source is None:
+    before = [passage for passage in _received(x, record) if passage.time < made.time]
+    own = [passage.port for passage in before if passage.call is made.call]
+    if own:  # it can see x itself
+        return own[0], made.port, None
+    returned = [passage for tensor in record.copies_of(x) for passage in record.returned.get(tensor, ())]
+    before += [passage for passage in returned if passage.time < made.time]
+    if not before:
         return None
-    common = {"module": made.frame.name, "key": made.key, "drops": drops}
-    if isinstance(source, Given) and source.frame is made.frame:  # it can see the residual itself
-        return common | {"how": "sum", "argument": (source.name, source.position)}
+    source = max(before, key=lambda passage: passage.time)
     # the innermost call around the sum that had begun when x was read
-    scope = [frame for frame in sum_.frames if frame.serial <= source.frame.serial][-1]
-    held = {"how": "branch", "source": source.frame.name, "scope": scope.name}
-    if isinstance(source, Made):
-        return common | held | {"source_gives": True, "source_key": source.key}
-    return common | held | {"argument": (source.name, source.position)}
+    scope = [frame for frame in sum_.frames if frame.serial <= source.call.serial][-1]
+    return source.port, made.port, scope.name
 
 
-def _maker(y: Version, before: int, traffic: Traffic, drops: bool) -> Made | None:
+def _received(x: Version, record: ForwardRecord) -> list[Passage]:
+    """Return the calls that received a tensor or a copy of it."""
+    return [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
+
+
+def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passage | None:
     """Return the outermost call that returned a tensor, a copy of it, or a summand of it."""
-    history = traffic.history
-    mades = [made for made in traffic.made.get(y, ()) if made.time < before]
-    if mades:
-        return mades[-1]
-    copy = history.copies.get(y)
-    if copy is not None and (drops or not copy.drops):
-        return _maker(copy.source, before, traffic, drops)
-    sum_ = history.results.get(y)
-    if sum_ is not None and sum_.time < before:
-        parts = (_maker(part, sum_.time, traffic, drops) for part in sum_.operands)
-        return next((part for part in parts if part is not None), None)
-    return None
-
-
-def _source(x: Version, made: Made, traffic: Traffic) -> Given | Made | None:
-    """Return the last call before the end of the branch that received or returned x."""
-    around: list[Given | Made] = [*traffic.given_as(x), *traffic.made_as(x)]
-    events = [event for event in around if event.time < made.time]
-    own = [event for event in events if isinstance(event, Given) and event.frame is made.frame]
-    return own[0] if own else max(events, key=lambda event: event.time, default=None)
-
-
-def find_skip_locations(model: nn.Module, example: Batch) -> tuple[list[SkipLocation], list[str]]:
-    """Run a model once; return the locations of λ, and the blocks with residuals that no module reaches."""
-    history = History()
-    traffic = Traffic(history)
-    frames = ModuleCalls(model, on_enter=traffic.entered, on_leave=traffic.left)
-    given = map_tensors(example, _with_gradient)
-    with probe_mode(model), differentiable(model), frames.following(), SumRecorder(frames.running, history):
-        output = run_model(model, given)
-    residuals = find_residuals(history)
-    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
-        raise not_finite("the output of the model")
-    locations, readers, missed = [], [], []
-    for residual in residuals:
-        found = locate(residual, traffic)
-        if found is None:
-            missed.append(block_of(residual.sum))
-        else:
-            locations.append(found)
-            readers.append(reader(residual.sum, traffic))
-    return with_readers(locations, readers), missed
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
+    made = [passage for passage in record.returned.get(y, ()) if passage.time < before]
+    if made:
+        return made[-1]
+    source, dropped = record.copies.get(y, (None, False))
+    if source is not None and (drops or not dropped):
+        return _maker(source, before, record, drops)
+    sum_ = record.results.get(y)
+    if sum_ is None or sum_.time >= before:
+        return None
+    parts = (_maker(part, sum_.time, record, drops) for part in sum_.operands)
+    return next((part for part in parts if part is not None), None)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from rankwise._internals.forward import Batch, Change, run_model
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
-from rankwise.skips.find import probe_mode, replacing_sums
+from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.skips.hooks import SkipHook
-from rankwise.skips.locate import SkipSite, find_skip_locations, name_sites, skip_sites
+from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
-from rankwise.skips.sums import SumName
 from rankwise.tracing import RecordedCall, record_calls
 
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -76,12 +75,12 @@ def observe(
 
     def note(name: SumName, x: Tensor, branch: Tensor, total: Tensor) -> None:
         site = of_sum[name]
-        if x.shape != branch.shape or x.shape[-1] != site.location.width:
+        if x.shape != branch.shape or x.shape[-1] != site.width:
             raise _other_sums(site)
-        read, other, both = (_as_batch(value, site.location.axis) for value in (x, branch, total))
+        read, other, both = (as_batch(value, site.axis) for value in (x, branch, total))
         seen.append(ObservedSkip(site, read, other, both, _mask(batch, read, site), Norm("none")))
 
-    norms = {site.location.norm for site in sites} - {""}
+    norms = {site.norm for site in sites} - {""}
     with (
         with_lambdas(model, sites, lambdas, note),
         record_calls(model, norms, copy=True) as calls,
@@ -144,15 +143,14 @@ def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]
     if sites := skip_sites(model):
         return sites, []
     with plain_skips(model):
-        locations, missed = find_skip_locations(model, batch)
-    return name_sites(locations), missed
+        return find_sites(model, batch)
 
 
 def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
     """Return the current λ of each site, shape (1,) or (D,); 1 at a site without λ."""
     found = {}
     for site in sites:
-        module = model.get_submodule(site.location.module)
+        module = model.get_submodule(site.write.module)
         own = dict(module.named_parameters(recurse=False)).get(site.parameter)
         if own is not None:
             found[site.name] = own.detach()
@@ -165,33 +163,25 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
 
 def scaled_sums(
     sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
-) -> dict[SumName, "ScaledSum"]:
+) -> dict[SumName, SumChange]:
     """Return the replacement of each sum of the sites by λx + f(x)."""
     return {
-        name: ScaledSum(
-            site.location.which, lambdas[site.name], None if on_sum is None else partial(on_sum, name)
-        )
+        name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, name))
         for site in sites
         if site.name in lambdas
         for name in site.sums
     }
 
 
-class ScaledSum:
-    """λ·x + y in place of x + y; ``which`` is the operand x, ``seen`` is called with x, y and the sum."""
-
-    def __init__(
-        self, which: int, scale: Tensor | float, seen: Callable[[Tensor, Tensor, Tensor], None] | None = None
-    ) -> None:
-        self.which, self.scale, self.seen = which, scale, seen
-
-    def __call__(self, first: Tensor, other: Tensor) -> Tensor:
-        """Return the scaled sum."""
-        x, branch = (other, first) if self.which else (first, other)
-        total = (x * self.scale).to(x.dtype) + branch
-        if self.seen is not None:
-            self.seen(x.clone(), branch.clone(), total)
-        return total
+def scaled_sum(
+    which: int, scale: Tensor | float, seen: Callable[..., None] | None, first: Tensor, other: Tensor
+) -> Tensor:
+    """Return λ·x + y, x the operand ``which``; call ``seen`` with x, y and the sum."""
+    x, branch = (other, first) if which else (first, other)
+    total = (x * scale).to(x.dtype) + branch
+    if seen is not None:
+        seen(x.clone(), branch.clone(), total)
+    return total
 
 
 def check_tokens(batch: Batch) -> None:
@@ -218,17 +208,17 @@ def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
 
 
 def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
-    location = added.site.location
-    if location.read_by:
-        return Norm("unknown", reason=f"the function {location.read_by} reads the sum outside of any module")
-    if not location.norm:
+    site = added.site
+    if site.read_by:
+        return Norm("unknown", reason=f"the function {site.read_by} reads the sum outside of any module")
+    if not site.norm:
         return Norm("none")
-    total = added.total.transpose(0, 1) if location.axis == 0 and added.total.dim() == 3 else added.total
-    for call in (call for call in calls if call.name == location.norm):
+    total = added.total.transpose(0, 1) if site.axis == 0 and added.total.dim() == 3 else added.total
+    for call in (call for call in calls if call.name == site.norm):
         values = (*call.args, *call.kwargs.values())
         if any(isinstance(value, Tensor) and _equal(value, total) for value in values):
             return read_norm(call.module, total, call.output)
-    return Norm("unknown", reason=f"{location.norm} was not given the sum as it is")
+    return Norm("unknown", reason=f"{site.norm} was not given the sum as it is")
 
 
 def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
@@ -302,7 +292,7 @@ def _other_sums(site: SkipSite) -> SkipError:
     )
 
 
-def _as_batch(value: Tensor, axis: int) -> Tensor:
+def as_batch(value: Tensor, axis: int) -> Tensor:
     """Return states as (B, T, D), from (B, T, D), (T, B, D) or (T, D)."""
     value = value.detach()
     if value.dim() == 2:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from rankwise.auditing.measure import measure_states
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
-from rankwise.errors import InputError, RankwiseError, one_of
+from rankwise.errors import InputError, RankwiseError, instance_of, one_of
 from rankwise.skips.add import check_traceable
 from rankwise.skips.certificate import LambdaChoice
-from rankwise.skips.certify import certify_skip
+from rankwise.skips.certify import certify_sites
 from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, skip_sites
 from rankwise.skips.modules import LambdaSkip
-from rankwise.skips.observe import lambdas_of, observe, sites_in, with_lambdas
+from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, sites_in, with_lambdas
 from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
@@ -82,7 +82,17 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
         (1.0, True)
     """
     check_traceable(model)
-    sites, inside = _sites_of(model, batch, stack)
+    return _choose(model, batch, stack, sites_in(model, batch)[0])
+
+
+def _choose(model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite]) -> LambdaChoice:
+    """Return `choose_lambda` of a model whose sites are known."""
+    inside = [site for site in sites if site.name.startswith(f"{stack}.")]
+    if not inside:  # names of sites may lack the stack: the sites of no other stack
+        stacks = {layer.stack for layer in _layers(model, [batch])}
+        one_of("`stack`", stack, stacks)
+        others = tuple(f"{other}." for other in stacks - {stack})
+        inside = [site for site in sites if not site.name.startswith(others)]
     if not inside:
         return LambdaChoice(
             stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
@@ -93,22 +103,31 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     removed = False
     for value in TRIED:
         with with_lambdas(model, sites, _raised(current, value)):
-            found, lowest = _collapse(model, batch, stack)
+            layers = _layers(model, [batch])
+        one_of("`stack`", stack, {layer.stack for layer in layers})
+        own = [layer for layer in layers if layer.stack == stack]
+        lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
         tried.append((value, lowest))
-        removed = found is None
+        removed = next(collapse(Measured((), own, (), None, ())), None) is None
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
+    names = [site.name for site in inside]
     seen = observe(model, batch, sites, _raised(current, best))
-    names = {site.name for site in inside}
-    shares = [_share(added.branch, added.total, added.mask) for added in seen if added.site.name in names]
+    shares = [_share(added) for added in seen if added.site.name in names]
+    least = [
+        layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
+        for layer in certify_sites(model, batch, sites, KEEP).layers
+        if layer.site in names
+    ]
+    known = [value for value in least if value is not None and math.isfinite(value)]
     return LambdaChoice(
         stack=stack,
-        sites=[site.name for site in inside],
+        sites=names,
         value=best,
         removes_collapse=removed,
         tried=tried,
-        proved=_proved(model, batch, names),
+        proved=max(known) if known and len(known) == len(least) else None,
         mixing_share=sum(shares) / len(shares),
     )
 
@@ -148,16 +167,19 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     skips = bool(skip_sites(model) or _own(model))
     if collapsed or skips:
         _check_runs(model, sample)
+        check_traceable(model)
+        sites, _ = sites_in(model, sample)
         looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
         notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
+        blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
         found += [
             _suppressed(site, share)
-            for site, share in _shares(model, sample).items()
-            if share < INACTIVE_TURN and not _inside_inactive(site, found)
+            for site, share in _shares(model, sample, sites).items()
+            if share < INACTIVE_TURN and not f"{site}.".startswith(tuple(blocks))
         ]
     if collapsed:
-        found = [_advised(one, model, sample) if one.code == "COLLAPSE" else one for one in found]
+        found = [_advised(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
@@ -176,9 +198,6 @@ def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, lis
     return stacks
 
 
-# --- trials ----------------------------------------------------------------------------------------------
-
-
 def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
     """Return the layer records of an audit, without ranks."""
     statistics = ModelStatistics()
@@ -192,27 +211,6 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
     return [states.to_record() for states in statistics.states.values()]
 
 
-def _collapse(model: nn.Module, batch: Batch, stack: str) -> tuple[Finding | None, float]:
-    """Return the COLLAPSE of a stack, or None, and the lowest μ/‖Y‖ after a block of it."""
-    layers = _layers(model, [batch])
-    one_of("`stack`", stack, {layer.stack for layer in layers})
-    own = [layer for layer in layers if layer.stack == stack]
-    found = next(collapse(Measured((), own, (), None, ())), None)
-    return found, min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
-
-
-def _sites_of(model: nn.Module, batch: Batch, stack: str) -> tuple[list[SkipSite], list[SkipSite]]:
-    """Return all sites of a model, and those of a stack; if none has its name, those of no other stack."""
-    sites, _ = sites_in(model, batch)
-    inside = [site for site in sites if site.name.startswith(f"{stack}.")]
-    if not inside:
-        stacks = {layer.stack for layer in _layers(model, [batch])}
-        one_of("`stack`", stack, stacks)
-        others = tuple(f"{other}." for other in stacks - {stack})
-        inside = [site for site in sites if not site.name.startswith(others)]
-    return sites, inside
-
-
 def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
     """Return λ with every |λ| below a value raised to it; the sign stays, and 0 counts as positive."""
     return {
@@ -221,30 +219,18 @@ def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | f
     }
 
 
-def _proved(model: nn.Module, batch: Batch, names: set[str]) -> float | None:
-    """Return the |λ| proved for all layers at these sites, or None: relative to ‖Y‖ without a norm."""
-    layers = [layer for layer in certify_skip(model, batch, KEEP).layers if layer.site in names]
-    least = [
-        layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
-        for layer in layers
-    ]
-    known = [value for value in least if value is not None and math.isfinite(value)]
-    return max(known) if known and len(known) == len(least) else None
-
-
 # --- findings --------------------------------------------------------------------------------------------
 
 
-def _advised(finding: Finding, model: nn.Module, batch: Batch) -> Finding:
+def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
     """Return a COLLAPSE with the chosen λ in its evidence, meaning and remedy."""
-    choice = choose_lambda(model, batch, finding.where.stack)
+    choice = _choose(model, batch, finding.where.stack, sites)
     if not choice.sites:
         return finding.model_copy(update={"remedy": BY_HAND})
     evidence = {"lambda_tried": choice.value, "mixing_share": choice.mixing_share}
     evidence["relative_spread_lowest_tried"] = dict(choice.tried)[choice.value]
     if choice.proved is not None:
         evidence["lambda_proved"] = choice.proved
-    sites, _ = sites_in(model, batch)
     current = lambdas_of(model, sites)
     below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     result = "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
@@ -313,21 +299,19 @@ def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
     return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
 
 
-def _shares(model: nn.Module, batch: Batch) -> dict[str, float]:
+def _shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
     """Return mean ‖f(x)‖/‖λx + f(x)‖ of each λ-skip, the largest of its calls."""
-    check_traceable(model)
     own = _own(model)
-    sites = skip_sites(model) or [one for one in sites_in(model, batch)[0] if one.location.module in own]
+    skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
     shares: dict[str, float] = {}
-    for added in observe(model, batch, sites, {}) if sites else ():
-        share = _share(added.branch, added.total, added.mask)
-        shares[added.site.name] = max(share, shares.get(added.site.name, 0.0))
+    for added in observe(model, batch, skips, {}) if skips else ():
+        shares[added.site.name] = max(_share(added), shares.get(added.site.name, 0.0))
     return shares
 
 
-def _share(branch: Tensor, total: Tensor, mask: Tensor) -> float:
-    part, whole = (torch.linalg.vector_norm(rows.double(), dim=-1) for rows in (branch, total))
-    return float((part / whole)[mask].mean())
+def _share(added: ObservedSkip) -> float:
+    part, whole = (torch.linalg.vector_norm(rows.double(), dim=-1) for rows in (added.branch, added.total))
+    return float((part / whole)[added.mask].mean())
 
 
 def _suppressed(site: str, share: float) -> Finding:
@@ -342,24 +326,18 @@ def _suppressed(site: str, share: float) -> Finding:
     )
 
 
-def _inside_inactive(site: str, findings: Sequence[Finding]) -> bool:
-    blocks = [finding.where.site for finding in findings if finding.code == "INACTIVE_BLOCK"]
-    return any(f"{site}.".startswith(f"{block}.") for block in blocks)
-
-
 # --- arguments -------------------------------------------------------------------------------------------
 
 
-def _check(audit: object, model: object, batch: object) -> None:
-    if not isinstance(audit, Audit):
-        fix = "Pass the result of `rw.audit(model, batches)`, or `rw.Audit.load(path)`."
-        raise InputError("`audit`", expected="an audit", got=_kind(audit), fix=fix)
-    if not isinstance(model, nn.Module):
-        fix = "Pass the model that was audited."
-        raise InputError("`model`", expected="a torch.nn.Module", got=_kind(model), fix=fix)
+def _check(audit: Any, model: object, batch: object) -> None:
+    fix = "Pass the result of `rw.audit(model, batches)`, or `rw.Audit.load(path)`."
+    instance_of("`audit`", audit, Audit, "an audit", fix=fix)
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix="Pass the model that was audited.")
     if not isinstance(batch, Mapping | tuple | list | Tensor) or not tensors_of(batch):
+        inside = f" of {type(batch[0]).__name__}" if isinstance(batch, tuple | list) and batch else ""
         fix = "Pass one of the batches that were audited: a dict of tensors, a tuple of tensors or a tensor."
-        raise InputError("`batch`", expected="a batch", got=_kind(batch), fix=fix)
+        got = f"{type(batch).__name__}{inside}"
+        raise InputError("`batch`", expected="a batch", got=got, fix=fix)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
         raise InputError(
@@ -372,11 +350,6 @@ def _check(audit: object, model: object, batch: object) -> None:
         raise InputError(
             "`audit`", expected="a complete audit", got="one that was stopped", fix="Audit the model again."
         )
-
-
-def _kind(value: object) -> str:
-    inside = f" of {type(value[0]).__name__}" if isinstance(value, tuple | list) and value else ""
-    return f"{type(value).__name__}{inside}"
 
 
 def _check_runs(model: nn.Module, batch: Batch) -> None:

@@ -78,7 +78,7 @@ def save_skips(
         model_class=_class(model),
         per="channel" if any(scale.numel() > 1 for scale in skips.values()) else "layer",
         learnable=any(scale.requires_grad for scale in skips.values()),
-        sites={name: site.location.width for name, site in skips.sites.items()},
+        sites={name: site.width for name, site in skips.sites.items()},
         parameters=_digest(model, skips),
         fitted=fitted or {},
     )

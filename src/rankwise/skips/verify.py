@@ -1,20 +1,18 @@
 """Compare a model with λ-skips to the same model with its sums scaled."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch
+from rankwise._internals.forward import AddedHook, Batch, Change
 from rankwise.errors import SkipError
-from rankwise.skips.find import run_with
+from rankwise.skips.find import SumName, run_with
 from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.locate import SkipSite
-from rankwise.skips.observe import ScaledSum, without_skips
-from rankwise.skips.sums import SumName
+from rankwise.skips.observe import scaled_sum, without_skips
 
 
 def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
@@ -39,9 +37,7 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
         wanted = run_with(model, example, exact)
     try:
         _fill(model, sites, scales)
-        with ExitStack() as around:
-            for check in checks:
-                around.enter_context(check.following(model))
+        with Change(model, hooks=[hook for check in checks for hook in check.hooks()]):
             taken = {name: partial(check.at_sum, name) for check in checks for name in check.site.sums}
             got = run_with(model, example, taken)
     finally:
@@ -67,7 +63,7 @@ class SumCheck:
 
     def __init__(self, site: SkipSite, scale: float) -> None:
         self.site, self._scale = site, scale
-        self._scaled = ScaledSum(site.location.which, scale)
+        self._scaled = partial(scaled_sum, site.which, scale, None)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
         self._agreed: set[SumName] = set()
         self._inside = False
@@ -91,59 +87,42 @@ class SumCheck:
             return total
         return self._compared(name, total)
 
-    @contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
-        """Context manager that compares the corrected outputs of a module."""
-        module = model.get_submodule(self.site.location.module)
-        if self.site.location.how != "sum":
-            yield
-            return
-        handles = (
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave),  # after the hook that corrects
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooks(self) -> list[AddedHook]:
+        """Return the hooks that compare an output after the hook that corrects it."""
+        module = self.site.write.module
+        if self.site.write.argument is not None:  # the sum itself is compared
+            return []
+        return [AddedHook(module, "before", self._enter), AddedHook(module, "after", self._leave)]
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, *call: Any) -> None:
         self._inside = True
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._inside, name, self._due = False, self._due, None
         if name is None:
             return None
-        key = self.site.location.key
+        key = self.site.write.key
         return with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
         if name not in self._operands:  # a pass with other sums: its outputs are compared
             return got
-        wanted = self._scaled(*self._operands[name])
-        if self._near(name, wanted, got.detach()):
-            self._agreed.add(name)
+        operands = self._operands[name]
+        wanted = self._scaled(*operands)
+        if wanted.shape == got.shape:
+            sizes = [value.double().abs() for value in operands]
+            eps = max(torch.finfo(value.dtype).eps for value in operands)
+            rounding = 2.5 * eps * (sizes[0] + sizes[1]).norm(dim=-1)
+            allowed = 0.0025 * self._scale * sizes[self.site.which].norm(dim=-1) + rounding
+            if bool((_difference(wanted, got.detach()).norm(dim=-1) <= allowed).all()):
+                self._agreed.add(name)
         return wanted
 
-    def _near(self, name: SumName, wanted: Tensor, got: Tensor) -> bool:
-        if wanted.shape != got.shape:
-            return False
-        operands = self._operands[name]
-        first, other = (value.double().abs() for value in operands)
-        rounding = (
-            2.5 * max(torch.finfo(value.dtype).eps for value in operands) * (first + other).norm(dim=-1)
-        )
-        residual = (first, other)[self.site.location.which]
-        allowed = 0.0025 * self._scale * residual.norm(dim=-1) + rounding
-        return bool((_difference(wanted, got).norm(dim=-1) <= allowed).all())
 
-
-def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: Mapping[str, float]) -> None:
+def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: dict[str, float]) -> None:
     with torch.no_grad():
         for site in sites:
-            module = model.get_submodule(site.location.module)
-            module.get_parameter(site.parameter).fill_(scales[site.name])
+            model.get_submodule(site.write.module).get_parameter(site.parameter).fill_(scales[site.name])
 
 
 def _close(wanted: Tensor, got: Tensor) -> bool:
