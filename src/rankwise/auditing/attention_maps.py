@@ -70,7 +70,7 @@ class AttentionMapRecorder:
     def record(
         self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
-        """Return a dict per sequence, position in ``heads`` → map; ``before`` sequences have maps already."""
+        """Return the maps of each sequence by position in ``heads``; ``before``: sequences done before."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
         return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]

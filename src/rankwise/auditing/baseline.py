@@ -94,7 +94,7 @@ def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequen
 def _at(delta: float, own: Floats, seeds: Floats) -> BaselineAt:
     """Compare the model's rank intervals (N, 2) at one threshold with intervals of copies (seeds, N, 2)."""
     middle = seeds.mean(-1)
-    differences = own.mean(-1) - middle  # (seeds, N)
+    differences = own.mean(-1) - middle  # shape (seeds, N)
     pairs = int(np.isfinite(differences).sum())
     enough = pairs >= FEWEST_PAIRS and len(seeds) > 1
     return BaselineAt(

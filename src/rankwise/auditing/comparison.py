@@ -21,7 +21,7 @@ from rankwise.tracing.head_id import HeadId
 SCHEMA_VERSION = 3
 """Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
-"""Measure of heads in the unit of the loss; it has no fixed range."""
+"""Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
 """Measures of heads that an audit without a baseline does not have."""
 
@@ -130,8 +130,7 @@ class Comparison(Record):
     def to_html(self, path: str | Path) -> Path:
         """Write an HTML page: the differences, the findings, a map of the heads and a table of the layers.
 
-        Return the file's path: in an existing folder, ``comparison.html``. Raise `InputError` if writing
-        fails.
+        In a folder, the file is ``comparison.html``. Return its path; raise `InputError` if writing fails.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import comparison_document
@@ -151,7 +150,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, *only_heads = _matched(before.heads, after.heads, "site layer call head cross", {})
-    if not heads:  # one model may be part of the other, under other module names
+    if not heads:  # names differ if one model is a part of the other
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)

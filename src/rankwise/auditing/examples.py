@@ -73,7 +73,7 @@ class Examples:
         )
 
     def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
-        """Take masks of longer sequences; for equal lengths, keep the mask that is first by alphabet."""
+        """Take the mask of a longer sequence for each head; for equal lengths, the first mask name wins."""
         for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
             if length > self.longest[head]:
                 self.longest[head], self.masks[head] = length, mask

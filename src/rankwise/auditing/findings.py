@@ -47,7 +47,7 @@ INACTIVE_TURN = 0.01
 # Required share of the head dimension: half, less 0.1 for the error of the KL (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
-# (Marchenko and Pastur): from 1/4 to 9/4. With fewer tokens, every head seems to need few channels.
+# (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
 # Libraries name the output projection differently, so this remedy describes it instead of naming it.
 WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
@@ -133,7 +133,7 @@ def about(code: str) -> Subject | Literal[""]:
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
-    """Return codes in upper case with underscores; raise an `InputError` that names similar codes."""
+    """Return codes in upper case with underscores; raise if one is unknown, with similar known codes."""
     return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
 
 
@@ -403,7 +403,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
 
 
 def _determines_width(head: HeadRecord) -> bool:
-    """Return True if tokens suffice for the second moments; centering takes one token per sequence."""
+    """Return True if there are enough tokens for second moments; centering uses one per sequence."""
     tokens = _tokens(head)
     enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.width or 0)
     return enough and tokens >= MIN_TOKENS and not math.isnan(head.required_head_dim)
@@ -463,7 +463,7 @@ def _structure(code: str, head: HeadRecord, words: str, severity: Severity = "wa
 
 
 def _token_name(head: HeadRecord) -> str:
-    """Return the name of the most attended token, and the number of sequences with it unless it is all."""
+    """Return the name of the most attended token; add the number of sequences if not all share it."""
     if not head.max_token:
         return "One token"
     name = re.sub("^the ", "The ", head.max_token)

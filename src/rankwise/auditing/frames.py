@@ -19,7 +19,7 @@ Records = Literal["heads", "layers", "findings", "uncaptured"]
 """Kinds of records of an audit: fields of `Audit`."""
 
 COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
-"""Measures without a column, because the columns ``importance_*`` and ``baseline_*`` contain them."""
+"""Measures without columns of their own, because ``importance_*`` and ``baseline_*`` contain them."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a text that spreadsheets run as a formula."""
 
@@ -39,7 +39,7 @@ _AFTER = {
     "max_token_sequences",
     "findings": "meaning remedy",
 }
-"""Columns of each table: `_BEFORE` and `_AFTER` the columns of the measures or of the evidence."""
+"""Columns of each table that come before (`_BEFORE`) or after (`_AFTER`) measures and evidence."""
 
 
 def table(kind: str, records: Sequence[Any]) -> tuple[list[str], list[Row]]:

@@ -39,7 +39,7 @@ class History:
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
-        """Return a history with the steps in the names of the audits; without steps, numbered from 0.
+        """Return a history whose steps are read from the names; if they contain none, audits count from 0.
 
         By default audits have the names of their models.
         """
@@ -186,7 +186,7 @@ class History:
     def to_html(self, path: str | Path) -> Path:
         """Write an HTML page: curves over the steps, changes of findings, last audit compared with the first.
 
-        Return the file's path: in an existing folder, ``index.html``. Raise `InputError` if writing fails.
+        In a folder, the file is ``index.html``. Return its path; raise `InputError` if writing fails.
         """
         from rankwise.report import write_page
         from rankwise.report.comparison_report import history_document
@@ -211,7 +211,7 @@ def folder_name(name: str) -> str:
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:
-    """Return the one number per name in which the names differ; None if they differ otherwise or not.
+    """Return the only number in which each name differs; None if names are equal or differ elsewhere.
 
     Examples:
         >>> steps_of(["run1/checkpoint-500", "run1/checkpoint-1000"])

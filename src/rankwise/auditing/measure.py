@@ -59,7 +59,7 @@ class HeadBatch:
     masks: list[list[Mask]]
     spectra: list[list[list[float]]]
     memberships: list[list[list[float]]]
-    """Memberships of tokens by sequence and head, as ``spectra``; empty if the mixer has none."""
+    """Memberships of tokens by sequence and head, in the order of ``spectra``; empty if there are none."""
     peaks: list[list[int]]
     """Column with the largest mean weight by sequence and head, counted without padding; −1 if none."""
 
@@ -127,7 +127,7 @@ def measure_heads(
 
 
 def _over_windows(values: Floats, starts: np.ndarray, *, skip_nan: bool) -> Floats:
-    """Return means over the windows of each sequence; a NaN window is skipped, or makes the mean NaN."""
+    """Return means over the windows of each sequence; a NaN is left out if ``skip_nan``, else it stays."""
     if len(starts) == len(values):
         return values
     known = ~np.isnan(values)

@@ -28,7 +28,7 @@ class MixerKind(NamedTuple):
     scale_is_known: bool = False
     """True if entries are shares of a row, so that δ means the same in every layer; False if signed."""
     mixes_tokens: bool = True
-    """False if each row has only its own token (diagonal): measures of rows then describe no head."""
+    """False if each row weighs only its own token (diagonal): row measures then carry no information."""
     state_space: bool = True
     """True for mixers with a matrix for each of thousands of channels, of which dozens are similar."""
 

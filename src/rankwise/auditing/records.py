@@ -28,8 +28,8 @@ rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named as the peak: no other token can have more. If each
-row attends to the previous token, the largest mean weight is just above 1/S, and no token is named."""
+"""Smallest mean attention weight at which a token is named as the peak: then no other token can have more. If
+each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
 
@@ -71,7 +71,7 @@ class BaselineAt(Record):
     seed_std: Number
     """Standard deviation over seeds, computed from the mean over sequences of each seed; NaN for one seed."""
     difference_low: Number
-    """Lower bound of the mean difference: lower end of the model minus upper end at initialization."""
+    """Lower bound of the mean difference: lower rank of the model minus upper rank at initialization."""
     difference_high: Number
     """Upper bound of the mean difference."""
     margin: Number
@@ -95,7 +95,7 @@ class Baseline(Record):
     band: list[BaselineAt] = Field(default_factory=list)
     """For heads: comparison at each threshold in the head's own ``band``; empty for layers."""
     spectrum: list[Number] = Field(default_factory=list)
-    """For heads: singular values of the first sequence, averaged over seeds, as in ``spectrum``."""
+    """For heads: singular values of the first sequence, averaged over seeds; see `HeadRecord.spectrum`."""
 
     @property
     def judged(self) -> bool:
@@ -124,7 +124,7 @@ class AttentionMap(Record):
     columns: Annotated[int, Field(gt=0, le=MAP_SIDE)]
     tokens: Annotated[int, Field(gt=0, lt=2**53)]
     sources: Annotated[int, Field(gt=0, lt=2**53)]
-    """Number of columns S of the matrix; ``tokens``: of rows T. Matrix row t is in map row t·rows//tokens."""
+    """Number of columns S of the matrix (``tokens``: rows T). Matrix row t is in map row t·rows//tokens."""
     largest: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest finite magnitude in the map; stored values are divided by it."""
     values: str
@@ -250,9 +250,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     NaN if the head dim is unknown (the model formed the matrix itself), `rankwise.theory` does not cover the
     mask, or T is large."""
     uniform_rank: Number = math.nan
-    """Numerical rank of equal weights on all columns that the mask allows: attention that does not
-    distinguish tokens. NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096
-    tokens."""
+    """Numerical rank of equal weights on all columns that the mask allows (attention that ignores the
+    tokens). NaN for masks that `rankwise.theory` does not cover, and for windows above 4,096 tokens."""
     band: list[RankAt] = Field(default_factory=list)
     """Ranks at five thresholds from δ/√10 to √10 δ. A statement that holds at all five thresholds does not
     depend on the choice of δ. Empty in records of version 1."""
@@ -279,8 +278,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     second_attention_map: AttentionMap | None = None
     """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
-    """Singular values of the first sequence: at most 64, evenly spaced by index; empty if ranks are
-    estimated."""
+    """Singular values of the first sequence, at most 64, evenly spaced by index; empty if estimated."""
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None

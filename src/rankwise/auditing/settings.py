@@ -45,7 +45,7 @@ class ChosenHeads:
     flagged: bool = False
 
     def includes(self, layer: int, head: int) -> bool:
-        """Return True if a head's map is recorded; if ``flagged``, all are, because findings come later."""
+        """Return True if a head's map is recorded: all maps if ``flagged``, because findings come later."""
         return not self.heads or (layer, head) in self.heads
 
 

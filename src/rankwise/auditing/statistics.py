@@ -327,8 +327,7 @@ class ModelStatistics:
     ) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model, with the ``known`` fields by address.
 
-        If each head is a module of its own (``heads.0``, ``heads.1``), their records get one site
-        ``heads.*``.
+        If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
         """
         alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
         met: Counter[HeadId] = Counter()
@@ -364,7 +363,7 @@ class AuditStatistics(ModelStatistics):
     """Statistics of the copies at initialization, by random seed."""
 
     def merge_audit(self, other: "AuditStatistics") -> None:
-        """Add an audit of other sequences, its maps if this one has none; keep copies of common seeds."""
+        """Add an audit of other sequences; take its maps if there are none; keep copies of common seeds."""
         mapped = any(any(heads.examples.attention_maps) for heads in self.heads.values())
         self.merge(other, attention_maps=not mapped)
         self.texts = self.texts if mapped else other.texts

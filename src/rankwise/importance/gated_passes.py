@@ -152,7 +152,7 @@ class Removal(Intervention):
 
 
 def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
-    """Return the `id`s of gates whose gradient is incomplete, because an operation has no backward pass.
+    """Return `id`s of gates with an incomplete gradient: an operation after the gate has no backward.
 
     Such a gate gets only the part of its gradient that flows on other paths, such as the residual stream.
     """
@@ -231,8 +231,7 @@ class GatedPasses:
             with torch.no_grad():
                 self._run(batch, recorder)
         self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in recorder.sums.items()}
-        """Mean outputs (H, V) of the heads of each mixer call; empty if removed heads are replaced by zero.
-        """
+        """Mean outputs (H, V) of heads by mixer call; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
@@ -277,7 +276,7 @@ class GatedPasses:
             found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # overrides torch.no_grad outside
+            with torch.set_grad_enabled(gradients):  # also inside a torch.no_grad block
                 output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)

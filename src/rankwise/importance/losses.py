@@ -129,7 +129,7 @@ class Loss(ABC):
         return LossBatch(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
-        """Raise if the loss cannot be computed on a batch; ``output``: of the model, for the first batch."""
+        """Raise if the loss cannot be computed on a batch; ``output`` is the output for the first batch."""
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
         """Return the part of the whole model's output that later passes are compared with, or None."""
@@ -208,7 +208,10 @@ class LabelLoss(ProbedLoss):
         return SequenceLosses(total, count)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return uᵀ logits, u = (diag √p − p √pᵀ) z, z normal: E u uᵀ = diag p − p pᵀ, Fisher matrix F."""
+        """Return uᵀ · logits per sequence, for a random u with E u uᵀ = F, the Fisher matrix.
+
+        With predictions p, F = diag p − p pᵀ and u = (diag √p − p √pᵀ) z, where z is standard normal.
+        """
         logits, labels = self._logits_and_labels(output, batch)
         return _fisher_projection(logits, labels != IGNORE_INDEX, generator)
 
@@ -257,7 +260,7 @@ class DivergenceLoss(ProbedLoss):
         return SequenceLosses(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
-        """Return the projection of `LabelLoss`, because KL ≈ ½ δᵀ F δ for a small change δ of the logits."""
+        """Return the projection of `LabelLoss`: KL ≈ ½ δᵀ F δ for a small change δ of logits."""
         logits = _token_logits(output).float()
         return _fisher_projection(logits, _real(output, batch, logits), generator)
 
@@ -304,7 +307,7 @@ class StateLoss(ProbedLoss):
 
 
 class FunctionLoss(Loss):
-    """A loss of the user or of the model: one number per sequence, or one number."""
+    """A loss from a user's function or from the model: a number per sequence, or one for the batch."""
 
     unit = "unit of the function"
 

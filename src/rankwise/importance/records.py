@@ -33,8 +33,7 @@ class HeadImportance(Record):
     curvature: Number = math.nan
     """½ ∂²L/∂ξ², a Gauss–Newton estimate from random projections of the output."""
     estimate: Number = math.nan
-    """Estimated cost of removal, to second order: curvature − gradient; without projections, fisher −
-    gradient."""
+    """Estimated cost of removal, to second order: curvature (fisher without projections) − gradient."""
     exact: Number = math.nan
     """Exact cost of removal, by a run without the head."""
     cosine: Number = math.nan

@@ -60,7 +60,7 @@ class AuditFolder:
                 path.unlink(missing_ok=True)
                 with suppress(OSError):  # the user may keep other files in the folder
                     path.parent.rmdir()
-            with suppress(OSError):  # a stopped run leaves its probe
+            with suppress(OSError):  # an earlier run that stopped leaves its probe
                 (self.folder / PROBE).unlink(missing_ok=True)
         return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
 

@@ -319,7 +319,7 @@ def _is_first_process() -> bool:
 
 
 def _broadcast_from_first(stopping: Finding | None, device: torch.device) -> Finding | None:
-    """Return the first process's stop decision in every process; if only some stop, the others hang."""
+    """Return the first process's stop decision in every process; if only some stop, the rest hang."""
     decision = [stopping]
     if _several_processes():
         torch.distributed.broadcast_object_list(decision, src=0, device=device)

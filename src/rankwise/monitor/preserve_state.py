@@ -32,8 +32,8 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
     """Context manager that restores weights that layers merge for evaluation (LoRA).
 
-    Unmerging would leave rounding errors in them. Only the direct parameters of modules in training mode that
-    override ``train`` are copied.
+    Unmerging would leave rounding errors in the weights. Only direct parameters of modules in training mode
+    that override ``train`` are copied.
     """
     before = [
         (weight, weight.detach().clone())
