@@ -150,7 +150,8 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     """Compare two audits; see `compare`."""
     stacks = paired_stacks(before, after)
     heads, *only_heads = _matched(before.heads, after.heads, "site layer call head cross", {})
-    if not heads:  # names differ if one model is a part of the other
+    if not heads:
+        # One model may be a part of the other, so that the names of its modules differ.
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
     layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)

@@ -27,24 +27,25 @@ from rankwise.tracing.head_id import HeadId
 R = TypeVar("R")
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
-# For shorter sequences SINK and CONSTANT are notes: weight on one of 20 tokens may spread among 500 tokens.
+# For shorter sequences SINK and CONSTANT are only notes, because longer rows may spread their weight.
 STRUCTURE_TOKENS = 64
 # SINK: one token has more than nine tenths of the weight of a row, averaged over rows.
 SINK_MASS = 0.9
-# CONSTANT: other directions have at most 10 % of σ₁², and less than 9 % (0.3²) of ‖M‖² distinguishes rows.
+# CONSTANT: at most 10 % of σ₁² is in other directions, and rows differ in less than 9 % (0.3²) of ‖M‖².
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
-# The squared distance to the identity, or between two heads, is below 1 % of the sum of both squared norms.
+# IDENTITY, DUPLICATE_HEADS: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# Numerical rank divided by each reference rank: of uninformed heads at temperature 0 (hardmax), at the head's
-# own and at infinite temperature. The hardmax rank varies by less than 8 % for T ≥ 32.
+# HIGH_RANK, LOW_RANK: rank divided by each reference rank, which an uninformed head has at temperature 0
+# (hardmax), at the head's own or at infinite temperature. The hardmax rank varies by under 8 % (T ≥ 32).
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# Thresholds on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens: 9 % and 1 %.
+# COLLAPSE: thresholds on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
-# A collapse must also halve the μ/‖Y‖ of the input, because the inputs themselves may be similar.
+# COLLAPSE also requires that μ/‖Y‖ has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
-# Relative update of a block: 0.01² = 1e-4 of the output's squared norm is not a multiple of the input.
+# INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
-# Required share of the head dimension: half, less 0.1 for the error of the KL (docs/how-to/findings.md).
+# OVERSIZED_HEADS: required share of the head dimension: 0.5, less a margin for errors of the KL
+# (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.

@@ -146,7 +146,7 @@ def _from_configuration(model: nn.Module) -> nn.Module:
 def _redrawn(model: nn.Module) -> nn.Module:
     try:
         initial = copy.deepcopy(model)
-    except Exception as error:  # for example, a model wrapped in FSDP
+    except Exception as error:  # for example, a model wrapped in FSDP cannot be copied
         raise _failed(model, "a model that can be copied", f"{type(error).__name__}: {error}") from error
     with torch.no_grad():
         for parameter in initial.parameters():

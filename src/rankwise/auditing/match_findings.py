@@ -88,7 +88,7 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
             return "unchanged" if numbers[0] == numbers[1] else "changed"
         step = (numbers[1] - numbers[0]) * (1 if rule.worse == "higher" else -1)
         error = math.hypot(ours.standard_error(old), theirs.standard_error(new))
-        change = step if abs(step) > ERRORS * error else 0.0  # 0.0 for NaN
+        change = step if abs(step) > ERRORS * error else 0.0  # NaN yields 0.0
     return "worse" if change > 0 else "better" if change < 0 else "unchanged"
 
 

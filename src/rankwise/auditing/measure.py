@@ -161,7 +161,7 @@ def _batches(site: MixerSite, delta: float, method: Method) -> Iterator[HeadBatc
             index = slice(start, start + at_once)
             yield _measure(site, index, operator[index], delta, method)
         return
-    for at in range(sequences):  # one by one: without padding, lengths differ
+    for at in range(sequences):  # one by one, because lengths without padding differ
         rows, columns = site.valid_tokens[at], site.valid_sources[at]
         if rows.any() and columns.any():
             sequence = operator[at : at + 1]

@@ -260,7 +260,7 @@ class HeadMeasures(Record):
         title="Distance to nearest head", short="Nearest distance",
         formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
-        cost="O(H² T S)", function="", late=True,  # nearest by the mean over all sequences
+        cost="O(H² T S)", function="", late=True,  # needs mean distances over all sequences
         meaning="The distance to the most similar head of the same layer: 0 if both have the same matrix.",
     )] = math.nan
     required_head_dim: Annotated[Number, HeadMeasure(

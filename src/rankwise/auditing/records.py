@@ -158,7 +158,7 @@ class AttentionMap(Record):
         size = 2 * self.rows * self.columns
         try:
             packed = base64.b64decode(self.values, validate=True)
-            content = zlib.decompressobj().decompress(packed, size + 1)  # bounded against zip bombs
+            content = zlib.decompressobj().decompress(packed, size + 1)  # the bound stops zip bombs
         except (ValueError, zlib.error) as error:
             raise ValueError(f"values should be float16 in zlib in base64: {error}") from None
         if len(content) != size:

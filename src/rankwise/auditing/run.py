@@ -242,7 +242,7 @@ class Run:
             raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
 
     def _mixer(self, captured: MixerSite) -> None:
-        with _measuring(captured.name), one_thread():  # parallel work uses one thread per matrix instead
+        with _measuring(captured.name), one_thread():  # one thread per matrix; matrices run in parallel
             site, heads = sampled(captured)
             if len(heads) < (every := captured.operator.shape[-3]):
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
@@ -288,7 +288,7 @@ class Run:
         try:
             with preserve_random_state(self.model):
                 for seed, model in copies:
-                    torch.manual_seed(seed)  # for dropout, if the model is in training mode
+                    torch.manual_seed(seed)  # dropout draws random numbers in training mode
                     name = f"seed {seed} of {len(copies)} at initialization"
                     run = Run(model, self._for_copy(name), is_copy=True)
                     run.run(batches)

@@ -136,7 +136,8 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
     def mask(inputs: Any, original: Any, number: int) -> LossBatch:
         ids = inputs["input_ids"]
         real = real_tokens(inputs, ids.shape).to(ids.device)
-        inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)  # not [CLS], not [SEP]
+        # The first and the last real token are not masked, because they may be [CLS] and [SEP].
+        inner = real & (real.cumsum(1) > 1) & (real.flip(1).cumsum(1).flip(1) > 1)
         drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed + number)).to(ids.device)
         chosen = inner & (drawn < MASKED_SHARE)
         masked = {**inputs, "input_ids": ids.masked_fill(chosen, mask_token)}

@@ -276,7 +276,7 @@ class GatedPasses:
             found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
-            with torch.set_grad_enabled(gradients):  # also inside a torch.no_grad block
+            with torch.set_grad_enabled(gradients):  # gradients, even inside torch.no_grad
                 output = self._run(batch, gates, note)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)

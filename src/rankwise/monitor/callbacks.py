@@ -20,7 +20,7 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
     def step(state: Any, control: Any, model: Any) -> None:
         audit = monitor.step(model, state.global_step)
         if audit is not None:
-            should_log = control.should_log  # `trainer.log` clears this flag of the trainer's own log
+            should_log = control.should_log  # `trainer.log` clears this flag, which is restored below
             trainer.log(scalars(audit))
             control.should_log = should_log
         if monitor.stopped_by is not None:

@@ -230,10 +230,12 @@ class BlockFinder:
         """Keep a possible inner block; a second one, or the end of the outer call, decides if it is one."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
-        if any(same(other.input, candidate.input) for other in others):  # parallel inner calls, such as heads
+        if any(same(other.input, candidate.input) for other in others):
+            # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
             self._inner[candidate.stack] = False
             outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
-        elif others and outer.rank > 0:  # a chain of inner blocks; the outer is not in a uniform list
+        elif others and outer.rank > 0:
+            # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
             self._settle_inside(outer)
 
     def _yield(self, candidate: BlockCandidate) -> None:

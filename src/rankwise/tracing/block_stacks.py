@@ -173,9 +173,11 @@ class BlockStacks:
         if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
             return blocks
         stack, seen = block.stack, self._seen.get(block.stack)
-        if seen is not None and block.name not in seen[0]:  # a second tower: name the stack by its list
+        if seen is not None and block.name not in seen[0]:
+            # A second tower begins, such as another encoder: name its stack after its own list of blocks.
             stack = block.name.rpartition(".")[0]
-        elif seen is not None and block.forward_pass == seen[1]:  # the same blocks run again
+        elif seen is not None and block.forward_pass == seen[1]:
+            # The same blocks run again on other tokens, so a new forward pass begins.
             self.forward_pass += 1
             block.forward_pass = self.forward_pass
             block.mixers = [replace(mixer, forward_pass=block.forward_pass) for mixer in block.mixers]

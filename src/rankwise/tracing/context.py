@@ -207,7 +207,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if not call.raised:
             self._read(call)
             self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
-        # Blocks come last, because a module may be both a mixer and a block.
+        # This call comes last, because a module may be both a mixer and a block.
         self._blocks.left(call)
 
     def _read(self, call: ModuleCall) -> None:
@@ -325,7 +325,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             raise
         except (ShapeError, RuntimeError) as error:
             why = str(error)
-            if isinstance(error, ShapeError):  # leave out the fix, which addresses users who build operators
+            if isinstance(error, ShapeError):
+                # Leave out the fix of the error: it addresses users who build operators themselves.
                 why = f"{error.subject}: expected {error.expected}, got {error.got}"
             self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None

@@ -315,7 +315,8 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
     named = [len(mine.replace("...", "")) for mine in letters]
-    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]  # axes of "..."
+    # Number of axes that "..." stands for in each operand.
+    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]
     free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden)]
     first, second = (
         mine.replace("...", free[len(free) - count :]) for mine, count in zip(letters, hidden, strict=True)

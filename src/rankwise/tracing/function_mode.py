@@ -101,7 +101,8 @@ class AttentionMode(TorchFunctionMode):
             self.lifted = False
         elif not on:
             depth = pop_mode(self)
-            if depth is not None:  # None inside `__torch_function__`: torch has taken the mode off already
+            if depth is not None:
+                # Inside `__torch_function__` the depth is None, because torch has already removed the mode.
                 self._depth, self.lifted = depth, True
 
     def __exit__(

@@ -79,8 +79,7 @@ class Substitution:
             return
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
-        # The concatenated heads are visible as the input of the mixer's output projection, so they are
-        # replaced there.
+        # Heads are replaced where they are concatenated: in the input of the mixer's output projection.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
         at = None if mixer is None else _joined_at(mixer)
         if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):

@@ -258,9 +258,11 @@ def valid_positions(
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
     elif tokens == sources and (told or not _has_second_stream(calls[-1])):
         rows = columns
-    elif tokens == sources:  # unknown: keys may come from the second stream
+    elif tokens == sources:
+        # The keys may come from the second stream, so it is unknown which rows are padding.
         rows = None
-    else:  # with a cache, rows are the last tokens of the mask
+    else:
+        # With a cache, the rows are the last tokens of the mask.
         rows = find_token_mask(calls, OWN_MASK, batch, at_least=tokens)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 

@@ -265,7 +265,7 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
         return False
     try:
         return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
-    except RuntimeError:  # tensors without memory of their own, as inside torch.vmap
+    except RuntimeError:  # tensors inside torch.vmap have no memory of their own
         return False
 
 

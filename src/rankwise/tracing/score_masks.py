@@ -96,7 +96,7 @@ class Masks:
     def assigned(self, scores: Tensor, where: object, value: object) -> None:
         """Register an assignment ``scores[where] = value``, which may hide scores."""
         if isinstance(where, Tensor) and where.dtype == torch.bool and _low(value):
-            # The mask indexes the first axes: with axes of length 1 added, it broadcasts to the scores.
+            # The mask indexes the first axes; axes of length 1 are added so that it broadcasts to the scores.
             shape = (*where.shape, *[1] * (scores.dim() - where.dim()))
             added = Entries(scores.shape, lambda: where.reshape(shape))
             self._hidden[scores] = (*self._hidden.get(scores, ()), added)
@@ -140,7 +140,8 @@ def _newly_hidden(
     if func in FILLS and len(args) > 1 and _low(args[2] if len(args) > 2 else kwargs.get("value")):
         return lambda: args[1]
     if func in WHERES and len(args) == 3:
-        first, second, third = args  # torch.where(condition, a, b) or a.where(condition, b)
+        # The orders of arguments are torch.where(condition, a, b) and a.where(condition, b).
+        first, second, third = args
         condition, kept, other = (first, second, third) if func is torch.where else (second, first, third)
         if _low(other):
             return lambda: ~condition

@@ -97,7 +97,7 @@ def attention_by_heads(
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]
     given |= {"out_proj_weight": torch.eye(weight.shape[1]).to(weight), "out_proj_bias": None}
-    joined, weights = F.multi_head_attention_forward(**given)  # (T, B, D), or (T, D)
+    joined, weights = F.multi_head_attention_forward(**given)  # shape (T, B, D) or (T, D)
     batched = joined.reshape(joined.shape[0], -1, joined.shape[-1])
     changed = change(batched.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))
     if changed is not None:

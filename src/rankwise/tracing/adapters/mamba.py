@@ -86,7 +86,7 @@ class ZambaAdapter(StateSpaceAdapter):
         x = convolved(mixer.conv1d, x.transpose(1, 2), mixer.act)
         channels = without_padding(x, call.argument("attention_mask")).transpose(1, 2)
         heads = channels.unflatten(1, (mixer.n_mamba_heads, -1))
-        parts = (mixer.x_proj_weight.detach() @ heads).mT  # (B, H, T, ·)
+        parts = (mixer.x_proj_weight.detach() @ heads).mT  # shape (B, H, T, ·)
         size = mixer.ssm_state_size
         time_step, b, c = parts.split([mixer.time_step_rank, size, size], dim=-1)
         step = mixer.dt_proj_weight.detach() @ time_step.mT + mixer.dt_proj_bias.detach().float()[..., None]
