@@ -61,7 +61,7 @@ class LayerChange(Record):
 
     @property
     def ratio(self) -> float:
-        """Change divided by the standard deviation; two sequences usually differ by about 1."""
+        """Change in units of the standard deviation; two sequences usually differ by about 1."""
         return self.change / self.std if self.std > 0 else math.nan
 
 
@@ -368,7 +368,7 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
 
 
 def _cost_differences(before: Audit, after: Audit) -> list[str]:
-    """Return warnings about costs of removal that do not compare."""
+    """Return warnings about costs of removal that are not comparable."""
     old, new = before.importance, after.importance
     if old is not None and new is not None:
         facts: dict[str, list[str]] = {

@@ -39,7 +39,7 @@ class History:
 
     @classmethod
     def of(cls, audits: Sequence[Audit], names: Sequence[str] = ()) -> "History":
-        """Return a history whose steps are read from the names; if they contain none, audits count from 0.
+        """Return a history with the steps that the names contain; without steps, audits are numbered from 0.
 
         By default audits have the names of their models.
         """

@@ -53,7 +53,7 @@ class HeadBatch:
     """Standard errors of the measures in `ERRORS`, shape (B, H) each."""
     estimated: Floats
     fallbacks: Floats
-    """Shape (B, H) each: ``estimated`` is 1 for estimated ranks, ``fallbacks`` 1 if an SVD was needed."""
+    """1 if the ranks needed an SVD, else 0; ``estimated``: 1 if ranks were estimated. Shape (B, H) each."""
     distances: Floats
     """Distances between the heads of a sequence, shape (B, H, H)."""
     masks: list[list[Mask]]

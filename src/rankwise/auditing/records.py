@@ -85,7 +85,7 @@ class Baseline(Record):
     """Measures of the same head or layer in untrained copies of the model, on the same data."""
 
     seeds: Count
-    """Number of copies of the model at initialization, one per seed, whose measures are finite."""
+    """Number of copies of the model at initialization (one per seed) that have finite measures."""
     mean: dict[str, Number]
     """Mean of each measure over sequences and then over seeds, by name of the measure."""
     seed_std: dict[str, Number]
@@ -93,7 +93,7 @@ class Baseline(Record):
     std: dict[str, Number]
     """Standard deviation of each measure over sequences, averaged over seeds."""
     band: list[BaselineAt] = Field(default_factory=list)
-    """For heads: comparison at each threshold in the head's own ``band``; empty for layers."""
+    """For heads: comparison at each threshold of the head's ``band``; empty for layers."""
     spectrum: list[Number] = Field(default_factory=list)
     """For heads: singular values of the first sequence, averaged over seeds; see `HeadRecord.spectrum`."""
 
@@ -278,7 +278,8 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     second_attention_map: AttentionMap | None = None
     """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
-    """Singular values of the first sequence, at most 64, evenly spaced by index; empty if estimated."""
+    """Up to 64 singular values of the first sequence, evenly spaced by index; empty if ranks are estimated.
+    """
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None

@@ -30,7 +30,7 @@ class Mask(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Per row of a mask: first and last visible column, number of visible columns; number of all columns."""
+    """Visible columns of each row of a mask: the first, the last, and their number; number of all columns."""
 
     first: Int64[Tensor, "T"]
     last: Int64[Tensor, "T"]

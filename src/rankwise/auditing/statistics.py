@@ -70,7 +70,8 @@ class HeadStatistics:
     nonfinite: Floats
     estimated: Floats
     fallbacks: Floats
-    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; fractions count single windows."""
+    """Numbers of sequences with NaN, with estimated ranks, with an SVD, (H,) each; a window counts in part.
+    """
     examples: Examples
     head_dim: int | None = None
     logits: "LogitMoments | None" = None

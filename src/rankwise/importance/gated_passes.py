@@ -162,7 +162,7 @@ def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
 
 
 def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
-    """Return all autograd nodes that a backward pass reaches from some nodes."""
+    """Return all autograd nodes that a backward pass from the nodes ``starts`` reaches."""
     seen: set[Any] = set()
     open_nodes = [node for node in starts if node is not None]
     while open_nodes:
@@ -389,7 +389,7 @@ class GatedPasses:
 
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
-    """Return gradients (B, gates) of sequences with a finite loss; one row if gates are not per sequence."""
+    """Return gradients (B, gates) of sequences with a finite loss; one row if a gate has no batch axis."""
     rows = gradient.detach().double().reshape(len(gradient), -1)
     if rows.shape[0] % len(finite) == 0:  # windows of a sequence are adjacent rows
         return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()

@@ -144,7 +144,7 @@ class ProbedLoss(Loss):
     """Base class of losses with a second derivative estimated by random projections of the output."""
 
     half = 0.5
-    """Factor of the squared gradient of a projection in the second-order change of a sequence's loss."""
+    """The second-order change of a loss is `half` times the expected squared gradient of a projection."""
 
     @abstractmethod
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
@@ -315,7 +315,7 @@ class FunctionLoss(Loss):
         self._function, self.name = function, name
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
-        """Return the losses that the function returns, each with a count of 1."""
+        """Return the losses from the function, each with the count 1."""
         lost = self._function(output, batch.original)
         if not isinstance(lost, Tensor) or lost.dim() > 1 or not lost.is_floating_point():
             raise InputError(

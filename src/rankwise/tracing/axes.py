@@ -114,7 +114,7 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
-    """Return the number of sequences; if the batch axis holds several windows per sequence, it is longer."""
+    """Return the number of sequences in a batch, also if each sequence is cut into several windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
     # Only inputs with three axes count, because an input with two axes may be (B, F) or (T, D).
     given = (given_shape(call, tokens) for call in calls if call.tokens is not None)

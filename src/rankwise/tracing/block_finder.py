@@ -100,7 +100,7 @@ class BlockFinder:
         self._barren: set[str] = set()
         """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
-        """By stack of outer modules, such as stages: output of the last module in which blocks were found."""
+        """By stack, the output of the last module that contains blocks, such as a stage of blocks."""
 
     def may_be(self, name: str) -> bool:
         """Return True if a module of this name may be a block."""
@@ -227,7 +227,7 @@ class BlockFinder:
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
-        """Keep a possible inner block; a second one, or the end of the outer call, decides if it is one."""
+        """Keep a possible inner block; decide when a second one runs or the outer call ends."""
         others = outer.offered(candidate.stack)
         outer.open.append(candidate)
         if any(same(other.input, candidate.input) for other in others):

@@ -111,7 +111,7 @@ class BlockStacks:
         """Number of calls so far by (forward pass, stack, layer, module); kept when a stack is closed."""
 
     def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
-        """Return the open stack that a block with this input continues; None if the input ends no stack."""
+        """Return the open stack that a block with this input continues; None if there is no such stack."""
         blocks = self._open.get(stack)
         return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
 

@@ -160,7 +160,7 @@ class Sightings:
 def uncaptured_modules(
     model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
 ) -> list[UncapturedModule]:
-    """Return the outermost possible mixers that neither contain a captured mixer nor are inside of one."""
+    """Return the outermost modules that look like mixers, except inside or around captured mixers."""
     known, others = sightings.reasons(), sightings.other_mixing
     candidates = candidates | set(known) | set(others)
     seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}

@@ -50,7 +50,7 @@ class Adapter(ABC):
     inner: ClassVar[tuple[str, ...]] = ()
     """Names of submodules whose calls are recorded until the mixer's call ends."""
     output_projection: ClassVar[str | None] = None
-    """Submodule that reads the concatenated heads (B, T, H·V); "": the mixer returns them; None: hidden."""
+    """Submodule that reads the concatenated heads (B, T, H·V); "" if the mixer returns them; else None."""
     head_count: ClassVar[str] = ""
     """Name of the mixer's attribute with the number of heads; "" if each channel is a head."""
 
