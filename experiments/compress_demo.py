@@ -34,11 +34,9 @@ from rankwise.compression.qk_solve import calibrate
 from rankwise.compression.qk_statistics import QueryKeyStatistics, collect_statistics, layer_divergence
 from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import (
-    greedy,
+    greedy_orders,
     kept_factors,
     pair_widths,
-    rows_of,
-    units_of,
     whole_factors,
 )
 
@@ -81,17 +79,11 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
     model = load()
     layers = collect_statistics(model, find_rotations(model, calibration[0])[0], calibration)
     wholes = [whole_factors(layer) for layer in layers]
-    orders = [
-        [
-            greedy(rows_of(layer.samples, head, whole, units_of(layer), seed), units_of(layer))
-            for head in range(layer.found.key_heads)
-        ]
-        for layer, whole in zip(layers, wholes, strict=True)
-    ]
+    orders = [greedy_orders(layer, whole, seed) for layer, whole in zip(layers, wholes, strict=True)]
     figures = collect_statistics(model, [layer.found for layer in layers], held_out)
     found: dict[str, Any] = {"pairs": {}}
     for pairs in recipe.pairs:
-        widths = pair_widths(layers, orders, pairs / PAIRS)
+        widths = pair_widths(orders, pairs / PAIRS)
         chosen = [
             kept_factors(layer, whole, own, width)
             for layer, whole, own, width in zip(layers, wholes, orders, widths, strict=True)
@@ -121,7 +113,7 @@ def priced(
     swap.apply()
     after = loss(model, held_out)
     swap.undo()
-    kl = [layer_divergence(layer, one).mean() for layer, one in zip(figures, factors, strict=True)]
+    kl = [layer_divergence(layer.samples, one).mean() for layer, one in zip(figures, factors, strict=True)]
     return {"loss": round(after, 5), "kl": round(float(torch.stack(kl).mean()), 5)}
 
 

@@ -100,17 +100,16 @@ def basis_costs(
     for width in widths:
         left = iter(widths_under_budget(curves, width * len(curves)))
         kl = [
-            float(layer_divergence(own, closed_form(layer, [next(left) for _ in layer.key_moments])).mean())
+            layer_divergence(own.samples, closed_form(layer, [next(left) for _ in layer.key_moments])).mean()
             for layer, own in zip(layers, few, strict=True)
         ]
-        ours[float(width)] = sum(kl) / len(kl)
+        ours[float(width)] = float(sum(kl)) / len(kl)
     costs = {"closed form, widths per head": ours}
     for method, way in ways.items():
         total = torch.zeros(len(widths), dtype=torch.float64)
         for layer, own in zip(layers, few, strict=True):
-            bases = [way(layer, head // layer.found.groups) for head in range(layer.found.heads)]
-            sides = [basis.query for basis in bases], [basis.key for basis in bases]
-            total += width_curves(own.samples, *sides, widths).mean(0)
+            bases = [way(layer, head) for head in range(layer.found.key_heads)]
+            total += width_curves(own.samples, bases, widths).mean(0)
         costs[method] = dict(zip(map(float, widths), (total / len(layers)).tolist(), strict=True))
     return costs
 
@@ -152,7 +151,7 @@ def pair_costs(
             for name, way in ways.items():
                 measured[name].append(along(rows, units, way(layer, head) if way else best.units))
     widths = _widths(layers, 2)
-    curves = [(order.widths, order.losses) for own in orders for order in own]
+    curves = [order.curve for own in orders for order in own]
     allocated = {width: widths_under_budget(curves, width * len(curves)) for width in widths}
     ours = measured["greedy by attention KL"]
     costs = {

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tests.compression.compression_cases import bigcode, ids
 
 import rankwise as rw
-from rankwise.compression.layers import rank_notes
-from rankwise.compression.qk_modules import HeadFactors, narrow_linear
+from rankwise.compression.layers import Factors, rank_notes
+from rankwise.compression.qk_modules import narrow_linear
 from rankwise.compression.qk_solve import hull, widths_for_tolerance, widths_under_budget
-from rankwise.compression.qk_statistics import Sample, divergence, head_divergence, width_curves
+from rankwise.compression.qk_statistics import Sample, divergence, layer_divergence, width_curves
 from rankwise.errors import CompressionError
-from rankwise.measures.logits import logit_bases
+from rankwise.measures.logits import LogitBases, logit_bases
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -76,17 +76,19 @@ def sample(batch: int = 2, heads: int = 4, groups: int = 2, padded: int = 5) -> 
 
 def test_padding_counts_in_no_curve() -> None:
     whole = sample()
-    eye = [torch.eye(8, dtype=torch.float64)] * 4
-    curves = width_curves([whole], eye, eye, [2, 8])
+    eye = torch.eye(8, dtype=torch.float64)
+    bases = [LogitBases(eye, eye)] * 2
+    curves = width_curves([whole], bases, [2, 8])
     assert bool((curves[:, 1].abs() < 1e-6).all())
     cut = []
     for row, length in ((0, 4), (1, 9)):
         q, k = whole.query[row : row + 1, :, :length], whole.key[row : row + 1, :, :length]
         real = torch.ones(1, length, dtype=torch.bool)
         cut.append(Sample(rw.operators.SoftmaxMixing(q, k, scale=1.0), q, k, real))
-    assert torch.allclose(width_curves(cut, eye, eye, [2, 8]), curves, atol=1e-6)
-    narrow = [torch.eye(8, dtype=torch.float64)[:, :2]] * 4
-    assert torch.allclose(head_divergence([whole], narrow, narrow), curves[:, 0], atol=1e-6)
+    assert torch.allclose(width_curves(cut, bases, [2, 8]), curves, atol=1e-6)
+    narrow = (eye * (torch.arange(8) < 2)).expand(4, 8, 8)
+    factors = Factors(narrow, narrow[:2], [[0, 1]] * 2)
+    assert torch.allclose(layer_divergence([whole], factors), curves[:, 0], atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,7 +128,8 @@ def test_a_narrow_projection_is_the_factored_one_with_zeros(bias: bool) -> None:
     layer = torch.nn.Linear(6, 12, bias=bias).double()
     channels = torch.arange(4, 12).reshape(2, 4)  # the first four channels are no head's
     factors = [torch.randn(4, 1, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)]
-    narrow = narrow_linear(layer, [HeadFactors(channels, factors)])
+    places = [list(range(factor.shape[1])) for factor in factors]
+    narrow = narrow_linear(layer, zip(channels, factors, places, strict=True))
     x = torch.randn(2, 5, 6, dtype=torch.float64)
     whole, got = layer(x), narrow(x)
     assert torch.allclose(got[..., :4], whole[..., :4], atol=64 * EPS * 6)

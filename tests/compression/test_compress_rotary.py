@@ -13,7 +13,7 @@ from torch import nn
 import rankwise as rw
 from rankwise.compression import compress, save_compressed
 from rankwise.compression.qk_modules import narrow_layers
-from rankwise.compression.qk_statistics import collect_statistics, finite_layers, layer_divergence
+from rankwise.compression.qk_statistics import collect_statistics, layer_divergence, usable_layers
 from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import Order, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
@@ -51,7 +51,7 @@ def test_at_full_width_nothing_changes(family: str) -> None:
     before = output(model, batch)
     found, _ = find_rotations(model, batch)
     assert len(found) == 2
-    layers = collect_statistics(model, found, [batch], lambda what: None)
+    layers = collect_statistics(model, found, [batch])
     swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])
     swap.apply()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
@@ -116,7 +116,7 @@ def test_it_generates_with_narrow_keys_and_is_saved_twice(family: str, tmp_path:
 def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     model, batch = FAMILIES["llama, grouped"](), ids(2, 12)
     found, _ = find_rotations(model, batch)
-    layer = collect_statistics(model, found[:1], [batch], lambda what: None)[0]
+    layer = collect_statistics(model, found[:1], [batch])[0]
     whole, units = whole_factors(layer), units_of(layer)
     rows = rows_of(layer.samples, 1, whole, units, seed=0)
     order = greedy(rows, units)
@@ -127,7 +127,7 @@ def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     def measured(units: list[int], width: int) -> float:
         # all rows were drawn: there are 12 of each sequence, and 48 at most
         orders = [other, Order(units, order.widths, order.losses)]
-        each = layer_divergence(layer, kept_factors(layer, whole, orders, [8, width]))
+        each = layer_divergence(layer.samples, kept_factors(layer, whole, orders, [8, width]))
         assert each[:2].abs().max() < 1e-6
         return float(each[2:].mean())
 
@@ -216,11 +216,11 @@ def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:
     found, _ = find_rotations(model, ids(2, 12))
     layers = collect_statistics(model, found, [ids(4, 24)])
     layers[0].broken = {1, 3}
-    fine, left_out = finite_layers(layers, {"other": "it runs more than once"})
+    fine, left_out = usable_layers(layers, {"other": "it runs more than once"})
     assert [layer.found.name for layer in fine] == [layer.found.name for layer in layers[1:]]
     assert left_out == {"other": "it runs more than once", found[0].name: "NaN or infinity in head 1"}
     with pytest.raises(CompressionError, match=rf"'{found[0].name}': expected finite .* in head 1"):
-        finite_layers(layers[:1], {"other": "it runs more than once"})
+        usable_layers(layers[:1], {"other": "it runs more than once"})
 
 
 def test_requests_that_fit_nothing() -> None:

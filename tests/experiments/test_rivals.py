@@ -10,7 +10,7 @@ from tests.compression.test_compress_laws import head
 from rankwise.cli.load_model import demo_text
 from rankwise.compression.qk_statistics import collect_statistics
 from rankwise.compression.rotary_find import find_rotations
-from rankwise.compression.rotary_solve import greedy, rows_of, units_of, whole_factors
+from rankwise.compression.rotary_solve import greedy_orders, whole_factors
 from rankwise.measures.logits import LogitBases, logit_bases
 
 
@@ -40,10 +40,7 @@ def test_greedy_pairs_cost_less_than_random_pairs() -> None:
     model, batch = llama(), ids(6, 30)
     layers = collect_statistics(model, find_rotations(model, batch)[0], [batch])
     wholes = [whole_factors(layer) for layer in layers]
-    orders = [
-        [greedy(rows_of(layer.samples, at, whole, units_of(layer), 0), units_of(layer)) for at in range(2)]
-        for layer, whole in zip(layers, wholes, strict=True)
-    ]
+    orders = [greedy_orders(layer, whole, 0) for layer, whole in zip(layers, wholes, strict=True)]
     costs = {
         method: sum(points.values()) for method, points in pair_costs(layers, layers, wholes, orders).items()
     }

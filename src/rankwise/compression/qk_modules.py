@@ -1,7 +1,6 @@
 """Linear layers that compute only some channels of queries and keys, and caches of narrow keys."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -250,59 +249,49 @@ def other_module(name: str, expected: str, got: nn.Module) -> CompressionError:
 # --- narrow layers from factors --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeadFactors:
-    """New channels of some heads of a linear layer: factorᵀ times the K old channels of each head."""
+def narrow_linear(
+    module: nn.Module, heads: Iterable[tuple[Int[Tensor, "K"], Float64[Tensor, "K r"], list[int]]]
+) -> NarrowProjection:
+    """Return a narrow layer with weights and biases times the factors, rounded once at the end.
 
-    channels: Int[Tensor, "H K"]
-    factors: list[Float64[Tensor, "K _"]]
-    places: list[list[int]] | None = None
-    """Places of the new channels in each head; the first ones by default."""
-
-
-def narrow_linear(module: nn.Module, changes: Sequence[HeadFactors]) -> NarrowProjection:
-    """Return a narrow layer with weights and biases times the factors, rounded once at the end."""
+    Each head is its K channels, its factor, and the r places among the channels that the new channels get.
+    """
     parts = linear_parts(module)
     assert parts is not None
-    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
-    removed: set[int] = set()
-    rows: dict[int, tuple[Tensor, Tensor | None]] = {}
-    for change in changes:
-        places_of = change.places or [list(range(factor.shape[1])) for factor in change.factors]
-        for channels, factor, own in zip(change.channels.tolist(), change.factors, places_of, strict=True):
-            removed |= set(channels)
-            turn = factor.to(weight.device).mT
-            new = (turn @ weight[channels].double()).to(weight.dtype)
-            shift = None if bias is None else (turn @ bias[channels].double()).to(bias.dtype)
-            for at, place in enumerate(own):
-                rows[channels[place]] = new[at], None if shift is None else shift[at]
-    places = sorted(rows.keys() | (set(range(weight.shape[0])) - removed))
-    options: Any = {"device": weight.device, "dtype": weight.dtype}
-    narrow = nn.Linear(weight.shape[1], len(places), bias is not None, **options)
+    old = [part.detach() for part in parts if part is not None]
+    new = [part.clone() for part in old]
+    kept = set(range(len(new[0])))
+    for channels, factor, places in heads:
+        own = channels[places]
+        kept = (kept - set(channels.tolist())) | set(own.tolist())
+        for before, after in zip(old, new, strict=True):
+            turned = factor.to(before.device).mT @ before[channels].double()
+            after[own] = turned.to(before.dtype)
+    rows = sorted(kept)
+    options: Any = {"device": old[0].device, "dtype": old[0].dtype}
+    narrow = nn.Linear(old[0].shape[1], len(rows), len(old) == 2, **options)
     with torch.no_grad():
-        narrow.weight.copy_(torch.stack([rows[at][0] if at in rows else weight[at] for at in places]))
-        if bias is not None:
-            shifts = [rows[at][1] if at in rows else bias[at] for at in places]
-            narrow.bias.copy_(torch.stack([shift for shift in shifts if shift is not None]))
+        for parameter, after in zip((narrow.weight, narrow.bias), new, strict=False):
+            parameter.copy_(after[rows])
     narrow.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    return NarrowProjection(narrow, runs_of(places), weight.shape[0]).train(module.training)
+    return NarrowProjection(narrow, runs_of(rows), len(old[0])).train(module.training)
 
 
 def narrow_layers(
     model: nn.Module, plan: Sequence[tuple[Projections, Factors]], cache: bool = True
 ) -> Change:
     """Build narrow projections from factors, each linear layer once, and key caches if `cache` is True."""
-    changes: dict[str, list[HeadFactors]] = {}
+    heads: dict[str, list[tuple[Tensor, Tensor, list[int]]]] = {}
     for found, factors in plan:
         for side, own, groups in ((found.query, factors.query, found.groups), (found.key, factors.key, 1)):
-            places = [kept for kept in factors.kept for _ in range(groups)]
-            columns = [factor[:, kept] for factor, kept in zip(own, places, strict=True)]
-            changes.setdefault(side.module, []).append(HeadFactors(side.channels, columns, places))
+            for head, (channels, factor) in enumerate(zip(side.channels, own, strict=True)):
+                kept = factors.kept[head // groups]
+                heads.setdefault(side.module, []).append((channels, factor[:, kept], kept))
     runs = {
         found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
         for found, factors in plan
         if cache
     }
     change = _key_caches(model, runs)
-    change.modules = {name: narrow_linear(model.get_submodule(name), own) for name, own in changes.items()}
+    change.modules = {name: narrow_linear(model.get_submodule(name), own) for name, own in heads.items()}
     return change

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, check_tokens, rank_notes
-from rankwise.compression.memory import naming_layer, out_of_memory
+from rankwise.compression.layers import Factors, Projections, rank_notes
+from rankwise.compression.memory import out_of_memory
 from rankwise.compression.parts import Job, PartResult
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers
@@ -23,9 +23,9 @@ from rankwise.compression.qk_statistics import (
     Sample,
     collect_statistics,
     divergence,
-    finite_layers,
     first_samples,
     layer_divergence,
+    usable_layers,
     width_curves,
 )
 from rankwise.compression.record import BudgetCurve, BudgetPoint, HeadWidth
@@ -47,32 +47,27 @@ Curve = tuple[list[int], list[float]]
 
 
 def narrow_query_keys(job: Job) -> PartResult:
-    """Narrow queries and keys: closed form, widths under one budget, calibration, in that order."""
-    found, left_out = find_query_key_layers(job.model, job.batches[0])
-    seen = collect_statistics(job.model, found, job.batches, job.on_step)
-    layers, left_out = finite_layers(seen, left_out)
-    tokens = min(layer.tokens for layer in layers)
-    check_tokens(tokens, max(layer.found.width for layer in layers))
-    stacks = [stack for layer in layers for stack in (layer.query_moments, layer.key_moments)]
-    notes = rank_notes(stacks, "queries or keys", tokens)
+    """Narrow queries and keys: closed form, widths under one budget, then calibration."""
+    found, skipped = find_query_key_layers(job.model, job.batches[0])
+    statistics = collect_statistics(job.model, found, job.batches, job.on_step)
+    layers, skipped = usable_layers(statistics, skipped)
+    moments = [stack for layer in layers for stack in (layer.query_moments, layer.key_moments)]
+    notes = rank_notes(moments, "queries or keys", min(layer.tokens for layer in layers))
     curves = []
     for layer in layers:
-        with naming_layer(layer.found.name):
-            job.on_step(f"measuring widths of {layer.found.name}")
-            curves += head_curves(layer)
-    mean_width = sum(layer.found.width * layer.found.key_heads for layer in layers) / len(curves)
-    width = None if job.keep is None else job.keep * mean_width
-    left = iter(chosen_widths(curves, job.tolerance, width))
-    starts = [closed_form(layer, [next(left) for _ in range(layer.found.key_heads)]) for layer in layers]
-    result = narrowed_heads("qk", job, layers, starts)
+        job.on_step(f"measuring widths of {layer.found.name}")
+        curves += head_curves(layer)
+    widths = iter(allocate_widths(curves, job.keep, job.tolerance))
+    starts = [closed_form(layer, [next(widths) for _ in layer.key_moments]) for layer in layers]
+    result = narrow_heads("qk", job, layers, starts)
     curve = budget_curve("closed form, widths per head", curves)
-    return replace(result, curves=[curve], left_out=left_out, notes=[*notes, *result.notes])
+    return replace(result, curves=[curve], left_out=skipped, notes=[*notes, *result.notes])
 
 
 def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
     """Return the first columns of the optimal bases of each key head.
 
-    Columns of A and B are scaled so that queries and keys come out equally large, whatever the precision.
+    Columns of A and B are scaled so that queries and keys have equal size, for low precision.
     """
     groups = layer.found.groups
     query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
@@ -88,72 +83,57 @@ def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
 
 
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
-    """Return attention KL against width for each key head, closed form, on the calibration data."""
-    widths, groups = curve_widths(layer.found.width), layer.found.groups
+    """Return attention KL of each key head against width, closed form, on the calibration data."""
+    widths = curve_widths(layer.found.width)
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
-    each = [bases[head // groups] for head in range(layer.found.heads)]
-    curves = width_curves(samples, [layer.query for layer in each], [layer.key for layer in each], widths)
-    by_key = curves.unflatten(0, (-1, groups)).mean(1)
+    by_key = width_curves(samples, bases, widths).unflatten(0, (-1, layer.found.groups)).mean(1)
     return [(widths, losses) for losses in by_key.tolist()]
-
-
-def chosen_widths(curves: list[Curve], tolerance: float | int | None, width: float | int | None) -> list[int]:
-    """Return the width of every key head of the model for a tolerance or a mean width."""
-    if width is not None:
-        return widths_under_budget(curves, round(width * len(curves)))
-    assert tolerance is not None
-    return widths_for_tolerance(curves, tolerance)
 
 
 # --- calibration -----------------------------------------------------------------------------------------
 
 
-def narrowed_heads(
-    part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]
-) -> PartResult:
-    """Calibrate factors, apply them to the model and measure their attention KL."""
-    plan: list[Factors] = []
+def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]) -> PartResult:
+    """Calibrate factors, measure their attention KL on the evaluation data, and apply them to the model."""
+    plan: list[tuple[Projections, Factors]] = []
     heads: list[HeadWidth] = []
     stopped = ""
     for layer, factors in zip(layers, starts, strict=True):
-        before = after = _by_key(layer, factors)
+        found, before = layer.found, _by_key(layer, factors)
+        after = before
         if job.calibrate and not stopped:
             factors, after, stopped = _calibrated(layer, factors, before, job)
-        plan.append(factors)
+        plan.append((found, factors))
         heads += [
             HeadWidth(
                 part=part,
-                stack=layer.found.stack,
-                site=layer.found.name,
-                layer=layer.found.layer,
+                stack=found.stack,
+                site=found.name,
+                layer=found.layer,
                 head=head,
-                before=layer.found.width,
+                before=found.width,
                 width=len(kept),
                 kl=before[head],
                 kl_calibrated=after[head],
             )
             for head, kept in enumerate(factors.kept)
         ]
-    found = [layer.found for layer in layers]
-    swap = narrow_layers(job.model, list(zip(found, plan, strict=True)))
-    figures = collect_statistics(job.model, found, job.figures, job.on_step)
-    kl = {
-        layer.found.name: float(layer_divergence(layer, factors).mean())
-        for layer, factors in zip(figures, plan, strict=True)
-    }
-    swap.apply()
-    notes = [
-        f"Calibration was stopped {stopped}: what was done is kept, later layers are as they were chosen."
-    ]
+    factors_of = {found.name: factors for found, factors in plan}
+    evaluated = collect_statistics(job.model, [found for found, _ in plan], job.figures, job.on_step)
+    names = [own.found.name for own in evaluated]
+    kl = [layer_divergence(own.samples, factors_of[own.found.name]).mean() for own in evaluated]
+    change = narrow_layers(job.model, plan)
+    change.apply()
+    note = f"Calibration was stopped {stopped}: finished layers are calibrated, the others are not."
     return PartResult(
         heads,
-        kl,
+        dict(zip(names, map(float, kl), strict=True)),
         tokens=layers[0].tokens,
-        notes=notes if stopped else [],
+        notes=[note] if stopped else [],
         complete=not stopped,
-        undo=swap.undo,
-        redo=swap.apply,
+        undo=change.undo,
+        redo=change.apply,
     )
 
 
@@ -162,7 +142,7 @@ def _calibrated(
 ) -> tuple[Factors, list[float], str]:
     """Calibrate with Adam; return the better factors on the calibration data and their KL.
 
-    With them what stopped it, if something did.
+    Also return the reason if calibration stopped early, otherwise "".
     """
     done = 0
 
@@ -183,8 +163,9 @@ def _calibrated(
 
 
 def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
-    each = layer_divergence(layer, factors)
-    by_key: list[float] = each.unflatten(0, (-1, layer.found.groups)).mean(1).tolist()
+    """Return mean attention KL of the query heads of each key head."""
+    by_head = layer_divergence(layer.samples, factors).unflatten(0, (-1, layer.found.groups))
+    by_key: list[float] = by_head.mean(1).tolist()
     return by_key
 
 
@@ -198,9 +179,8 @@ def calibrate(
     """Return factors of lower mean KL(M ‖ M') after gradient steps on A and B; Ctrl-C returns the last ones.
 
     Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
-    reads a few sequences drawn at random. Where positions are rotated in, what a kept pair carries may become
-    any linear map of the head's channels before the rotation: content of pairs that go is taken over by pairs
-    of near frequency, of slow ones almost without loss.
+    reads a few random sequences. With rotation, a kept pair may become any linear map of the head's channels
+    before the rotation: pairs of similar frequency take over the content of removed pairs.
     """
     groups, device = layer.found.groups, layer.samples[0].query.device
     rotated = len(layer.found.pairs) > 0
@@ -217,7 +197,7 @@ def calibrate(
     mask = torch.zeros(len(start.key), 1, layer.found.width)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
-    wide = layer.found.width if rotated else max(map(len, start.kept))  # of no use to compute zeros
+    wide = layer.found.width if rotated else max(map(len, start.kept))  # otherwise no zeros are computed
     kept_k = mask[..., :wide].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
     a, b = (
@@ -245,9 +225,9 @@ def calibrate(
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
-    """Return the factors that make columns of A (multiplied) and of B (divided) equally large.
+    """Return the number per column that makes A (multiplied) and B (divided) equally large.
 
-    A rotation mixes columns: there one number is for all.
+    With rotation, which mixes columns, all columns share one number.
     """
     size_q, size_k = query.square().sum(1).mean(0), key.square().sum(0)
     if rotated:
@@ -321,11 +301,21 @@ def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
     ]
 
 
+def allocate_widths(
+    curves: list[Curve], keep: float | int | None, tolerance: float | int | None
+) -> list[int]:
+    """Return the width of each key head for a share of all widths or for a tolerance."""
+    if tolerance is not None:
+        return widths_for_tolerance(curves, tolerance)
+    assert keep is not None
+    return widths_under_budget(curves, round(keep * sum(widths[-1] for widths, _ in curves)))
+
+
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
     """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
 
-    A stretch of a hull is taken where it saves most for each unit; the last one in part. Greedy on hulls is
-    optimal but for that part.
+    The segment that saves most per unit of width is taken next; the last segment is taken in part. On convex
+    curves this greedy choice is optimal.
 
     Examples:
         >>> widths_under_budget([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 4)

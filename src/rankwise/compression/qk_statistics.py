@@ -1,7 +1,9 @@
 r"""Samples, second moments and attention KL of queries and keys: KL(M ‖ M') in nats, averaged over rows."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, outputs_by_name
+from rankwise.compression.layers import Factors, Projections, Step, check_tokens, outputs_by_name
 from rankwise.errors import CompressionError
+from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import side_of
@@ -78,41 +81,75 @@ class QueryKeyStatistics:
     broken: set[int] = field(default_factory=set)
     """Query heads with NaN or infinity."""
 
+    def add(self, site: MixerSite, sample: Sample) -> None:
+        """Add the sample of one call."""
+        query, key, groups = sample.query, sample.key, sample.groups
+        fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
+        self.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
+        rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
+        columns = key.transpose(1, 2)[site.valid_sources].double()
+        by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
+        self.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
+        self.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
+        self.tokens += int(site.valid_tokens.sum())
+        self.samples.append(sample)
+
 
 def collect_statistics(
-    model: nn.Module, layers: list[Projections], batches: Iterable[Any], on_step: Step | None = None
+    model: nn.Module,
+    layers: list[Projections],
+    batches: Iterable[Any],
+    on_step: Step = lambda what: None,
 ) -> list[QueryKeyStatistics]:
-    """Run the model and return second moments and all queries and keys of each layer."""
-    seen: dict[str, QueryKeyStatistics] = {}
-    wanted = {layer.name: layer for layer in layers}
+    """Run the model and return second moments and all queries and keys of each layer that is called."""
+    statistics: dict[str, QueryKeyStatistics] = {}
+    for layer in layers:
+        zeros = torch.zeros(layer.key_heads, layer.width, layer.width, dtype=torch.float64)
+        statistics[layer.name] = QueryKeyStatistics(layer, zeros, zeros.clone())
     behind = [layer for layer in layers if layer.scale or len(layer.pairs)]
     read = {side.module for layer in behind for side in (layer.query, layer.key)}
-    calls: dict[str, int] = {}
+    calls: Counter[str] = Counter()
 
     def add(site: MixerSite) -> None:
-        found = wanted.get(site.name)
-        if found is None:
-            return
-        call = calls[site.name] = calls.get(site.name, -1) + 1
-        if site.name not in seen:
-            empty = torch.zeros(found.key_heads, found.width, found.width, dtype=torch.float64)
-            seen[site.name] = QueryKeyStatistics(found, empty, empty.clone())
-        _add(seen[site.name], site, _sample(found, site, linear, call))
+        if site.name in statistics:
+            own = statistics[site.name]
+            own.add(site, _sample(own.found, site, linear, calls[site.name]))
+            calls[site.name] += 1
 
     device = device_of(model)
     for count, batch in enumerate(batches, start=1):
-        if on_step is not None:
-            on_step(f"running batch {count}")
+        on_step(f"running batch {count}")
         calls.clear()
         with record_calls(model, read) as linear, torch.no_grad(), capture(model, on_mixer=add):
             run_model(model, to_device(batch, device))
-    return [seen[layer.name] for layer in layers if layer.name in seen]
+    return [own for own in statistics.values() if own.samples]
 
 
-def finite_layers(
-    layers: list[QueryKeyStatistics], left_out: dict[str, str]
+def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
+    """Return queries, keys and the scale of the logits of one call."""
+    operator = site.operator
+    if found.scale is None:
+        assert isinstance(operator, SoftmaxMixing)
+        # Some code repeats keys for each query head: return each key head once.
+        after = [operator.query, operator.key[:, :: operator.key.shape[1] // found.key_heads]]
+        if not len(found.pairs):
+            return Sample(operator, *after, site.valid_tokens, operator.scale)
+    outputs = outputs_by_name(linear)
+    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
+    if found.scale is not None:
+        return Sample(operator, query, key, site.valid_tokens, found.scale)
+    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
+    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
+
+
+def usable_layers(
+    layers: list[QueryKeyStatistics], skipped: dict[str, str]
 ) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
-    """Return the layers with finite queries and keys, and the reason for each other layer; raise if none."""
+    """Return the layers with finite queries and keys, and the reason for each other layer.
+
+    Raises:
+        CompressionError: if no layer is finite, or there are too few tokens.
+    """
     broken = {
         layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
     }
@@ -124,7 +161,9 @@ def finite_layers(
             got=reason,
             fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
         )
-    return [layer for layer in layers if not layer.broken], left_out | broken
+    finite = [layer for layer in layers if not layer.broken]
+    check_tokens(min(layer.tokens for layer in finite), max(layer.found.width for layer in finite))
+    return finite, skipped | broken
 
 
 def first_samples(samples: list[Sample], sequences: int) -> list[Sample]:
@@ -135,40 +174,6 @@ def first_samples(samples: list[Sample], sequences: int) -> list[Sample]:
             few.append(sample)
         count += sample.query.shape[0]
     return few
-
-
-def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
-    """Return queries, keys and the scale of the logits of one call."""
-    operator = site.operator
-    if found.scale is None and not len(found.pairs):
-        assert isinstance(operator, SoftmaxMixing)
-        return Sample(operator, operator.query, _keys(found, operator), site.valid_tokens, operator.scale)
-    outputs = outputs_by_name(linear)
-    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
-    if found.scale is not None:
-        return Sample(operator, query, key, site.valid_tokens, found.scale)
-    assert isinstance(operator, SoftmaxMixing)
-    after = [operator.query, _keys(found, operator)]
-    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
-    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
-
-
-def _keys(found: Projections, operator: SoftmaxMixing) -> Tensor:
-    """Return each key head once: some code repeats keys for each query head."""
-    return operator.key[:, :: operator.key.shape[1] // found.key_heads]
-
-
-def _add(layer: QueryKeyStatistics, site: MixerSite, sample: Sample) -> None:
-    query, key, groups = sample.query, sample.key, sample.groups
-    fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
-    layer.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
-    rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
-    columns = key.transpose(1, 2)[site.valid_sources].double()
-    by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
-    layer.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
-    layer.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
-    layer.tokens += int(site.valid_tokens.sum())
-    layer.samples.append(sample)
 
 
 # --- attention KL ----------------------------------------------------------------------------------------
@@ -190,53 +195,51 @@ def divergence(
     return whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
 
 
-def head_divergence(
-    samples: list[Sample], query: Sequence[Float[Tensor, "K _"]], key: Sequence[Float[Tensor, "K _"]]
-) -> Float[Tensor, "H"]:
+def layer_divergence(samples: list[Sample], factors: Factors) -> Float64[Tensor, "H"]:
     """Return mean KL(M ‖ M') over real rows for each query head, where M' has the logits (Q A)(K B)ᵀ."""
-    heads = len(query)
-    total, rows = torch.zeros(heads, dtype=torch.float64), 0
-    for sample in samples:
-        for head in range(heads):
-            own = head // sample.groups
-            q, k, matrix = head_parts(sample, head)
-            change = sample.logit_change(q, k, query[head].to(q)[None], key[own].to(q)[None])
-            total[head] += divergence(matrix, change[:, 0])[sample.tokens].double().sum().cpu()
-        rows += int(sample.tokens.sum())
-    return total / max(rows, 1)
+
+    def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
+        a, b = factors.query[head], factors.key[head // sample.groups]
+        yield sample.logit_change(q, k, a.to(q)[None], b.to(q)[None])[:, 0]
+
+    return _mean_divergence(samples, len(factors.query), 1, changes)[:, 0]
 
 
-def width_curves(
+def width_curves(samples: list[Sample], bases: list[LogitBases], widths: list[int]) -> Float64[Tensor, "H W"]:
+    """Return attention KL of each query head at ascending widths.
+
+    A width takes that many columns of the bases of the key head.
+    """
+
+    def changes(sample: Sample, head: int, q: Tensor, k: Tensor) -> Iterator[Tensor]:
+        own = bases[head // sample.groups]
+        q, k = sample.scale * q[:, 0], k[:, 0]
+        turned_q, turned_k = q @ own.query.to(q), k @ own.key.to(k)
+        change = -(q @ k.mT)
+        for start, width in pairwise([0, *widths]):
+            change = change + turned_q[..., start:width] @ turned_k[..., start:width].mT
+            yield change
+
+    return _mean_divergence(samples, len(bases) * samples[0].groups, len(widths), changes)
+
+
+def _mean_divergence(
     samples: list[Sample],
-    query: list[Float[Tensor, "K K"]],
-    key: list[Float[Tensor, "K K"]],
-    widths: list[int],
-) -> Float[Tensor, "H W"]:
-    """Return `head_divergence` at several widths: each width takes as many columns of the bases."""
-    heads = len(query)
-    total, rows = torch.zeros(heads, len(widths), dtype=torch.float64), 0
+    heads: int,
+    points: int,
+    changes: Callable[[Sample, int, Tensor, Tensor], Iterable[Tensor]],
+) -> Float64[Tensor, "H N"]:
+    """Return mean KL over real rows for each query head and each of several changes of its logits.
+
+    `changes` receives queries (B, 1, T, K) and keys (B, 1, S, K) of the head, in float32 or float64.
+    """
+    total, rows = torch.zeros(heads, points, dtype=torch.float64), 0
     for sample in samples:
+        dtype = torch.promote_types(sample.query.dtype, torch.float32)
         for head in range(heads):
-            q, k, matrix = head_parts(sample, head)
-            q, k = sample.scale * q[:, 0], k[:, 0]
-            turned_q, turned_k = q @ query[head].to(q), k @ key[head].to(k)
-            change, done = -(q @ k.mT), 0
-            for at, width in enumerate(widths):
-                change = change + turned_q[..., done:width] @ turned_k[..., done:width].mT
-                done = width
+            matrix = sample.operator[:, head : head + 1].dense()[:, 0].to(dtype)
+            query, key = sample.query[:, [head]].to(dtype), sample.key[:, [head // sample.groups]].to(dtype)
+            for at, change in enumerate(changes(sample, head, query, key)):
                 total[head, at] += divergence(matrix, change)[sample.tokens].double().sum().cpu()
         rows += int(sample.tokens.sum())
     return total / max(rows, 1)
-
-
-def head_parts(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (B, 1, T, K) queries, (B, 1, S, K) keys and (B, T, S) attention of a head, at least float32."""
-    matrix = sample.operator[:, head : head + 1].dense()[:, 0]
-    dtype = torch.promote_types(sample.query.dtype, torch.float32)
-    key = sample.key[:, head // sample.groups][:, None]
-    return sample.query[:, head : head + 1].to(dtype), key.to(dtype), matrix.to(dtype)
-
-
-def layer_divergence(layer: QueryKeyStatistics, factors: Factors) -> Tensor:
-    """Return mean KL(M ‖ M') over rows for each query head, on the samples of the layer."""
-    return head_divergence(layer.samples, list(factors.query), list(factors.key))

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from rankwise._internals.rotary import fit_rotation
 from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing
 from rankwise.compression.qk_find import turned
-from rankwise.compression.qk_modules import narrow_projections
-from rankwise.errors import CompressionError
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import MixerSite
 from rankwise.tracing.projections import Projection, each_once, head_layouts, side_of
@@ -29,13 +27,6 @@ NO_ROTATION = (
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
     """Return the layers whose pairs may be turned by any angle, and the reason for each other layer."""
-    if any(True for _ in narrow_projections(model)):
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected="a model that is not compressed yet",
-            got="one with narrowed queries and keys",
-            fix="Load the original, and compress it once to the width you want.",
-        )
     layers, skipped = find_rotations(model, batch)
     reason = "its outputs change if a pair turns by the same angle in queries and keys"
     layers, failed = keep_passing(model, batch, layers, turned, reason)

@@ -7,24 +7,18 @@ cached.
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, check_tokens
-from rankwise.compression.memory import naming_layer
+from rankwise.compression.layers import Factors
 from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.qk_solve import (
-    budget_curve,
-    narrowed_heads,
-    widths_for_tolerance,
-    widths_under_budget,
-)
+from rankwise.compression.qk_solve import Curve, allocate_widths, budget_curve, narrow_heads
 from rankwise.compression.qk_statistics import (
     QueryKeyStatistics,
     Sample,
     collect_statistics,
     divergence,
-    finite_layers,
+    usable_layers,
 )
 from rankwise.compression.rotary_find import find_rotary_layers
 from rankwise.measures.logits import logit_bases
@@ -52,63 +46,44 @@ class Order:
     losses: list[float]
     """Attention KL at these widths."""
 
+    @property
+    def curve(self) -> Curve:
+        """Widths and attention KL."""
+        return self.widths, self.losses
+
 
 def narrow_rotary(job: Job) -> PartResult:
-    """Keep the rotary pairs that attention needs: greedy by attention KL, widths under one budget.
+    """Remove rotary pairs in greedy order, widths under one budget, then calibrate.
 
-    Pairs are chosen for each key head; the query heads that read it keep the same. A pair that goes is zero
-    in queries and keys, so that it adds nothing to any logit, and is neither computed nor cached. Channels
-    that are not rotated get the closed form of the part ``qk``. With ``calibrate``, what kept pairs carry
-    before the rotation becomes any linear map of the head's channels, by steps of Adam.
+    The query heads of a key head keep the same pairs. Channels without rotation get the closed form of `qk`.
     """
-    found, left_out = find_rotary_layers(job.model, job.batches[0])
-    seen = collect_statistics(job.model, found, job.batches, job.on_step)
-    layers, left_out = finite_layers(seen, left_out)
-    check_tokens(min(layer.tokens for layer in layers), max(layer.found.width for layer in layers))
+    found, skipped = find_rotary_layers(job.model, job.batches[0])
+    statistics = collect_statistics(job.model, found, job.batches, job.on_step)
+    layers, skipped = usable_layers(statistics, skipped)
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
     for layer, whole in zip(layers, wholes, strict=True):
-        with naming_layer(layer.found.name):
-            orders.append(_orders(layer, whole, job))
-    widths = pair_widths(layers, orders, job.keep, job.tolerance)
+        job.on_step(f"comparing pairs of {layer.found.name}")
+        orders.append(greedy_orders(layer, whole, job.seed))
+    widths = pair_widths(orders, job.keep, job.tolerance)
     starts = [kept_factors(*own) for own in zip(layers, wholes, orders, widths, strict=True)]
-    curves = [(order.widths, order.losses) for own in orders for order in own]
+    result = narrow_heads("rotary", job, layers, starts)
+    curves = [order.curve for own in orders for order in own]
     curve = budget_curve("greedy by attention KL, widths per head", curves)
-    return replace(narrowed_heads("rotary", job, layers, starts), curves=[curve], left_out=left_out)
-
-
-def _orders(layer: QueryKeyStatistics, whole: Factors, job: Job) -> list[Order]:
-    job.on_step(f"comparing pairs of {layer.found.name}")
-    units = units_of(layer)
-    return [
-        greedy(rows_of(layer.samples, head, whole, units, job.seed), units)
-        for head in range(layer.found.key_heads)
-    ]
+    return replace(result, curves=[curve], left_out=skipped)
 
 
 def pair_widths(
-    layers: list[QueryKeyStatistics],
-    orders: list[list[Order]],
-    keep: float | int | None,
-    tolerance: float | int | None = None,
+    orders: list[list[Order]], keep: float | int | None, tolerance: float | int | None = None
 ) -> list[list[int]]:
-    """Return possible widths of each key head: rounded down under a budget, up for a tolerance."""
+    """Return a possible width per key head of each layer: rounded down for a share, up for a tolerance."""
     every = [order for own in orders for order in own]
-    curves = [(order.widths, order.losses) for order in every]
+    wanted = zip(every, allocate_widths([order.curve for order in every], keep, tolerance), strict=True)
     if tolerance is not None:
-        wanted = widths_for_tolerance(curves, tolerance)
-        chosen = [
-            min(w for w in order.widths if w >= width) for order, width in zip(every, wanted, strict=True)
-        ]
+        chosen = iter([min(own for own in order.widths if own >= width) for order, width in wanted])
     else:
-        whole = [layer.found.width for layer in layers for _ in range(layer.found.key_heads)]
-        assert keep is not None
-        wanted = widths_under_budget(curves, round(keep * sum(whole)))
-        chosen = [
-            max(w for w in order.widths if w <= width) for order, width in zip(every, wanted, strict=True)
-        ]
-    found = iter(chosen)
-    return [[next(found) for _ in own] for own in orders]
+        chosen = iter([max(own for own in order.widths if own <= width) for order, width in wanted])
+    return [[next(chosen) for _ in own] for own in orders]
 
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
@@ -133,53 +108,46 @@ def whole_factors(layer: QueryKeyStatistics) -> Factors:
 def rows_of(
     samples: list[Sample], head: int, factors: Factors, units: list[list[int]], seed: int
 ) -> list[Rows]:
-    """Draw rows from some sequences."""
-    out, left = [], SEQUENCES
+    """Draw rows of some sequences for the query heads of one key head."""
+    drawn, left = [], SEQUENCES
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
         some = slice(0, max(left, 0))
         left -= sample.query.shape[0]
         if not sample.query[some].shape[0]:
             break
-        rows = _drawn(sample.tokens[some], generator).to(sample.query.device)
-        members = range(head * sample.groups, (head + 1) * sample.groups)
-        for member in members:
-            out.append(_rows(sample, some, member, head, rows, factors, units))
-    return out
+        rows = _drawn(sample.tokens[some], generator).to(sample.query.device)[..., None]
+        dtype = torch.promote_types(sample.query.dtype, torch.float32)
+        b = factors.key[head].to(rows.device, dtype)
+        key = sample.turned(sample.key[:, head : head + 1].to(dtype) @ b)[some, 0]
+        for member in range(head * sample.groups, (head + 1) * sample.groups):
+            a = factors.query[member].to(rows.device, dtype)
+            query = sample.scale * sample.turned(sample.query[:, member : member + 1].to(dtype) @ a)[some, 0]
+            query = query.gather(1, rows.expand(-1, -1, query.shape[-1]))
+            matrix = sample.operator[some, member : member + 1].dense()[:, 0].to(dtype)
+            matrix = matrix.gather(1, rows.expand(-1, -1, matrix.shape[-1]))
+            parts = torch.stack([query[..., unit] @ key[..., unit].mT for unit in units])
+            drawn.append(Rows(matrix, parts))
+    return drawn
 
 
-def _drawn(tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw rows of real tokens of each sequence (N, R), some twice if there are few."""
-    weights = tokens.double().cpu() + 1e-300
-    count = min(ROWS, tokens.shape[1])
-    return torch.multinomial(
-        weights, count, replacement=bool((tokens.sum(1) < count).any()), generator=generator
-    )
+def _drawn(tokens: Tensor, generator: torch.Generator) -> Int[Tensor, "N R"]:
+    """Draw rows of real tokens of each sequence, some rows twice if there are few."""
+    weights, count = tokens.double().cpu() + 1e-300, min(ROWS, tokens.shape[1])
+    twice = bool((tokens.sum(1) < count).any())
+    return torch.multinomial(weights, count, replacement=twice, generator=generator)
 
 
-def _rows(
-    sample: Sample,
-    some: slice,
-    member: int,
-    head: int,
-    rows: Tensor,
-    factors: Factors,
-    units: list[list[int]],
-) -> Rows:
-    dtype = torch.promote_types(sample.query.dtype, torch.float32)
-    a, b = factors.query[member].to(rows.device, dtype), factors.key[head].to(rows.device, dtype)
-    query = sample.scale * sample.turned(sample.query[:, member : member + 1].to(dtype) @ a)[some, 0]
-    key = sample.turned(sample.key[:, head : head + 1].to(dtype) @ b)[some, 0]
-    matrix = sample.operator[some, member : member + 1].dense()[:, 0].to(dtype)
-    at = rows[..., None]
-    query = query.gather(1, at.expand(-1, -1, query.shape[-1]))
-    matrix = matrix.gather(1, at.expand(-1, -1, matrix.shape[-1]))
-    return Rows(matrix, torch.stack([query[..., unit] @ key[..., unit].mT for unit in units]))
+def greedy_orders(layer: QueryKeyStatistics, whole: Factors, seed: int) -> list[Order]:
+    """Return the greedy order of removal for each key head of a layer."""
+    units = units_of(layer)
+    heads = range(layer.found.key_heads)
+    return [greedy(rows_of(layer.samples, head, whole, units, seed), units) for head in heads]
 
 
 def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
     """Return the units in order of removal: each step removes the unit of least KL per channel."""
-    gone: list[int] = []
+    removed: list[int] = []
     left = list(range(len(units)))
     sizes = torch.tensor([len(unit) for unit in units], dtype=torch.float64)
     changes = [torch.zeros_like(row.matrix) for row in rows]
@@ -189,9 +157,9 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
         best = int(((costs - now) / sizes[left]).argmin())
         unit, now = left.pop(best), float(costs[best])
         changes = [change - row.parts[unit] for change, row in zip(changes, rows, strict=True)]
-        gone.append(unit)
+        removed.append(unit)
         losses.append(now)
-    return make_order([*gone, *left], losses, units)
+    return make_order([*removed, *left], losses, units)
 
 
 def make_order(order: list[int], losses: list[float], units: list[list[int]]) -> Order:
@@ -223,9 +191,9 @@ def kept_factors(
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):
         stay = order.widths.index(width) + 1
         channels = sorted(c for unit in order.units[-stay:] for c in units[unit])
-        gone = [c for c in range(layer.found.width) if c not in channels]
+        removed = [c for c in range(layer.found.width) if c not in channels]
         members = slice(head * layer.found.groups, (head + 1) * layer.found.groups)
-        query[members, :, gone] = 0
-        key[head][:, gone] = 0
+        query[members, :, removed] = 0
+        key[head][:, removed] = 0
         kept.append(channels)
     return Factors(query, key, kept)
