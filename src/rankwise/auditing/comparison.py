@@ -147,7 +147,7 @@ class Comparison(Record):
 
 
 def compare_two(before: Audit, after: Audit) -> Comparison:
-    """Compare two audits; see `compare`."""
+    """Return the comparison of two audits; `compare` explains how heads and findings are matched."""
     stacks = paired_stacks(before, after)
     heads, *only_heads = _matched(before.heads, after.heads, "site layer call head cross", {})
     if not heads:

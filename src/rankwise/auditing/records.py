@@ -278,8 +278,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     second_attention_map: AttentionMap | None = None
     """Attention map of the second sequence; None if there is no second sequence."""
     spectrum: list[Number] = Field(default_factory=list)
-    """Up to 64 singular values of the first sequence, evenly spaced by index; empty if ranks are estimated.
-    """
+    """At most 64 singular values of the first sequence, evenly spaced by index; empty for estimated ranks."""
     importance: HeadImportance | None = None
     """Change of the loss if the head is removed; None if importance was not requested."""
     baseline: Baseline | None = None

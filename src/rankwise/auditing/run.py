@@ -80,8 +80,8 @@ def audit(
 
     Cost: one forward pass. Exact ranks need the eigenvalues of a Gram matrix per head and sequence
     (T S min(T, S) time, 8 T S bytes). Estimated ranks need 67 passes over the rows (O(T S K) time, O(T + S)
-    memory). With ``importance``, each batch also needs one forward and nine backward passes, and five to
-    thirty forward passes without sets of heads; with ``importance="exact"``, one per head and block.
+    memory). With ``importance``, each batch also needs one forward and nine backward passes, and 5 to 30
+    forward passes with sets of heads removed; with ``importance="exact"``, one more per head and block.
 
     Args:
         model: any `torch.nn.Module`.

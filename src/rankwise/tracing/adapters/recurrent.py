@@ -280,10 +280,10 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Return x divided by its norm, by rsqrt as in layers with one decay per token, for the same rounding."""
+    """Return x divided by its norm, times rsqrt as in layers with a decay per token (same rounding)."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _divided(x: Tensor) -> Tensor:
-    """Return x divided by its norm, by sqrt as in layers with a decay per feature, for the same rounding."""
+    """Return x divided by its norm, over sqrt as in layers with a decay per feature (same rounding)."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
