@@ -73,7 +73,7 @@ class Examples:
         )
 
     def see_lengths(self, tokens: Sequence[float], masks: Sequence[str]) -> None:
-        """Take the mask of a longer sequence for each head; for equal lengths, the first mask name wins."""
+        """Keep for each head the mask of its longest sequence; ties go to the first mask name by alphabet."""
         for head, (length, mask) in enumerate(zip(tokens, masks, strict=True)):
             if length > self.longest[head]:
                 self.longest[head], self.masks[head] = length, mask
@@ -81,7 +81,7 @@ class Examples:
                 self.masks[head] = min(self.masks[head], mask)
 
     def add_names(self, sequences: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Count names of most attended tokens, given as [sequence][head][kind]; [] for an unknown token."""
+        """Count the names ``[sequence][head][kind]`` of most attended tokens; [] for an unknown token."""
         assert self.names is not None
         for heads in sequences:
             for head, kinds in enumerate(heads):

@@ -59,7 +59,7 @@ class RankAt(Record):
 
 
 class BaselineAt(Record):
-    """The rank of a head at initialization at one threshold, and the difference of the model's rank from it.
+    """Rank of a head at initialization at one threshold, and its difference to the rank in the model.
 
     Each difference is of one sequence and one seed, which cancels effects of sequence length and content.
     """
@@ -267,7 +267,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
     All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """By measure that is undefined in some finite sequences: number of sequences in its mean."""
+    """Number of sequences in the mean of each measure that is undefined for some finite sequences."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
     whichever most sequences share. If the weight is small, rows may attend to others (see `named_peak`)."""
@@ -341,7 +341,7 @@ class LayerRecord(LayerMeasures, LayerOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """By measure that is undefined in some finite sequences: number of sequences in its mean."""
+    """Number of sequences in the mean of each measure that is undefined for some finite sequences."""
     baseline: Baseline | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 

@@ -70,8 +70,7 @@ class HeadStatistics:
     nonfinite: Floats
     estimated: Floats
     fallbacks: Floats
-    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; one window counts as a fraction.
-    """
+    """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; a window counts as a fraction."""
     examples: Examples
     head_dim: int | None = None
     logits: "LogitMoments | None" = None

@@ -127,7 +127,7 @@ class MeanRecorder(Intervention):
 
 
 class Removal(Intervention):
-    """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by the input."""
+    """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by inputs."""
 
     def __init__(
         self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]

@@ -75,8 +75,7 @@ class SoftmaxProduct:
     values_learned: bool
     """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
-    """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if the axes do not correspond.
-    """
+    """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if axes do not correspond."""
 
 
 class SoftmaxFollower:

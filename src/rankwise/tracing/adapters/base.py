@@ -184,7 +184,7 @@ class NoOperatorAdapter(Adapter):
 
 
 class AdapterReader:
-    """Reads operators of calls in a running model with adapters, given by module name."""
+    """Uses adapters, given by module name, to read the operators of calls in a running model."""
 
     def __init__(
         self, adapters: Mapping[str, Adapter], calls: ModuleCalls, sightings: Sightings, values: bool

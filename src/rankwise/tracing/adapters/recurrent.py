@@ -120,7 +120,7 @@ class RwkvAdapter(Adapter):
     output_projection = "output"
 
     def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens, whose sums are not zero."""
+        """Return a reason if the state holds earlier tokens, that is, if its sums are not zero."""
         state, layer = call.argument("state"), call.module.layer_id
         fresh = state in (None, ABSENT) or not bool(state[3][:, :, layer].any())
         return None if fresh else CONTINUED
