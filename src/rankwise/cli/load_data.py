@@ -62,8 +62,9 @@ def load_data(
     if images is not None and loaded.source and reads_text:
         expected = "a model that reads pictures"
         raise InputError(f"model {loaded.name}", expected=expected, got="one that reads text", fix=fix)
+    sizes = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
     if images is not None:
-        return _load_pictures(loaded, images, sequences, batch_size, shard)
+        return _load_pictures(loaded, images, **sizes)
     if not reads_text:
         raise InputError(
             f"model {loaded.name}",
@@ -71,46 +72,35 @@ def load_data(
             got=f"one that reads {loaded.input_name}",
             fix=fix if loaded.input_name == "pixel_values" else "Use module.py:factory with batches.",
         )
-    return _load_texts(loaded, text, dataset, tokens, sequences, batch_size, shard)
+    texts = load_text(text) if text is not None else dataset_texts(str(dataset))
+    return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
 
-def _load_pictures(
-    loaded: LoadedModel, images: Path, sequences: int, batch_size: int, shard: Shard
-) -> LoadedData:
+def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedData:
     from rankwise.cli.load_images import load_image_processor, plain_processor, read_images
 
     config = getattr(loaded.model, "config", None)
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-    if loaded.source:
-        processor, note = load_image_processor(
-            loaded.source,
-            config=config,
-            revision=loaded.revision or None,
-            trust_remote_code=loaded.trust_remote_code,
-        )
-    else:
-        processor = plain_processor({"size": 224}, len(mode))
-        note = "pictures resized to 224×224, mean and std 0.5"
-    batches: Iterable[Any] = read_images(
-        images, processor, sequences=sequences, batch_size=batch_size, mode=mode, shard=shard
-    )
     if not loaded.source:
-        batches = (batch["pixel_values"] for batch in batches)
+        processor = plain_processor({"size": 224}, len(mode))
+        batches = read_images(images, processor, mode=mode, **sizes)
+        note = "pictures resized to 224×224, mean and std 0.5"
+        return LoadedData((batch["pixel_values"] for batch in batches), f"{images} (pictures)", (note,))
+    processor, note = load_image_processor(
+        loaded.source,
+        config=config,
+        revision=loaded.revision or None,
+        trust_remote_code=loaded.trust_remote_code,
+    )
+    batches = read_images(images, processor, mode=mode, **sizes)
     return LoadedData(batches, f"{images} (pictures)", (note,) if note else ())
 
 
 def _load_texts(
-    loaded: LoadedModel,
-    path: Path | None,
-    dataset: str | None,
-    tokens: int,
-    sequences: int,
-    batch_size: int,
-    shard: Shard,
+    loaded: LoadedModel, texts: str | list[str], name: str, tokens: int, **sizes: Any
 ) -> LoadedData:
     from rankwise.auditing.text_inputs import longest_sequence, model_batches
 
-    texts = load_text(path) if path is not None else dataset_texts(str(dataset))
     notes: list[str] = []
     if loaded.source or loaded.tokenizer:
         tokenizer = _load_tokenizer(loaded)
@@ -118,11 +108,8 @@ def _load_texts(
         tokenizer = ByteTokenizer()
         notes.append("text read as bytes (ids 0 to 255): a factory's model has no tokenizer")
     limit = longest_sequence(loaded.model)
-    longest = tokens if limit is None else min(tokens, limit)
-    batches, more_notes = model_batches(
-        loaded.model, texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=batch_size, shard=shard
-    )
-    data = f"{path if path is not None else dataset}, up to {longest} tokens"
+    batches, more_notes = model_batches(loaded.model, texts, tokenizer, tokens=tokens, **sizes)
+    data = f"{name}, up to {tokens if limit is None else min(tokens, limit)} tokens"
     return LoadedData(batches, data, (*notes, *more_notes), tokenizer)
 
 
@@ -137,13 +124,13 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
         )
     except Exception as error:
         parts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-        names = [file.name for file in Path(home).iterdir()] if Path(home).is_dir() else ["tokenizer"]
-        has_files = any(part in name for name in names for part in parts)
+        files = [file.name for file in Path(home).iterdir()] if Path(home).is_dir() else parts
+        got = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
             f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}",
             expected="a folder with the files of a tokenizer, or a Hugging Face name",
-            got=f"{type(error).__name__}: {first_line(error)}"
-            if has_files
+            got=got
+            if any(part in name for name in files for part in parts)
             else f"the folder {home} without one",
             fix="Pass --tokenizer with a folder or a Hugging Face name; or save the tokenizer with the "
             "model: `tokenizer.save_pretrained(folder)`.",

@@ -80,12 +80,18 @@ def command(
     from rankwise import __version__
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_model import check_device, load_model
-    from rankwise.cli.output import command_line, print_results, quiet_libraries, show_progress
+    from rankwise.cli.output import check_unused, command_line, print_results, quiet_libraries, show_progress
     from rankwise.plan import plan_head_dim
     from rankwise.plan.planner import check_arguments, present_head_dim
     from rankwise.report.plan_report import plan_document
 
-    _check_data(out, overwrite, model, text, images)
+    if not overwrite:
+        check_unused(out, "Choose another name, or add --overwrite.")
+    if model is not None and text is None and images is None:
+        fix = "Pass --text FILE or --images DIR."
+        raise InputError("--model", expected="data for the model", got="none", fix=fix)
+    if text is not None and images is not None:
+        raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
     check_arguments(
         tokens, mask or "full", tolerance, positions=positions or "none", temperature=temperature,
         delta=0.01, trials=trials, seed=seed,
@@ -103,11 +109,7 @@ def command(
         loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
         own = attention_of(loaded, width)
         if heads is None:  # another number of heads has other groups and widths
-            sizes = {
-                "heads": own["heads"],
-                "kv_heads": kv_heads or own["kv_heads"],
-                "head_dim": own["head_dim"],
-            }
+            sizes = {**{name: own[name] for name in sizes}, **({"kv_heads": kv_heads} if kv_heads else {})}
         positions, mask = positions or own["positions"], mask or own["mask"]
         present_head_dim(**sizes, width=own["width"], positions=positions)
         given = model_states(loaded, text, images, tokens, sequences)
@@ -122,12 +124,10 @@ def command(
             temperature=temperature, trials=trials, seed=seed, on_trial=lambda done: show(done=done),
         )  # fmt: skip
     about = {
-        "command": command_line(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rankwise": __version__,
-        "torch": torch.__version__,
+        "command": command_line(), "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rankwise": __version__, "torch": torch.__version__,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-    }
+    }  # fmt: skip
     inputs = given.data or plan.inputs
     plan = plan.model_copy(update={"about": about, "inputs": inputs, "notes": [*plan.notes, *given.notes]})
     if plan.complete and loaded is not None:
@@ -140,20 +140,6 @@ def command(
     print_results(plan_document(plan), written)
     if not plan.complete:
         raise typer.Exit(130)
-
-
-def _check_data(
-    out: Path, overwrite: bool, model: str | None, text: Path | None, images: Path | None
-) -> None:
-    from rankwise.cli.output import check_unused
-
-    if not overwrite:
-        check_unused(out, "Choose another name, or add --overwrite.")
-    if model is not None and text is None and images is None:
-        fix = "Pass --text FILE or --images DIR."
-        raise InputError("--model", expected="data for the model", got="none", fix=fix)
-    if text is not None and images is not None:
-        raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
 
 
 def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[Any]) -> "HeadDimPlan":
@@ -176,9 +162,7 @@ def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
     """Return heads, widths, positions and mask of a model from its configuration.
 
-    Raises:
-        InputError: if the configuration has no attention heads, keys and values are one latent, or the
-            model has another width than `width`.
+    Raise InputError if it has no heads, a latent of keys and values, or another width than `width`.
     """
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -226,12 +210,9 @@ class TokenStates(NamedTuple):
 def model_states(
     loaded: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
 ) -> TokenStates:
-    """Return the states that the first block reads.
+    """Return the states that the first block reads, of real tokens and the longest sequences only.
 
-    Only real tokens count, and only the sequences that are as long as the longest.
-
-    Raises:
-        InputError: if the text is too short, or the model does not take these data.
+    Raise InputError if the text is too short, or the model does not take these data.
     """
     import torch
 
@@ -305,7 +286,8 @@ def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: in
     [batch] = read_images(path, _stack_images, sequences=sequences, batch_size=sequences)
     pixels = batch["pixel_values"]
     height, across = pixels.shape[-2:]
-    side = patch_side(height, across, tokens)
+    sides = [k for k in range(1, min(height, across) + 1) if height % k == 0 and across % k == 0]
+    side = next((k for k in sides if 2 <= (height // k) * (across // k) <= tokens), None)
     if side is None:
         expected = f"images that square patches divide into 2 to {tokens} tokens"
         fix = "Pass more --tokens, or images whose sides have a common divisor."
@@ -321,17 +303,6 @@ def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: in
         notes.append(f"Images of several sizes were resized to {SIDE} × {SIDE} pixels.")
     data = f"patches of {path} through a random embedding ({len(states)} images)"
     return TokenStates(states, data, tuple(notes))
-
-
-def patch_side(height: int, width: int, tokens: int) -> int | None:
-    """Return the side of the smallest square patches that divide an image into 2 to `tokens` patches.
-
-    Examples:
-        >>> patch_side(32, 32, 256), patch_side(224, 224, 200), patch_side(7, 5, 10)
-        (2, 16, None)
-    """
-    sides = (k for k in range(1, min(height, width) + 1) if height % k == 0 and width % k == 0)
-    return next((side for side in sides if 2 <= (height // side) * (width // side) <= tokens), None)
 
 
 def _stack_images(images: list[Any], return_tensors: str) -> dict[str, "Tensor"]:
