@@ -491,7 +491,7 @@ def test_what_advice_fails_on_does_not_cost_the_audit_and_is_said(
     def failing(*_: Any) -> None:
         raise RuntimeError("lost on the way")
 
-    monkeypatch.setattr(recommendation, "certify_skip", failing)
+    monkeypatch.setattr(recommendation, "certify_sites", failing)
     (tmp_path / "net.py").write_text(COLLAPSING)
     result = run("audit", "net.py:build")
     assert result.exit_code == 0, result.output
