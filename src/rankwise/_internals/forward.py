@@ -122,7 +122,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
-    """Return a copy of a batch; of a dict, only the first ``count`` sequences.
+    """Return a copy of a batch; if it is a dict, only its first ``count`` sequences are copied.
 
     In a dict the first axis of a tensor is the batch, by the convention of Hugging Face. In a tuple or a
     plain tensor the first axis may be time, so these are copied whole.
@@ -219,7 +219,7 @@ def _one_label_each(x: Any, y: Any) -> bool:
 
 
 class AddedHook(NamedTuple):
-    """Hook, called as ``hook(module, args, kwargs)`` before a module, or after it with ``output`` added."""
+    """Hook to add: called as ``hook(module, args, kwargs)`` before a module, or with ``output`` after it."""
 
     module: str
     kind: Literal["before", "after"]

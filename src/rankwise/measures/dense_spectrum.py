@@ -27,9 +27,9 @@ SVD_SIZE = 96
 EFFECTIVE_RTOL = 1e-2
 """Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
 PART_BYTES = {"cpu": 2**20}
-"""Bytes of float64 matrices per part on a CPU, so that several parts fit into the CPU cache."""
+"""Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
-"""Bytes of float64 matrices per part on an accelerator."""
+"""Bytes of float64 matrices that an accelerator decomposes together."""
 PARALLEL_BYTES = 2**29
 """Total bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
@@ -106,7 +106,7 @@ class GramSpectrum(NamedTuple):
     """Power of two by which M is divided."""
 
     def decides_count(self, delta: float) -> Bool[Tensor, " N"]:
-        """Return True for each matrix in which rounding cannot move an eigenvalue across δ² (Weyl)."""
+        """Return True for each matrix in which rounding cannot move an eigenvalue across δ² (by Weyl)."""
         threshold = (delta / self.scale).square()[:, None]
         return ((self.eigenvalues - threshold).abs() > self.slack[:, None]).all(-1)
 
@@ -176,13 +176,13 @@ def lower_gram(matrices: Float64[Tensor, "N T S"]) -> Float64[Tensor, "N R R"]:
 
 
 def _reach(block: Float64[Tensor, "N R C"]) -> int:
-    """Return one plus the index of the last nonzero column of a block; few columns for early causal rows."""
+    """Return the number of columns up to the last nonzero one; early rows of a causal matrix have few."""
     used = ((block.amax(-2) != 0) | (block.amin(-2) != 0)).any(0)
     return int((used * torch.arange(1, len(used) + 1, device=used.device)).amax())
 
 
 def _eigenvalues(lower: Float64[Tensor, "N R R"]) -> Float64[Tensor, "N R"]:
-    """Return ascending eigenvalues by numpy on one thread (2/3 of the time of torch), otherwise by torch."""
+    """Return ascending eigenvalues, by numpy if on one thread (2/3 of torch's time), otherwise by torch."""
     if lower.device.type == "cpu" and numpy_is_on_one_thread():
         return torch.from_numpy(np.linalg.eigvalsh(lower.numpy(), UPLO="L"))
     return torch.linalg.eigvalsh(lower, UPLO="L")

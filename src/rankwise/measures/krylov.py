@@ -119,7 +119,7 @@ def block_lanczos(
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     size, width = start.shape
-    basis = start.new_empty(steps * width, size)  # one contiguous block per step
+    basis = start.new_empty(steps * width, size)  # each step writes one contiguous block
     matrix = start.new_zeros((steps + 1) * width, (steps + 1) * width)
     block, first = _orthonormal(start, 1e-10 * float(start.norm()))
     used, kept = 0, []

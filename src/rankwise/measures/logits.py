@@ -21,7 +21,7 @@ from rankwise.operators import SoftmaxMixing
 __all__ = ["WIDTH_TOLERANCE", "LogitMoments", "logit_moments", "required_head_dim"]
 
 RIDGE = 1e-9
-"""Multiple of the mean eigenvalue added to second moments, so that their inverse roots are finite."""
+"""Ridge added to second moments, relative to their mean eigenvalue, so that inverse roots are finite."""
 STEP = 4096
 """Number of tokens cast to float64 at once, which limits memory."""
 

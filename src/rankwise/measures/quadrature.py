@@ -21,7 +21,7 @@ Numbers = tuple[float, float, float, float]
 ROUNDING = 64 * torch.finfo(torch.float64).eps
 """Fraction of tr A below which an eigenvalue, or a coupling between vectors, counts as a rounding error."""
 NO_SPREAD = 1e-10
-"""Fraction of tr A; a control variate whose standard deviation over probes is smaller is not used."""
+"""Smallest standard deviation over probes, as a fraction of tr A, at which a control variate is used."""
 SAME = 0.999
 """Squared cosine above which Ritz vectors (approximate eigenvectors) from two sets of probes are the same."""
 CONVERGED = 1e-6
@@ -94,7 +94,7 @@ class TraceEstimator:
         self._control = torch.zeros_like(excess) if flat else excess
 
     def by_probes(self, function: Function) -> Bracket:
-        """Return the mean over probes as a bracket from the lower to the upper quadrature rule."""
+        """Return a bracket of tr f(A): means over probes by the lower and by the upper quadrature rule."""
         return self.between(
             self._corrected(self._floored(function), self.lower), self._corrected(function, self.upper)
         )
@@ -113,7 +113,7 @@ class TraceEstimator:
         return Bracket((low + high) / 2, abs(high - low) / 2, 0.0)
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
-        """Return a bracket from the mean of ``low`` to the mean of ``high``, after the control variate."""
+        """Return a bracket from mean ``low`` to mean ``high``, both corrected by the control variate."""
         low_mean, low_error = _intercept(low, self._control)
         high_mean, high_error = _intercept(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
@@ -142,7 +142,7 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     upper = Nodes(values.clamp(min=0), (vectors.mT @ krylov.start).square())
     tail = krylov.tail @ vectors
     smallest = max(tolerance, torch.finfo(values.dtype).tiny)
-    half = tail / values.clamp(min=smallest).sqrt()  # a zero Schur complement puts the nodes at 0
+    half = tail / values.clamp(min=smallest).sqrt()  # puts the nodes at 0, by a Schur complement of 0
     extended = torch.cat([torch.cat([values.diag(), tail.mT], 1), torch.cat([tail, half @ half.mT], 1)])
     values, mixed = torch.linalg.eigh(extended)
     weights = (mixed[: len(vectors)].mT @ (vectors.mT @ krylov.start)).square()
@@ -234,7 +234,7 @@ class EigenvalueCounter:
         reach = bracket.reach(quantile) + CONVERGED * (1 + abs(bracket.value))
         low = max(fewest, math.ceil(bracket.value - reach))
         high = min(most, math.floor(bracket.value + reach))
-        if low > high or most - fewest <= 2 * reach:  # prefer the certain bounds by energy
+        if low > high or most - fewest <= 2 * reach:  # the bounds by energy are certain
             low, high, bracket = fewest, most, Bracket((fewest + most) / 2, (most - fewest) / 2, 0.0)
         value = float(min(max(bracket.value, low), high))
         if bracket.half_width > max(0.5, SHARP * value):
@@ -242,7 +242,7 @@ class EigenvalueCounter:
         return value, math.hypot(bracket.half_width, bracket.stderr), float(low), float(high)
 
     def by_energy(self, threshold: float) -> tuple[int, int]:
-        """Return the smallest and largest possible number of eigenvalues ≥ t, certain except for rounding."""
+        """Return the smallest and largest possible number of eigenvalues ≥ ``threshold``, up to rounding."""
         estimator = self.estimator
         values = estimator.upper.values.flip(0)
         fewest = int((values >= threshold + estimator.rounding).sum())
@@ -270,7 +270,7 @@ class ScalarRule(NamedTuple):
 
 
 def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
-    """Return the Gauss rule of each probe's spectral measure, compressed by scalar Lanczos steps."""
+    """Return the Gauss rule of each probe's spectral measure (nodes) after ``steps`` Lanczos steps."""
     values, weights = nodes
     mass = weights.sum(0)
     vector = (weights / mass.clamp(min=torch.finfo(mass.dtype).tiny)).sqrt().mT
@@ -292,7 +292,7 @@ def _scalar_rule(nodes: Nodes, steps: int) -> ScalarRule:
 
 
 def _weight_above(rule: ScalarRule, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return lower and upper bounds of each probe's spectral weight ≥ t: without and with the node at t."""
+    """Return a lower and an upper bound of each probe's spectral weight on eigenvalues ≥ ``threshold``."""
     jacobi, mass = rule
     if jacobi.shape[-1] < 2:
         return torch.zeros_like(mass), mass

@@ -57,7 +57,7 @@ class RankSummary(NamedTuple):
     """All ranks of each matrix in a batch, from one decomposition; NaN for a matrix with NaN or infinity."""
 
     singular_values: Float64[Tensor, "*batch N"]
-    """Singular values σ_1 ≥ σ_2 ≥ …, where N = min(T, S)."""
+    """The N = min(T, S) singular values σ_1 ≥ σ_2 ≥ … of each matrix."""
     numerical_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δ."""
     effective_rank: Float64[Tensor, "*batch"]
@@ -84,7 +84,7 @@ class RankSummary(NamedTuple):
 
 @measure("matrices", degree=1)
 def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
-    """Return the singular values σ_1 ≥ σ_2 ≥ … of each matrix, where N = min(T, S).
+    """Return the N = min(T, S) singular values σ_1 ≥ σ_2 ≥ … of each matrix.
 
     Range: [0, ‖M‖_F]; NaN for a matrix with NaN or infinity. The absolute error in float64 is about
     1e-16·σ_1, so a smaller value cannot be distinguished from zero.

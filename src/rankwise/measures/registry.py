@@ -52,7 +52,7 @@ MEASURES: dict[str, Measure] = {}
 def measure(
     of: Literal["matrices", "heads", "tokens"], *statistics: type[RowStatistic], degree: int | None
 ) -> Callable[[MeasureT], MeasureT]:
-    """Return a decorator that registers a function in `MEASURES` with these fields of `Measure`.
+    """Return a decorator that registers a function in `MEASURES`; the arguments are fields of `Measure`.
 
     Examples:
         >>> from rankwise import measures

@@ -78,7 +78,7 @@ class RowWalk:
 
 
 def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
-    """Return measures by name; all measures of rows share one pass over the rows of the operator.
+    """Return values of measures by name; all measures of rows share one pass over the operator's rows.
 
     On a CPU the sequences of (B, H, T, S) are processed by parallel threads. No gradient is kept. Measures of
     tokens must be called directly: ``MEASURES[name].function(tokens, mask)``.
@@ -125,7 +125,7 @@ def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
 
 
 def _walk(operator: MixingOperator, statistics: Iterable[type[RowStatistic]]) -> RowWalk:
-    """Pass over the rows, and again with a scale if sums may have left the range of float64."""
+    """Return a pass over the rows, repeated with a scale if sums may have left the range of float64."""
     batch = operator.shape[:-2]
     scale = torch.ones(*batch, 1, 1, dtype=torch.float64, device=operator.device)
     walk = RowWalk(operator, statistics, scale)
@@ -200,7 +200,7 @@ class DistanceToIdentity:
         self.distance = torch.full_like(self.one[..., 0], 0.0 if tokens == sources else math.nan)
 
     def add(self, start: int, rows: Rows, scaled: Rows) -> None:
-        """Subtract 1 from the diagonal entries of a block, and add the norm of the result."""
+        """Subtract 1 from the diagonal entries of a block, and add the norm of the result to the distance."""
         own = scaled.clone()
         own.diagonal(offset=start, dim1=-2, dim2=-1).sub_(self.one)
         self.distance = torch.hypot(self.distance, norm(own, MATRIX))

@@ -94,7 +94,7 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
 
 @measure("matrices", RowShares, degree=0)
 def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
-    """Return the weight of the token that receives the largest mean weight from the rows.
+    """Return the largest mean weight that the rows of a mixing matrix put on any one token.
 
     Formula: max_j of the mean over rows i of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
     Range: [1/S, 1], at least `first_token_mass` of any column; 1 if every row puts all weight on one token.

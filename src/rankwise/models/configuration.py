@@ -21,7 +21,7 @@ CHOICES = {
     "position_embeddings": ("learned", "none"),
     "pooling": ("last", "mean"),
 }
-"""Allowed values of each field that is a choice among names."""
+"""Allowed values of each field whose value is a name."""
 FLAGS = ("causal", "position_bias", "use_bias", "gate", "use_cache", "tokens_norm", "tie_word_embeddings")
 POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "image_size",
             "num_channels", "max_position_embeddings")  # fmt: skip
@@ -192,7 +192,7 @@ class ToSTConfig(PreTrainedConfig):
         for name in POSITIVE:
             whole_number(f"ToSTConfig `{name}`", getattr(self, name))
         for name in FLAGS:
-            if isinstance(getattr(self, name), str):  # bool("false") is True
+            if isinstance(getattr(self, name), str):  # a string such as "false" would count as true
                 _refuse(name, "true or false", repr(getattr(self, name)), "Leave the quotes out.")
         in_range("ToSTConfig `dropout`", self.dropout, "[0, 1]")
         for name in FINITE:
@@ -232,7 +232,7 @@ def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
 
 
 def _check_keywords(others: dict[str, Any]) -> None:
-    """Raise InputError if an unknown argument resembles a field; accept fields of transformers."""
+    """Raise InputError if an unknown argument resembles a field (a typo); accept fields of transformers."""
     fields = [name for name in inspect.signature(ToSTConfig).parameters if name != "kwargs"]
     for name in others:
         similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)

@@ -85,7 +85,7 @@ def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
     def write(partial: Path) -> None:
         try:
             model.save_pretrained(partial)
-        except SafetensorError as error:  # a full disk
+        except SafetensorError as error:  # raised if the disk is full
             raise OSError(str(error)) from error
         if model.main_input_name == "pixel_values":
             settings = json.dumps(image_processor_config(model.config), indent=2) + "\n"
@@ -262,7 +262,7 @@ def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
         "size": {"shortest_edge": round(256 / 224 * side)},
-        "resample": 3,  # bicubic
+        "resample": 3,  # bicubic interpolation
         "do_center_crop": True,
         "crop_size": {"height": side, "width": side},
         "do_rescale": True,

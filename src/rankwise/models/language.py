@@ -231,7 +231,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:
-    """Return the mask of this call's tokens, or None if all tokens are real, which is computed faster."""
+    """Return the mask of this call's tokens; None if all are real, because the model is then faster."""
     if attention_mask is None:
         return None
     rows, tokens = x.shape[:2]

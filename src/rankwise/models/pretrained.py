@@ -27,7 +27,7 @@ DECAYED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two optimizer groups: trainable parameters with weight decay, and all others without.
+    """Return the trainable parameters in two groups for an optimizer: with and without weight decay.
 
     Weights of linear layers, embeddings and convolutions get weight decay. λ, scales, norms, biases,
     temperatures and decay rates do not. A shared parameter is listed once.
@@ -104,7 +104,7 @@ class ToSTPreTrainedModel(PreTrainedModel):
         return output if by_name else output.to_tuple()
 
     def _shared_skips(self) -> dict[str, str]:
-        """Return {name: name of the first λ} for every shared λ except the first; names are weight names."""
+        """Return {weight name: weight name of the first λ} for every shared λ except the first."""
         modules = self.named_modules()
         skips = [name for name, one in modules if isinstance(one, LambdaSkip) and one.kind == "shared"]
         return {f"{name}.weight": f"{skips[0]}.weight" for name in skips[1:]}

@@ -197,7 +197,7 @@ def drop_unit_axes(released: str, weight: Tensor) -> Tensor:
 
 
 def with_endings(modules: Mapping[str, str], endings: Iterable[str] = ("weight", "bias")) -> dict[str, str]:
-    """Return {released weight name: own name} for each parameter ``ending`` of each module."""
+    """Return {released weight name: own name} for the given parameters (endings) of each module."""
     return {f"{name}.{end}": f"{own}.{end}" for name, own in modules.items() for end in endings}
 
 
@@ -220,12 +220,12 @@ def in_layers(
 
 
 def count(names: Iterable[str], pattern: str) -> int:
-    """Return the number of layers: of different indices that ``pattern`` finds at the start of names."""
+    """Return the number of layers, from the different indices that ``pattern`` matches in weight names."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def sizes(weights: Weights, name: str, axes: int) -> tuple[int, ...]:
-    """Return the shape of a weight; raise KeyError if it is missing, InputError if it lacks ``axes`` axes."""
+    """Return the shape of a weight; raise KeyError if missing, InputError unless it has ``axes`` axes."""
     shape = tuple(weights[name].shape)
     if len(shape) != axes:
         raise InputError(f"weight {name}", expected=f"{axes} axes", got=f"shape {shape}", fix="Get it again.")

@@ -83,7 +83,7 @@ class FourierPositions(nn.Module):
         return self.projection(grid.permute(2, 0, 1)[None].to(weight.dtype))
 
     def _axis(self, places: int, device: torch.device) -> Float[Tensor, "Y F"]:
-        """Return the features of each position along an axis: sines and cosines alternate."""
+        """Return alternating sines and cosines for each position along one axis."""
         angle = torch.arange(1, places + 1, device=device) / (places + 1e-6) * (2 * math.pi)
         index = torch.arange(self.frequencies, device=device)
         scaled = angle[:, None] / self.temperature ** (2 * (index // 2) / self.frequencies)

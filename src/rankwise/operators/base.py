@@ -36,11 +36,11 @@ class MixingOperator(ABC):
     masks: ClassVar[tuple[str, ...]] = ()
     """Names of the operator's masks (attributes and constructor arguments); leading axes may have size 1."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Names of all other constructor arguments."""
+    """Names of all other constructor arguments, which are not tensors."""
     may_hide_columns: bool = True
     """True if a mask may hide a column from all rows, as a padding mask does.
 
-    Padding is then searched for in the support. Kinds without a mask, or with only a causal mask, set this
+    Callers then look for padding in the support. Kinds without a mask, or with only a causal mask, set this
     to False.
     """
 
@@ -191,12 +191,12 @@ class ComposedMixing(MixingOperator):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Widest dtype of the parts."""
+        """Widest dtype of the composed operators."""
         return reduce(torch.promote_types, (part.dtype for part in self.parts))
 
     @property
     def device(self) -> torch.device:
-        """Device of the first part."""
+        """Device of the first of the composed operators."""
         return self.parts[0].device
 
     def map_tensors(self: _Composed, change: Callable[[Tensor], Tensor]) -> _Composed:
@@ -258,7 +258,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
-    """Return a tensor indexed along its leading axes, after expanding these axes to the sizes ``leading``."""
+    """Return ``tensor[index]`` for the leading axes, which are first expanded to the sizes ``leading``."""
     own = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
@@ -266,7 +266,7 @@ def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
-    """Return a mask with axes of size 1 added in front to match ``shape``; raise if it cannot broadcast."""
+    """Return a mask with leading axes of size 1 added to match ``shape``; raise if it does not broadcast."""
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):

@@ -80,7 +80,7 @@ class ProductMixing(_SeveralMixing):
         return rows.mT
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return rows of the support: True where non-zero entries of all parts connect row and column."""
+        """Return rows of the support: True where the supports of the parts allow a non-zero entry."""
         seen = self.parts[0].support_rows(start, stop)
         for part in self.parts[1:]:
             if not isinstance(part, DiagonalMixing):  # a diagonal part does not change the support
@@ -123,7 +123,7 @@ class SumMixing(_SeveralMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of each part."""
+        """Shape (..., T, S), which all parts have."""
         return self.parts[0].shape
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -179,15 +179,15 @@ class IndexedMixing(ComposedMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Leading axes, then the numbers of kept rows and columns."""
+        """Shape (..., number of kept rows, number of kept columns)."""
         return torch.Size([*self.operator.shape[:-2], len(self._rows), len(self._columns)])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
-        """Return rows of the selection, cut out of a block of rows of M."""
+        """Return kept rows ``start`` to ``stop`` of M, restricted to the kept columns."""
         return self._cut(self.operator.rows, start, stop)
 
     def support_rows(self, start: int, stop: int) -> Bool[Tensor, "*batch R S"]:
-        """Return rows of the support of the selection."""
+        """Return kept rows ``start`` to ``stop`` of the support of M, restricted to the kept columns."""
         return self._cut(self.operator.support_rows, start, stop)
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
@@ -197,7 +197,7 @@ class IndexedMixing(ComposedMixing):
         return (self.operator @ whole)[..., self._rows, :]
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return the kept columns' entries of Mᵀ U, where U is padded with zeros at the dropped rows."""
+        """Return the entries of Mᵀ U at the kept columns of M; U is padded with zeros at the dropped rows."""
         self._check(values, transposed=True)
         whole = _pad_with_zeros(values, self._rows, self.operator.shape[-2])
         return self.operator.apply_transposed(whole)[..., self._columns, :]

@@ -41,7 +41,7 @@ class DenseMixing(MixingOperator):
             )
         self.matrix = matrix
         self.allowed = None if allowed is None else check_mask(allowed, matrix.shape, "allowed entries")
-        self.may_hide_columns = allowed is not None  # without a mask, a column of zeros is not proof of one
+        self.may_hide_columns = allowed is not None  # zero weights do not prove that a column is masked
 
     @property
     def shape(self) -> torch.Size:

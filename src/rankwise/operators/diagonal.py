@@ -42,7 +42,7 @@ class DiagonalMixing(MixingOperator):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., T, T)."""
+        """Shape (..., T, T) for T tokens."""
         return torch.Size([*self.diagonal.shape, self.diagonal.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:

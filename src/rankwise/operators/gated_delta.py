@@ -81,7 +81,7 @@ class GatedDeltaMixing(CausalScanMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., H, T, T)."""
+        """Shape (..., H, T, T) for H heads and T tokens."""
         return torch.Size([*self.beta.shape, self.beta.shape[-1]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -205,7 +205,7 @@ def _parts(log_decay: Tensor, chunk: int | None) -> list[slice]:
 
 def _block(query: Tensor, key: Tensor, beta: Tensor, log_decay: Tensor, part: slice) -> _Block:
     q, k, decay = query[..., part, :], key[..., part, :], log_decay[..., part, :]
-    weights = log_weights(decay.mT).exp()  # (..., F, C, C)
+    weights = log_weights(decay.mT).exp()  # shape (..., F, C, C)
     b = beta[..., part, None]
     if decay.shape[-1] == 1:
         attend, system = (q @ k.mT) * weights[..., 0, :, :], (k @ k.mT) * weights[..., 0, :, :]

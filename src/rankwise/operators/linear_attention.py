@@ -73,7 +73,7 @@ class LinearAttentionMixing(FastMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., H, T, S)."""
+        """Shape (..., H, T, S) for H heads, T queries and S keys."""
         return torch.Size([*self.query_features.shape[:-1], self.key_features.shape[-2]])
 
     def rows(self, start: int, stop: int) -> Float[Tensor, "*batch R S"]:
@@ -105,7 +105,7 @@ class LinearAttentionMixing(FastMixing):
         return mixed if transposed or inverse is None else mixed * inverse
 
     def _row_sums(self, query: Tensor, key: Tensor) -> Float[Tensor, "*batch T 1"]:
-        if self.is_causal:  # _to_length: rows t ≥ S see all S columns
+        if self.is_causal:  # rows t ≥ S see all S columns, so keys are padded to T
             seen = _to_length(key, self.shape[-2]).cumsum(-2)
             return (query * seen).sum(-1, keepdim=True)
         return query @ key.sum(-2)[..., None]

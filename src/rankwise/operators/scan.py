@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens per chunk, which is a dense block; a row of the block costs as much as a state of 64 features."""
+"""Tokens per chunk; a row of a chunk's dense weights then costs as much as a state of 64 features."""
 
 
 class CausalScanMixing(FastMixing):
@@ -25,7 +25,7 @@ def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[T
     """Return the log-decay from each token s to each row t ≥ ``start``: Σ_{s < r ≤ t} log a_r.
 
     Entries with s > t are −inf. Log-decays are added and never subtracted, so an infinite log-decay affects
-    only pairs of tokens that it is between.
+    only pairs of tokens with it in between.
 
     Cost: O(R N) memory per leading axis.
 

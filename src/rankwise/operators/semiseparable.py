@@ -73,7 +73,7 @@ class SemiseparableMixing(CausalScanMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., H, T, T)."""
+        """Shape (..., H, T, T) for H heads and T tokens."""
         return torch.Size([*self.log_decay.shape, self.log_decay.shape[-1]])
 
     @property

@@ -73,7 +73,7 @@ class SoftmaxMixing(MixingOperator):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., H, T, S)."""
+        """Shape (..., H, T, S) for H heads, T queries and S keys."""
         return torch.Size([*self.query.shape[:-1], self.key.shape[-2]])
 
     @property

@@ -111,7 +111,7 @@ class ToeplitzMixing(FastMixing):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape (..., T, T)."""
+        """Shape (..., T, T) for T tokens."""
         lags = self.kernel.shape[-1]
         tokens = lags if self.is_causal else (lags + 1) // 2
         return torch.Size([*self.kernel.shape[:-1], tokens, tokens])

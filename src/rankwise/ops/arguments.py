@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Number of sequences N."""
+        """Number of sequences N: the rows of w, or the sequences that are packed in one row."""
         return self.w.shape[0] if self.bounds is None else self.bounds.shape[0] - 1
 
     def initial_sums(self) -> Sums:
@@ -116,7 +116,7 @@ class Saved(NamedTuple):
 
     Attributes:
         membership: memberships Π.
-        score: scores; or memberships, in the same memory, if no gradient is needed.
+        score: scores; if no gradient is needed, memberships, which have overwritten the scores.
         sums: sums after the last token.
     """
 
@@ -253,7 +253,7 @@ def _check_tensor(name: str, value: Tensor, w: Tensor) -> None:
         expected = "real numbers" if known is None else " or ".join(map(str, known))
         fix = f"Pass {name}.real." if known is None else FIXES[name] if name == "mask" else "Convert it."
         raise ShapeError(name, expected=expected, got=str(value.dtype), fix=fix)
-    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves the two
+    if name not in ("half_life", "cu_seqlens") and value.device != w.device:  # `make_call` moves both
         fix, expected = f"Move it: {name}.to(w.device).", f"a tensor on {w.device}, like w"
         raise InputError(name, expected=expected, got=f"a tensor on {value.device}", fix=fix)
 
@@ -330,7 +330,7 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return the score offset K · bias[h, position] of each token: K channels, each with the bias added.
+    """Return the offset of each token's score, K · bias[h, position]: the bias is added once per channel.
 
     A compiled graph does not check the length of the bias; indexing raises if the bias is too short.
     """

@@ -33,7 +33,7 @@ from rankwise.ops.reference import MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output; and memberships, scores and sums, which are saved for the backward pass."""
+    """Return the output, and what the backward pass needs: memberships, scores and sums."""
     work = ChunkedCall(call)
     w, dtype, tokens, chunks = work.w, work.dtype, work.tokens, work.chunks
     membership = np.empty(w.shape[:2], w.dtype)
@@ -110,7 +110,7 @@ def assign(
 @Loop
 @no_type_check
 def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
-    """Write the output -Π w factor of each token, with membership Π; 0 at padding."""
+    """Write the output -Π w factor of each token (Π: membership, w: projection); 0 at padding."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             if mask.size > 0 and not mask[t]:
@@ -125,7 +125,7 @@ def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, factor, membership, sums):
-    """Return minus the gradient of the membership, Σ_k d_output w factor; add the gradient of m to `sums`."""
+    """Return minus the gradient of the membership, Σ_k d_output w factor; add the moment's to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -191,7 +191,10 @@ def tokens_back(
     w, d_output, membership, d_score, factor, d_moment, inverse, d_energy, mask, first, last, sequence, out,
     low, high,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor.
+
+    Π is the membership, and d_x the gradient of the loss with respect to x.
+    """
     for i in range(low, high):
         n = sequence[i]
         for t in range(first[i], last[i]):

@@ -37,7 +37,7 @@ from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output; and memberships, scores and last sums, which are saved for the backward pass."""
+    """Return the output, and what the backward pass needs: memberships, scores and final sums."""
     work = ChunkedCall(call)
     w, dtype, start = work.w, work.dtype, work.wide(call.initial_sums())
     where = (*work.tokens, *work.chunks[:2])
@@ -166,7 +166,7 @@ def running_row(row, weight, begin, local, factors, out):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, out, share, membership, n):
-    """Return minus the gradients of membership and mass; `share` gets the gradient of the assigned energy."""
+    """Return minus the gradients of membership and mass; write the assigned energy's gradient to `share`."""
     zero, one = row.dtype.type(0), row.dtype.type(1)
     direct, mass = zero, zero
     each = one / n
@@ -186,7 +186,7 @@ def output_row_back(row, d_output, out, share, membership, n):
 @inlined
 @no_type_check
 def assigned_row_back(row, out, share, local, factors, membership):
-    """Add to `out` the gradient of w through assigned energies from here on; return that of membership."""
+    """Add the gradient of w through assigned energies to `out`; return the gradient of the membership."""
     two = row.dtype.type(2)
     through = row.dtype.type(0)
     for k in range(len(row)):

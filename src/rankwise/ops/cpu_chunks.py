@@ -25,11 +25,11 @@ from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 CHUNK = 64
 """Largest number of tokens per chunk; only sums over several chunks are float64."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-"""Dtypes of numpy for the dtypes of torch that the loops read."""
+"""numpy dtype for each torch dtype of the arrays in loops."""
 
 
 class Chunks(NamedTuple):
-    """C chunks: chunk i has the tokens first[i] ≤ t < last[i], all of the sequence with index sequence[i]."""
+    """C chunks of tokens: chunk i contains the tokens first[i] ≤ t < last[i] of sequence sequence[i]."""
 
     first: np.ndarray
     last: np.ndarray
@@ -72,7 +72,7 @@ class ChunkedCall:
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return Σ weight · w² and Σ weight over the tokens of each chunk; the weight is 1 if None."""
+        """Return Σ weight · w² and Σ weight over each chunk (w: projections); None means weights of 1."""
         squares, masses = self.empty_sums()
         weight = flat(None, self.dtype) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
@@ -133,7 +133,7 @@ def flat(x: Tensor | None, dtype: torch.dtype, axes: int = 2) -> np.ndarray:
 
 
 def tensor(x: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Return an array as a tensor of a dtype; the data are copied only if the dtype changes."""
+    """Return a numpy array as a torch tensor of a dtype; the data are copied only if the dtype changes."""
     return torch.from_numpy(np.ascontiguousarray(x, NUMPY[dtype]))
 
 
@@ -263,7 +263,7 @@ def _exp32(x):
     """
     real = np.float32
     n = np.floor(x * real(1.4426950408889634) + real(0.5))
-    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # ln 2 in two parts
+    r = (x - n * real(0.693359375)) - n * real(-2.12194440054690583e-4)  # subtracts n ln 2 in two parts
     y = real(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2):
         y = y * r + real(factor)

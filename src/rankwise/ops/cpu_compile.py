@@ -31,7 +31,7 @@ class Loop:
 
     The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
     this file such that it names the wrong machine code. So each signature is compiled as a separate function.
-    The name of this function contains a digest of signature, sources, versions and processor, so that a name
+    The name of this function contains a hash of signature, sources, versions and processor, so that a name
     always stands for the same machine code.
     """
 
@@ -84,7 +84,7 @@ def inlined(function: FunctionType, allowed: set[str] = ALLOWED) -> Callable[...
 
 
 def threads_for(numbers: int) -> int:
-    """Return the number of threads for an input of ``numbers`` entries: 1, or torch's up to one per core."""
+    """Return 1 if the input has few entries, otherwise torch's number of threads, at most one per core."""
     return 1 if numbers < TWO_THREADS_FROM else min(torch.get_num_threads(), os.cpu_count() or 1)
 
 
@@ -95,7 +95,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a name that contains a digest (see `Loop`)."""
+    """Compile a function for one signature, under a name with a hash of what the machine code depends on."""
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ class Kernels(Protocol):
     """Interface of the modules `cpu_causal`, `cpu_bidirectional`, `triton_causal`, `triton_bidirectional`."""
 
     def forward(self, call: Call, keep_scores: bool) -> tuple[Float[Tensor, "B T H K"], Saved]:
-        """Return the output, and tensors for `backward`; without ``keep_scores``, no scores among them."""
+        """Return the output and the tensors for `backward`, with scores only if ``keep_scores``."""
 
     def backward(self, call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
         """Return the gradients of w, temperature, offset and the sums before the first token."""

@@ -71,7 +71,7 @@ def missing(impl: str) -> str:
 
 @cache
 def _failure(package: str) -> str:
-    """Return why a package cannot be imported, or ""; an installed package may fail, too."""
+    """Return why a package cannot be imported, or "" if it can; even an installed package may fail."""
     try:
         import_module(package)
     except Exception as error:
@@ -80,7 +80,7 @@ def _failure(package: str) -> str:
 
 
 def solve(call: Call, impl: str) -> Solution:
-    """Run a call by the reference, by a custom operator, or directly by a kernel if `_unobserved`.
+    """Run a call by the reference, by a custom operator or, if nothing observes torch, directly by a kernel.
 
     Raises:
         InputError: if forward-mode derivatives are requested, which custom operators would silently drop.

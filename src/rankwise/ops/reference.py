@@ -136,7 +136,7 @@ def running_sum(
 
     At padding, where x must be 0, S_t = S_{t−1}. Without decay (rate None), S is a cumulative sum. With
     decay, blocks of `BLOCK` tokens are multiplied by a triangular matrix of powers of λ, and the last sum of
-    a block is the start of the next block. Time O(T · BLOCK). ``rate`` may be on the CPU, for float64.
+    a block is the start of the next block. Time O(T · BLOCK). ``rate`` is float64 and may be on the CPU.
     """
     if rate is None:
         return x.cumsum(1) + start[:, None]
@@ -146,7 +146,7 @@ def running_sum(
     sums, before, base = [], torch.zeros_like(age[:, :1]), start
     for low in range(0, tokens, BLOCK):
         here = age[:, low : low + BLOCK] - before
-        power = rate ** here[..., None]  # (B, n, H)
+        power = rate ** here[..., None]  # shape (B, n, H)
         gap = (here[:, :, None] - here[:, None]).clamp(min=0)
         triangle = (rate ** gap[..., None]).to(x) * x.new_ones(gap.shape[1:]).tril()[..., None]
         block = torch.einsum("btuh,buhn->bthn", triangle, x[:, low : low + BLOCK])

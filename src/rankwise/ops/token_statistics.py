@@ -20,9 +20,9 @@ class TSSAState(NamedTuple):
     without half-lives, use float64 inputs.
 
     Attributes:
-        energy: Σ_u w²[u,h,k] over tokens u; with half-lives, older tokens count less by λ per token.
-        assigned: Σ_u Π[u,h]·w²[u,h,k] with the same decay λ, where Π are memberships.
-        mass: Σ_u Π[u,h] with the same decay λ.
+        energy: Σ_u λ^age w²[u,h,k] over tokens u; age is the number of later tokens, λ the decay or 1.
+        assigned: Σ_u λ^age Π[u,h]·w²[u,h,k], where Π are memberships.
+        mass: Σ_u λ^age Π[u,h].
         seen: number of real tokens so far, which is the position of the next token in the learned bias.
 
     Examples:
@@ -149,7 +149,6 @@ def tssa(
 
     Returns:
         Output, memberships and state; gradients flow through all three.
-        Output, memberships and state; all three have gradients.
 
     Raises:
         ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.

@@ -26,7 +26,7 @@ from rankwise.ops.triton_chunks import Chunks, indices, memberships, softmax_bac
 @triton.jit
 @no_type_check
 def vector_of(array, sequence, h, H, K, BK: tl.constexpr):
-    """Return the K entries [n, h] of an array (N, H, K), where n is the sequence of the current chunk."""
+    """Return the vector array[n, h] of K entries, where n is the sequence of the current chunk."""
     k = tl.arange(0, BK)
     n = tl.load(sequence + tl.program_id(0))
     return tl.load(array + (n * H + h) * K + k, mask=k < K, other=0.0)[None, :]
@@ -51,7 +51,7 @@ def scale_kernel(
     w, mask, first, last, sequence, decay, membership, factor, out,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the output -Π w factor of each token of a chunk, with membership Π."""
+    """Write the output -Π w factor of each token of a chunk (Π: membership, w: projection)."""
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
     pi = tl.load(membership + row, mask=real, other=0.0)
@@ -83,7 +83,10 @@ def token_back_kernel(
     w, mask, first, last, sequence, decay, d_output, membership, d_score, factor, d_moment, inverse, d_energy,
     out, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor.
+
+    Π is the membership, and d_x the gradient of the loss with respect to x.
+    """
     h = tl.program_id(1)
     _inside, real, row, cell, known, there = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)
@@ -99,7 +102,7 @@ def token_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output; and memberships, scores and sums, which are saved for the backward pass."""
+    """Return the output, and what the backward pass needs: memberships, scores and sums."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))

@@ -24,7 +24,7 @@ MIN_LOG2_RATE = -2000.0
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return masks of a chunk's tokens and real tokens, offsets into (M, H) and (M, H, K), and 2-D masks.
+    """Return masks of a chunk's tokens and real tokens, array offsets for (M, H) and (M, H, K), 2-D masks.
 
     The last two masks are (BT, BK): channels of real tokens, and channels of all tokens of the chunk.
     """
@@ -165,7 +165,7 @@ class Chunks:
             bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # waits for the GPU, which is needed only for packed sequences
+            self.count = int(self.begin[-1])  # this wait for the GPU is needed only for packed sequences
         else:
             batch, tokens = w.shape[:2]
             each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
@@ -185,7 +185,7 @@ class Chunks:
             self.decay = torch.log2(rate).clamp(min=MIN_LOG2_RATE).contiguous()
 
     def launch(self, kernel: Any, *arrays: Tensor | float, **switches: bool) -> None:
-        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that all kernels share."""
+        """Run a kernel for each chunk and head; ``arrays`` follow the arguments that kernels share."""
         masked = self.mask is not None
         mask = self.mask if masked else self.w  # without a mask, the argument is unused but must be a tensor
         kernel[(self.count, self.heads)](
@@ -195,7 +195,7 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · w² and Σ weight over the tokens of each chunk; the weight is 1 if None."""
+        """Return Σ weight · w² and Σ weight over each chunk (w: projections); None means weights of 1."""
         total, mass = self.per_chunk()
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)

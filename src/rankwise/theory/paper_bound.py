@@ -1,4 +1,4 @@
-"""Theorem of the λ-skip paper: the smallest |λ| of a skip connection λx for which it guarantees a spread."""
+"""Theorem of the λ-skip paper: the smallest |λ| of a skip connection λx that provably keeps tokens apart."""
 
 import math
 

@@ -12,7 +12,7 @@ MAX_ENTRIES = 4096 * 4096
 MAX_HARDMAX_ENTRIES = 16384 * 16384
 """Largest T·S of a simulated hardmax matrix; a trial then takes 2 s, in blocks of rows."""
 ALWAYS_SIMULATED = 32
-"""Sequence length up to which no length is interpolated; each is simulated."""
+"""Largest sequence length that is always simulated and never interpolated."""
 
 
 def random_head_rank(

@@ -16,7 +16,7 @@ Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
 Norm = Literal["none", "layer", "rms"]
 DOUBLINGS, HALVINGS = 30, 40
-"""Steps of the search for the smallest |λ|: doublings up to 1e9 first guesses, halvings down to 1e-12."""
+"""Steps of the search for the smallest |λ|: up to 2^30 ≈ 1e9 first guesses, error 2^−40 ≈ 1e-12."""
 
 
 def skip_bound(

@@ -34,7 +34,7 @@ def uniform_rank(
         sources: number of columns S; T by default. S ≠ T is allowed only without a mask.
 
     Returns:
-        The rank; NaN if a window is passed and T exceeds 4,096.
+        The rank; NaN if T exceeds 4,096 and a shorter window is passed.
 
     Raises:
         ShapeError: if the sizes do not match the mask.
@@ -63,7 +63,7 @@ def _causal(tokens: int, delta: float) -> int:
     exact for a matrix whose entries differ from BᵀB by a few ulp (W. Kahan 1966; J. Demmel, "Applied
     Numerical Linear Algebra", 5.3.4).
     """
-    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # 1/δ², although δ² may underflow
+    shift, count, beside, pivot = (1 / delta) * (1 / delta), 0, 0.0, 1.0  # δ² may underflow
     for j in range(1, tokens + 1):
         pivot = (2.0 * j * j if j < tokens else float(j) * j) - shift - beside * beside / pivot
         pivot = pivot or -math.ulp(shift)

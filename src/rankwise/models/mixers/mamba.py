@@ -21,7 +21,7 @@ from rankwise.operators import SelectiveMixing
 from rankwise.operators.base import compute_dtype
 
 TINY = 2.0**-60
-"""Step Δ of a source token that represents a state: exp(−a·TINY) rounds to 1; 1 / TINY cancels Δ exactly."""
+"""Step Δ of source tokens that represent a state: exp(−a·TINY) rounds to 1, and b / TINY cancels Δ."""
 
 
 class Mamba(RecurrentMixer):
@@ -113,7 +113,7 @@ class Mamba(RecurrentMixer):
 
 
 def _final_state(b: Tensor, rate: Tensor, step: Tensor, value: Tensor) -> Float[Tensor, "B D N"]:
-    """Return the state after the last token; the loop over N features takes B·D·T, not B·D·N·T numbers."""
+    """Return the state after the last token; the loop over N features limits memory to B·D·T numbers."""
     time, sources = decay_to_end(step), value[..., 0].to(step.dtype) * step
     features = zip(b.unbind(-1), rate.unbind(-1), strict=True)
     return torch.stack([(sources * own_b * (a[:, None] * time).exp()).sum(-1) for own_b, a in features], -1)

@@ -41,8 +41,8 @@ class Mixer(nn.Module, ABC):
     """Base class of token mixers, which compute ``dropout(out_proj(concatenated heads of M @ values))``.
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
-    repeated. A decoding state is represented by N source tokens before the T tokens: M is (T, N + T), and
-    exact. To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
+    repeated. A decoding state is represented exactly by N source tokens before the T tokens: M is (T, N + T).
+    To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
     """
 
     causal: bool
@@ -144,7 +144,7 @@ def token_mask(
 
 
 def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return a boolean mask; raise if a value is neither 0 nor 1, which `torch.compile` does not check.
+    """Return a boolean mask; raise if a value is neither 0 nor 1 (not checked inside `torch.compile`).
 
     Examples:
         >>> as_bool_mask(torch.tensor([[0.0, 1.0]])).tolist()

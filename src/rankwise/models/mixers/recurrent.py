@@ -62,7 +62,7 @@ class ShortConvolution(nn.Conv1d):
         mask: Bool[Tensor, "B T"] | None = None,
         state: Float[Tensor, "B R C"] | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
-        """Return the outputs and the state: the last ``tokens − 1`` real inputs, after zeros if fewer exist.
+        """Return the outputs, and as state the last ``tokens − 1`` real inputs, with zeros in front.
 
         Args:
             x: tokens of this call.

@@ -95,7 +95,7 @@ class S4D(RecurrentMixer):
         return MixingStep(DenseMixing(matrix, visible), value, final)
 
     def _system(self, wide: torch.dtype) -> tuple[Complex[Tensor, "D N"], Complex[Tensor, "D N"]]:
-        """Return Δ a, the logarithm of the states' factor per token, and Δ c, the readout of the states."""
+        """Return Δ a, the log of the states' factor per token, and Δ c, the weights that read the states."""
         a = torch.complex(-self.log_rate.to(wide).exp(), self.frequency.to(wide))
         step = self.log_step.to(wide).exp()[:, None]
         return a * step, torch.view_as_complex(self.read.to(wide).contiguous()) * step
@@ -130,7 +130,7 @@ def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
 def _matrices(
     kernel: Float[Tensor, "D T"], count: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B D T T"], Bool[Tensor, "B 1 T T"]]:
-    """Return M without state sources, where lags count real tokens only, and its mask of allowed entries."""
+    """Return M for the T tokens, with lags counted in real tokens, and the mask of its allowed entries."""
     lag = count[:, :, None] - count[:, None, :]
     visible = (torch.ones_like(lag, dtype=torch.bool).tril() & real[:, None, :])[:, None]
     matrix = kernel[:, lag.clamp(min=0)].movedim(0, 1)
