@@ -37,10 +37,10 @@ def _main(
 
 def main() -> None:
     """Run a command; errors meant for users are shown without a traceback, on standard error."""
-    from rankwise.cli.torchrun import first_speaks
+    from rankwise.cli.torchrun import silence_other_ranks
     from rankwise.errors import RankwiseError
 
-    with first_speaks():
+    with silence_other_ranks():
         try:
             app()
         except RankwiseError as error:

@@ -1,7 +1,7 @@
 """`rankwise audit`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -187,9 +187,8 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.audit_one import audit_one
     from rankwise.cli.output import command_line, quiet_libraries
-    from rankwise.cli.torchrun import from_environment
+    from rankwise.cli.torchrun import audit_shards, from_environment
 
     models = models or []
     processes = from_environment()
@@ -233,14 +232,14 @@ def command(
         audits = _audit_many(job, each, out, resume=resume, ray=ray, cpus=cpus, gpus=gpus)
         _fail_on(audits, codes)
         return
-    if processes.first:
+    if processes.is_main:
         writable_folder(out)
-    with processes.joined():
+    with processes.process_group():
         one = job.for_model(models[0]) if models else job
-        _fail_on([audit_one(one, out, processes, facts={"command": command_line()})], codes)
+        _fail_on([audit_shards(one, out, processes, {"command": command_line()})], codes)
 
 
-def _check_processes(processes: "Processes", models: Sequence[str], options: dict[str, object]) -> None:
+def _check_processes(processes: "Processes", models: Sequence[str], options: Mapping[str, object]) -> None:
     """Refuse arguments that several processes of torchrun cannot share."""
     from rankwise.errors import InputError
 

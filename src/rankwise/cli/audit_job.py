@@ -255,7 +255,9 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
         digests = job.file_digests()  # before files are read: --resume then sees every later change
         loaded = load(job)
         statistics = run(
-            loaded, {"sources": digests}, lambda batches, step: say(f"batch {batches + 1}: {step}")
+            loaded,
+            {"sources": digests},
+            lambda batches, step: say(f"{job.model}, batch {batches + 1}: {step}"),
         )
         audit, interrupted = build(loaded, statistics, say)
     except AuditError as error:

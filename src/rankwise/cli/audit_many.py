@@ -57,11 +57,10 @@ def _absolute(name: str) -> str:
 
 def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
     """Run jobs one after the other in this process; yield each result."""
-    for number, job in enumerate(jobs, 1):
-        start = f"model {number} of {len(jobs)}: "
+    for job in jobs:
         result: Audit | RankwiseError
         try:
-            result = run_job(job, lambda step, start=start: say(start + step))
+            result = run_job(job, say)
         except RankwiseError as error:
             result = error
         yield job, result

@@ -1,57 +1,67 @@
-"""Several processes of a command, as torchrun starts them: which this is, and what all of them say.
+"""Run one audit in several torchrun processes: ranks, collectives, errors, merged statistics.
 
-Nothing of torch is imported before processes are joined.
+The module imports torch only inside functions, since every command imports the module first.
 """
 
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
 
 from rankwise.errors import InputError, RankwiseError
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankwise.auditing import Audit
+    from rankwise.auditing.statistics import AuditStatistics
+    from rankwise.cli.audit_job import AuditJob, LoadedJob
+
 T = TypeVar("T")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""What torchrun sets."""
-PATIENCE = timedelta(days=7)
-"""How long a process waits for the slowest: shares may differ by hours. An end is seen at once."""
+"""Environment variables that torchrun sets."""
+TIMEOUT = timedelta(days=7)
+"""How long processes wait for the slowest, since shards may differ by hours. The end of one shows at once."""
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of modules that wait in each forward pass for the other processes."""
+INTERRUPTED = 130
 
 
 @dataclass
 class Processes:
-    """Which of several processes this is."""
+    """This process among the processes that torchrun started; by default the only one."""
 
     rank: int = 0
     local_rank: int = 0
-    """Among those of this machine."""
+    """Rank among the processes of this machine."""
     world: int = 1
-    """How many there are."""
+    """Number of processes."""
     interrupted: bool = False
-    """Whether Ctrl-C came while they exchanged something."""
+    """True if Ctrl-C came during a collective."""
 
     @property
     def several(self) -> bool:
-        """Whether there are others."""
+        """True if there are other processes."""
         return self.world > 1
 
     @property
-    def first(self) -> bool:
-        """Whether it is the process that prints and writes."""
+    def is_main(self) -> bool:
+        """True for the process that prints and writes."""
         return self.rank == 0
 
     def device(self, name: str | None) -> str | None:
-        """The device of this process: of ``cuda``, the GPU with its number on this machine.
+        """Return the device of this process: for ``cuda``, the GPU with its local rank.
 
-        Args:
-            name: as the user wrote it.
-
-        Raises:
-            InputError: if there are fewer GPUs than processes.
+        Raise `InputError` if there are fewer GPUs than processes.
         """
         if not self.several or name != "cuda":
             return name
@@ -68,8 +78,8 @@ class Processes:
         return f"cuda:{self.local_rank}"
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Join the others; a signal to end (of torchrun, or a scheduler) then counts as Ctrl-C."""
+    def process_group(self) -> Iterator[None]:
+        """Join the process group; SIGTERM, from torchrun or a scheduler, then counts as Ctrl-C."""
         if not self.several:
             yield
             return
@@ -79,7 +89,7 @@ class Processes:
         own = not dist.is_initialized()
         if own:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=PATIENCE)
+            dist.init_process_group(backend, timeout=TIMEOUT)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
         try:
@@ -89,30 +99,23 @@ class Processes:
                 dist.destroy_process_group()
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """What all processes do alike: where one of them fails, all leave with what it says.
-
-        Raises:
-            RankwiseError: of the first process that failed.
-        """
-        failure: Exception | None = None
+    def raise_together(self) -> Iterator[None]:
+        """Run code that every process runs; if it fails in one process, raise that error in all of them."""
+        if not self.several:
+            yield
+            return
+        own: RankwiseError | None = None
         try:
             yield
         except Exception as error:
-            if not self.several:
-                raise
-            failure = error
-        if self.several:
-            raise_first(self.all_of(None if failure is None else self.said(failure)), failure)
+            own = as_rankwise_error(error)
+        if (first := first_error(self.all_gather(own))) is not None:
+            raise first
 
-    def all_of(self, value: T) -> list[T]:
-        """What each process says, in their order; in all of them.
+    def all_gather(self, value: T) -> list[T]:
+        """Return the small values of all processes, by rank, in every process.
 
-        Args:
-            value: of this process; small.
-
-        Raises:
-            RankwiseError: if one of them has ended.
+        Raise `RankwiseError` if a process has ended.
         """
         if not self.several:
             return [value]
@@ -124,78 +127,36 @@ class Processes:
             raise KeyboardInterrupt
         return found
 
-    def to_first(self, value: T) -> list[T]:
-        """What each process says, in their order; an empty list in all but the first.
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank, in the main process, and an empty list in the others.
 
-        Args:
-            value: of this process.
-
-        Raises:
-            RankwiseError: if one of them has ended.
+        Raise `RankwiseError` if a process has ended.
         """
         if not self.several:
             return [value]
         from torch import distributed as dist
 
-        found: list[Any] | None = [None] * self.world if self.first else None
+        found: list[Any] | None = [None] * self.world if self.is_main else None
         self._exchange(lambda: dist.gather_object(value, found))
         return found or []
 
-    def said(self, error: Exception) -> dict[str, str]:
-        """An error as the others can read it.
-
-        Args:
-            error: of this process.
-        """
-        if not isinstance(error, RankwiseError):
-            error = RankwiseError(
-                "audit",
-                expected="no error",
-                got=f"{type(error).__name__}: {error}",
-                fix="Run it in a single process to see the whole traceback.",
-            )
-        said = {"subject": error.subject, "expected": error.expected, "got": error.got, "fix": error.fix}
-        return said | {"process": str(self.rank)}
-
     def _exchange(self, exchange: Callable[[], None]) -> None:
-        """An interrupt in the middle would leave the others waiting: it is left for afterwards."""
+        """Run a collective; signals wait until it ends, since the other processes wait for it too."""
         try:
-            with _uninterrupted() as pressed:
+            with _held_signals() as signals:
                 exchange()
-            self.interrupted = self.interrupted or bool(pressed)
+            self.interrupted = self.interrupted or bool(signals)
         except RuntimeError as error:
             raise RankwiseError(
                 f"process {self.rank} of {self.world}",
                 expected="all of them to the end",
                 got="another that has ended before",
-                fix="See what it said; where it was killed, there was too little memory or time.",
+                fix="Read its last message; if it was killed, there was too little memory or time.",
             ) from error
 
 
-def raise_first(said: Sequence[dict[str, str] | None], own: Exception | None = None) -> None:
-    """Raise what the first process that failed has said, if any did.
-
-    Args:
-        said: of each process `Processes.said`; None where all is well.
-        own: the error of this process.
-
-    Raises:
-        RankwiseError: with the number of the process, where others did not fail alike.
-    """
-    failures = [failure for failure in said if failure is not None]
-    if not failures:
-        return
-    first = failures[0]
-    alike = len(failures) == len(said) and len({failure["got"] for failure in failures}) == 1
-    subject = first["subject"] if alike else f"process {first['process']} of {len(said)}: {first['subject']}"
-    raise RankwiseError(subject, expected=first["expected"], got=first["got"], fix=first["fix"]) from own
-
-
 def from_environment() -> Processes:
-    """Which process this is, by the variables that torchrun sets.
-
-    Raises:
-        InputError: if only some are set, or they are no numbers.
+    """Return this process by torchrun's environment variables; raise `InputError` if they are wrong.
 
     Examples:
         >>> from_environment()
@@ -217,9 +178,29 @@ def from_environment() -> Processes:
     return Processes(rank, local_rank, world)
 
 
+def as_rankwise_error(error: Exception) -> RankwiseError:
+    """Return an error that other processes can read: exceptions of other libraries may not be pickled."""
+    if isinstance(error, RankwiseError):
+        return error
+    got, fix = f"{type(error).__name__}: {error}", "Run it in a single process to see the whole traceback."
+    return RankwiseError("audit", expected="no error", got=got, fix=fix)
+
+
+def first_error(errors: Sequence[RankwiseError | None]) -> RankwiseError | None:
+    """Return the first error by rank, with the number of its process unless all processes failed alike."""
+    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return None
+    rank, first = failed[0]
+    if len(failed) == len(errors) and len({error.got for _, error in failed}) == 1:
+        return first
+    subject = f"process {rank} of {len(errors)}: {first.subject}"
+    return RankwiseError(subject, expected=first.expected, got=first.got, fix=first.fix)
+
+
 @contextmanager
-def first_speaks() -> Iterator[None]:
-    """Nothing is printed in all processes but the first; what they have to say is said by that."""
+def silence_other_ranks() -> Iterator[None]:
+    """Print nothing in other processes than the main process, which reports their errors."""
     if os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
@@ -230,22 +211,175 @@ def first_speaks() -> Iterator[None]:
     ):
         try:
             yield
-        except SystemExit as leaving:  # a text would be printed
+        except SystemExit as leaving:  # Python would print a text
             sys.exit(leaving.code if isinstance(leaving.code, int | None) else 1)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[list[int]]:
-    """Signals that come meanwhile, in a list."""
-    pressed: list[int] = []
+def _held_signals() -> Iterator[list[int]]:
+    """Collect the signals that arrive, without acting on them."""
+    arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield pressed
+        yield arrived
         return
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     for name in before:
-        signal.signal(name, lambda number, frame: pressed.append(number))
+        signal.signal(name, lambda number, frame: arrived.append(number))
     try:
-        yield pressed
+        yield arrived
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+@dataclass
+class ShardResult:
+    """Result of a process on its shard of the data."""
+
+    statistics: "AuditStatistics | None" = None
+    error: RankwiseError | None = None
+    interrupted: bool = False
+
+
+def audit_shards(job: "AuditJob", out: Path, processes: Processes, provenance: dict[str, Any]) -> "Audit":
+    """Audit one model, each process on its shard of the data, and write the report in the main process.
+
+    Raise `RankwiseError` if a process failed, after finished batches are written, and `typer.Exit` after
+    Ctrl-C and in all processes but the main process.
+    """
+    from rankwise.auditing.text_inputs import Shard
+    from rankwise.cli.audit_job import build, load
+    from rankwise.cli.output import show_progress, write_report
+
+    with processes.raise_together():
+        own = replace(job, device=processes.device(job.device), matrices=_own_matrices(job, processes))
+        loaded = load(own, Shard(processes.rank, processes.world))
+        _check_model(loaded.model.model, processes)
+    _check_weights(loaded, processes)
+    with show_progress() as say:
+        result = _measure(loaded, processes, provenance, say)
+        if processes.several:
+            result = _gather_shards(result, out, processes)
+        if result.statistics is not None:
+            audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
+    if result.statistics is not None:
+        write_report(audit, out)
+    if result.error is not None:
+        raise result.error
+    if result.statistics is None:
+        raise KeyboardInterrupt
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return audit
+
+
+def _own_matrices(job: "AuditJob", processes: Processes) -> str | None:
+    """Return the matrices of this process: only the main process keeps any; flagged heads are known later."""
+    if not processes.several or job.matrices is None:
+        return job.matrices
+    flagged = job.matrices.strip().lower() == "flagged"
+    return None if not processes.is_main else "all" if flagged else job.matrices
+
+
+def _check_model(model: "nn.Module", processes: Processes) -> None:
+    """Refuse a model whose forward pass waits for other processes."""
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    waiting = sorted(classes.intersection(WRAPPERS))
+    if processes.several and waiting:
+        raise InputError(
+            f"model {type(model).__name__}",
+            expected=f"in each of {processes.world} processes a model that runs on its own sequences",
+            got=f"a {waiting[0]}, which waits for all of them to run as many batches",
+            fix="Return the model without that wrapper; one that no device holds is audited by a single "
+            "process with --device-map auto.",
+        )
+
+
+def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
+    """Refuse weights that differ between processes, such as weights drawn at random in a factory."""
+    from rankwise.auditing.provenance import weights_digest
+
+    if not processes.several:
+        return
+    digests = processes.all_gather(weights_digest(loaded.model.model, loaded.model.random_weights))
+    if len(set(filter(None, digests))) > 1:
+        raise InputError(
+            f"model {loaded.model.name}",
+            expected="the same weights in all processes",
+            got=f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}",
+            fix="Set a seed in the factory before the model is built, or load a checkpoint.",
+        )
+
+
+def _measure(
+    loaded: "LoadedJob", processes: Processes, provenance: dict[str, Any], say: Callable[[str], None]
+) -> ShardResult:
+    """Measure the model on the shard of this process; return errors, since other processes need to know."""
+    from rankwise.auditing import AuditError
+    from rankwise.cli.audit_job import run
+
+    sequences = len(range(processes.rank, loaded.job.sequences, processes.world))
+    if processes.several and loaded.is_empty:
+        return ShardResult()
+
+    def show(batches: int, step: str) -> None:
+        batch = f"batch {batches + 1} (of {sequences} sequences): "
+        say(step if step.startswith("importance") else batch + step)
+
+    try:
+        statistics = run(loaded, provenance, show)
+    except AuditError as error:
+        result = ShardResult(error.statistics, error)
+        error.statistics = error.audit = None  # the error is sent to the main process too
+        return result
+    except KeyboardInterrupt:
+        return ShardResult(interrupted=True)
+    except Exception as error:
+        if not processes.several:
+            raise
+        return ShardResult(error=as_rankwise_error(error))
+    return ShardResult(statistics, interrupted=not statistics.complete)
+
+
+def _gather_shards(result: ShardResult, out: Path, processes: Processes) -> ShardResult:
+    """Return the merged result in the main process, and exit in the others.
+
+    If a process has died, save what this process measured, and raise.
+    """
+    from rankwise.auditing import Audit
+
+    if result.statistics is not None:  # two processes may have equal data, from repeated lines of a text
+        known = result.statistics.provenance
+        parts = [f"{part}-{processes.rank}of{processes.world}" for part in known.parts]
+        result.statistics.provenance = known.model_copy(update={"parts": parts})
+    try:
+        shards = processes.gather(result)
+    except RankwiseError as error:
+        if result.statistics is not None:
+            audit, path = Audit.from_statistics(result.statistics), out / f"process-{processes.rank}.json"
+            try:
+                audit.save(path)
+            except InputError:
+                path = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / path.name)
+            with suppress(OSError):
+                said = f"rankwise: the audit of process {processes.rank} is saved in {path}"
+                print(said, file=sys.__stderr__, flush=True)
+        raise error from result.error
+    if not processes.is_main:
+        raise typer.Exit
+    return merge_shards(shards, processes.interrupted)
+
+
+def merge_shards(shards: Sequence[ShardResult], interrupted: bool = False) -> ShardResult:
+    """Return the merged statistics of shards, of which some may be empty, and the first error."""
+    error = first_error([shard.error for shard in shards])
+    stopped = interrupted or any(shard.interrupted for shard in shards)
+    measured = [shard.statistics for shard in shards if shard.statistics is not None]
+    if not measured:
+        return ShardResult(None, error, stopped)
+    whole, *others = measured
+    for other in others:
+        whole.merge_audit(other)
+    whole.note(f"sequences shared by {len(shards)} processes")
+    whole.complete = whole.complete and error is None and not stopped
+    return ShardResult(whole, error, stopped)

@@ -13,8 +13,14 @@ from rankwise.auditing.result import NO_WIDTH
 from rankwise.auditing.run import build_audit, collect
 from rankwise.auditing.settings import AuditSettings, chosen_heads
 from rankwise.auditing.text_inputs import Shard
-from rankwise.cli.audit_one import Found, Share, merged_shares
-from rankwise.cli.torchrun import Processes, from_environment, raise_first
+from rankwise.cli.torchrun import (
+    Processes,
+    ShardResult,
+    as_rankwise_error,
+    first_error,
+    from_environment,
+    merge_shards,
+)
 from rankwise.errors import InputError, RankwiseError
 
 
@@ -32,7 +38,7 @@ def test_what_torchrun_sets_is_read(monkeypatch) -> None:
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     found = from_environment()
-    assert (found.rank, found.local_rank, found.world, found.several, found.first) == (1, 0, 2, True, False)
+    assert (found.rank, found.local_rank, found.world, found.several, found.is_main) == (1, 0, 2, True, False)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(
         InputError, match="RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them, got RANK='2'"
@@ -51,14 +57,11 @@ def test_each_process_has_the_gpu_of_its_number(monkeypatch) -> None:
 
 def test_an_error_that_all_have_names_no_process() -> None:
     error = RankwiseError("x", expected="y", got="z", fix="w")
-    said = [Processes(rank, rank, 2).said(error) for rank in (0, 1)]
-    with pytest.raises(RankwiseError, match=r"^x: expected y, got z"):
-        raise_first(said)
-    with pytest.raises(RankwiseError, match=r"^process 1 of 2: x"):
-        raise_first([None, said[1]])
-    with pytest.raises(RankwiseError, match=r"^process 0 of 2: audit: expected no error, got KeyError: 'k'"):
-        raise_first([Processes(0, 0, 2).said(KeyError("k")), None])
-    raise_first([None, None])
+    assert first_error([error, pickle.loads(pickle.dumps(error))]) is error
+    assert str(first_error([None, error])).startswith("process 1 of 2: x: expected y, got z")
+    other = "process 0 of 2: audit: expected no error, got KeyError: 'k'"
+    assert str(first_error([as_rankwise_error(KeyError("k")), None])).startswith(other)
+    assert first_error([None, None]) is None
 
 
 def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
@@ -69,13 +72,13 @@ def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
         layer.self_attn.in_proj_bias[13:16] = 0
 
 
-def share(layer: nn.Module, batch: torch.Tensor) -> Share:
-    return collect(layer, [batch], AuditSettings.of(matrices="all")), None, False
+def share(layer: nn.Module, batch: torch.Tensor) -> ShardResult:
+    return ShardResult(collect(layer, [batch], AuditSettings.of(matrices="all")))
 
 
-def merged(*shares: Share) -> tuple[Found, rw.Audit | None]:
+def merged(*shares: ShardResult) -> tuple[ShardResult, rw.Audit | None]:
     """Merge shares as another process receives them."""
-    found = merged_shares(pickle.loads(pickle.dumps(shares)))
+    found = merge_shards(pickle.loads(pickle.dumps(shares)))
     return found, None if found.statistics is None else build_audit(found.statistics, chosen_heads("all"))
 
 
@@ -84,14 +87,14 @@ def test_shares_of_processes_become_an_audit() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(1, 9, 8) for _ in range(2)]
     narrow_second_head(layer)
-    shares = [share(layer, batches[0]), (None, None, False), share(layer, batches[1])]
+    shares = [share(layer, batches[0]), ShardResult(), share(layer, batches[1])]
     found, audit = merged(*shares)
-    assert found.failure is None
+    assert found.error is None
     whole = rw.audit(layer, batches)
     assert compared(audit, whole, of_all=set()) == []
     [finding] = [finding for finding in audit.findings if finding.code == "OVERSIZED_HEADS"]
     assert finding.heads == [1], "of both together alone there are tokens enough for each channel"
-    alone = rw.Audit.from_statistics(shares[0][0])
+    alone = rw.Audit.from_statistics(shares[0].statistics)
     assert "OVERSIZED_HEADS" not in {finding.code for finding in alone.findings}
     assert NO_WIDTH not in audit.provenance.notes
     assert audit.heads[0].attention_map is not None
@@ -103,27 +106,26 @@ def test_shares_of_processes_become_an_audit() -> None:
 def test_a_share_that_failed_or_was_interrupted_leaves_an_incomplete_audit() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     whole = share(layer, torch.randn(1, 9, 8))
-    said = Processes(1, 1, 3).said(OSError("gone"))
-    failed, audit = merged(whole, (None, said, False), share(layer, torch.randn(1, 9, 8)))
-    assert "process 1 of 3: audit: expected no error, got OSError: gone" in str(failed.failure)
+    gone = ShardResult(error=as_rankwise_error(OSError("gone")))
+    failed, audit = merged(whole, gone, share(layer, torch.randn(1, 9, 8)))
+    assert "process 1 of 3: audit: expected no error, got OSError: gone" in str(failed.error)
     assert not audit.complete
-    stopped, audit = merged(whole, (None, None, True))
+    stopped, audit = merged(whole, ShardResult(interrupted=True))
     assert (stopped.interrupted, audit.complete) == (True, False)
-    assert merged((None, said, False))[1] is None
+    assert merged(gone)[1] is None
 
 
 def test_the_baseline_of_shares_is_that_of_all_sequences() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(2, length, 8) for length in (9, 9, 12)]
-    _, audit = merged(
-        *((collect(layer, [batch], AuditSettings.of(baseline=2)), None, False) for batch in batches)
-    )
+    settings = AuditSettings.of(baseline=2)
+    _, audit = merged(*(ShardResult(collect(layer, [batch], settings)) for batch in batches))
     whole = rw.audit(layer, batches, baseline=2)
     assert compared(audit, whole, of_all=set()) == []
     assert whole.heads[0].baseline.judged
     assert whole.heads[0].baseline.band[2].pairs == 2 * 6
     settings = [AuditSettings.of(baseline=seeds) for seeds in (3, 2, 3)]
     some = [collect(layer, [batch], one) for batch, one in zip(batches, settings, strict=True)]
-    _, fewer = merged(*((statistics, None, False) for statistics in some))
+    _, fewer = merged(*map(ShardResult, some))
     assert compared(fewer, audit, of_all=set()) == [], "seeds that a share lacks are left out"
