@@ -16,12 +16,11 @@ from torch import nn
 import rankwise as rw
 from rankwise._internals.rotary import apply_rope
 from rankwise.compression import Compression, save_compressed
-from rankwise.compression.kv_find import find_cached_layers, full_factors, layer_weight
+from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
     LatentLayer,
     LatentProjection,
     LatentState,
-    latent_change,
     latent_layers,
 )
 from rankwise.compression.kv_solve import (
@@ -177,10 +176,6 @@ def test_full_rank_is_the_map_itself_and_scales_of_moments_are_nothing() -> None
     one = weighted_svd(weight, tokens, gradients).factors(4)
     other = weighted_svd(weight, 7 * tokens, 0.01 * gradients).factors(4)
     assert torch.allclose(one[1] @ one[0], other[1] @ other[0], atol=1e-6)
-    for shape in ((12, 9), (9, 12)):
-        matrix = torch.randn(shape, dtype=torch.float64)
-        down, up = full_factors(matrix)
-        assert torch.allclose(up @ down, matrix, atol=1e-12)
 
 
 def test_bytes_go_where_they_are_importance_most() -> None:
@@ -232,9 +227,7 @@ def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
     before = logits(model, batch)
     layers, reasons = find_cached_layers(model, ids(2, 9))
     assert not reasons
-    latent_change(
-        model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]
-    ).apply()
+    full_latents(model, layers, seed=3).apply()
     close = {"rtol": 0, "atol": 1e-4 * float(before.abs().max())}
     assert torch.allclose(logits(model, batch)[mask.bool()], before[mask.bool()], **close)
     stepped, cache = in_steps(model, batch)

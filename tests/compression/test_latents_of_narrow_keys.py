@@ -14,8 +14,8 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.compression import save_compressed
-from rankwise.compression.kv_find import find_cached_layers, full_factors, layer_weight
-from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_change, latent_layers
+from rankwise.compression.kv_find import find_cached_layers, full_latents
+from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_layers
 from rankwise.compression.parts import Job, parts
 from rankwise.compression.qk_modules import NarrowProjection, narrow_projections
 from rankwise.errors import CompressionError
@@ -46,9 +46,7 @@ def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: s
     layers, reasons = find_cached_layers(model, batch)
     assert not reasons
     assert all(layer.key.endswith(".narrow") for layer in layers)
-    latents = latent_change(
-        model, layers, [full_factors(layer_weight(model, layer), seed=3) for layer in layers]
-    )
+    latents = full_latents(model, layers, seed=3)
     latents.apply()
     assert off(logits(model, batch), before) < CLOSE
     stepped, cache = in_steps(model, batch)

@@ -14,7 +14,7 @@ from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rop
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
 from rankwise.compression.layers import check_some, keep_passing
 from rankwise.compression.outputs import main_output
-from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
+from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
 from rankwise.tracing.projections import Projection, find_projection, linear_parts
@@ -27,7 +27,7 @@ def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
     """Return the layers that a latent of full rank leaves unchanged, and the reason for each other layer."""
     layers, skipped = find_cached_layers(model, batch)
     reason = "its outputs change when keys and values are read out of a full latent"
-    layers, failed = keep_passing(model, batch, layers, _at_full_rank, reason, _at_once_and_in_halves)
+    layers, failed = keep_passing(model, batch, layers, full_latents, reason, _at_once_and_in_halves)
     skipped |= failed
     check_some(
         model,
@@ -42,39 +42,35 @@ def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
 # --- trial -----------------------------------------------------------------------------------------------
 
 
-def _at_full_rank(model: nn.Module, layers: list[LatentLayer]) -> Change:
-    """Return the trial change: a latent of full rank in a random basis."""
-    return latent_change(model, layers, [full_factors(layer_weight(model, layer)) for layer in layers])
-
-
-def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the outputs of a text that is read at once, and in two halves with a cache."""
-    return [main_output(model, batch), *_in_halves(model, batch)]
-
-
-def full_factors(weight: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return `down` and `up` with up · down = weight at full rank, in a random orthonormal basis."""
+def full_latents(model: nn.Module, layers: list[LatentLayer], seed: int = 0) -> Change:
+    """Return the trial change: latents of full rank in a random orthonormal basis."""
     generator = torch.Generator().manual_seed(seed)
-    size = min(weight.shape)
-    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=weight.dtype)).Q
-    return (basis, weight @ basis.mT) if weight.shape[1] == size else (basis @ weight, basis.mT)
+    factors = []
+    for layer in layers:
+        weight = layer_weight(model, layer)
+        size = min(weight.shape)
+        basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=weight.dtype)).Q
+        wide = weight.shape[1] > size
+        factors.append((basis @ weight, basis.mT) if wide else (basis, weight @ basis.mT))
+    return latent_change(model, layers, factors)
 
 
 def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]:
     """Return the weight rows of the keys, then of the values."""
     rows = []
-    for name, runs in ((layer.key, layer.key_channels), (layer.value, layer.value_channels)):
-        parts = linear_parts(model.get_submodule(layer.path(name)))
+    for name, channels in layer.projections:
+        parts = linear_parts(model.get_submodule(name))
         assert parts is not None
-        rows.append(parts[0].detach()[channels_of(runs)])
+        rows.append(parts[0].detach()[channels])
     return torch.cat(rows).double().cpu()
 
 
-def _in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the logits of a text that is read in two calls; an empty list if the batch is not token ids."""
+def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the outputs of a text that is read at once; for token ids, also in two calls with a cache."""
+    whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
-        return []
+        return [whole]
     half = ids.shape[1] // 2
     first: dict[str, Any] = {"input_ids": ids[:, :half], "use_cache": True}
     second: dict[str, Any] = {"input_ids": ids[:, half:], "use_cache": True}
@@ -83,7 +79,7 @@ def _in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     with torch.no_grad():
         start = run_model(model, first)
         end = run_model(model, {**second, "past_key_values": start.past_key_values})
-    return [torch.cat([start.logits, end.logits], 1)]
+    return [whole, torch.cat([start.logits, end.logits], 1)]
 
 
 # --- find ------------------------------------------------------------------------------------------------

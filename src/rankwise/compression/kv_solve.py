@@ -29,7 +29,6 @@ from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.layers import check_tokens, rank_notes
 from rankwise.compression.output_price import real_tokens
 from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.qk_modules import channels_of
 from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls
@@ -52,7 +51,7 @@ def factor_keys_values(job: Job) -> PartResult:
         notes.append(
             "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
         )
-    spectra = []
+    spectra: list[WeightedSVD] = []
     for layer, moment in zip(layers, moments, strict=True):
         job.on_step(f"factoring keys and values of {layer.module}")
         spectra.append(weighted_svd(moment.weight, moment.tokens, moment.gradients))
@@ -71,7 +70,7 @@ def factor_keys_values(job: Job) -> PartResult:
             LatentRank(
                 part="kv",
                 site=layer.module,
-                layer=_cache_index(job.model, layer),
+                layer=int(job.model.get_submodule(layer.module).layer_idx),  # type: ignore[arg-type]
                 before=layer.full,
                 full=layer.rank,
                 rank=rank,
@@ -85,11 +84,6 @@ def factor_keys_values(job: Job) -> PartResult:
         undo=latents.undo,
         redo=latents.apply,
     )
-
-
-def _cache_index(model: nn.Module, layer: LatentLayer) -> int:
-    at: Any = model.get_submodule(layer.module).layer_idx
-    return int(at)
 
 
 # --- second moments --------------------------------------------------------------------------------------
@@ -142,11 +136,7 @@ def _add_batch(
     batch: Any,
     generator: torch.Generator,
 ) -> None:
-    sides = [
-        [(layer.path(layer.key), layer.key_channels), (layer.path(layer.value), layer.value_channels)]
-        for layer in layers
-    ]
-    names = {name for side in sides for name, _ in side}
+    names = {name for layer in layers for name, _ in layer.projections}
     hooks = [AddedHook(name, "after", _differentiable) for name in names]
     recording = record_calls(model, names, detach=False)
     with Change(model, hooks=hooks), recording as calls, torch.enable_grad():
@@ -167,9 +157,9 @@ def _add_batch(
         outputs = {call.name: call.output for call in calls}
         gradients = dict(zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True))
     inputs = {call.name: call.args[0].detach() for call in calls}
-    for side, moment in zip(sides, moments, strict=True):
-        x = inputs[side[0][0]].reshape(real.numel(), -1)[real.flatten()].double()
-        pieces = [gradients[name].reshape(real.numel(), -1)[:, channels_of(runs)] for name, runs in side]
+    for layer, moment in zip(layers, moments, strict=True):
+        x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()].double()
+        pieces = [gradients[name].reshape(real.numel(), -1)[:, own] for name, own in layer.projections]
         g = torch.cat(pieces, -1)[real.flatten()].double()
         moment.tokens += (x.mT @ x).cpu()
         moment.gradients += (g.mT @ g).cpu()
