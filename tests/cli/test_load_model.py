@@ -1,6 +1,7 @@
 """A model spread over devices, memory and disk is audited as a whole; what does not fit is refused."""
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from threading import Event
@@ -14,7 +15,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditJob, load, run
-from rankwise.cli.load_model import check_device, hub_reachable, need_hub
+from rankwise.cli.load_model import check_device, hub_reachable, load_model, need_hub
 from rankwise.errors import InputError
 
 DISK = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
@@ -101,6 +102,58 @@ def test_of_two_devices_the_third_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("cuda:2", "mps"):
         with pytest.raises(InputError, match=r"got only cpu, cuda:0, cuda:1 \(torch"):
             check_device(name)
+
+
+def test_a_model_of_transformers_is_loaded_without_cache_and_without_its_code(folder, monkeypatch) -> None:
+    asked: dict[str, object] = {}
+    whole = LlamaForCausalLM.from_pretrained
+
+    def note(name: str, **options: object) -> object:
+        asked.update(options)
+        return whole(name, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", note)
+    loaded = load_model(str(folder / "tiny"), trust_remote_code=True)
+    assert loaded.model.config.use_cache is False
+    assert not loaded.model.training
+    assert loaded.trust_remote_code
+    assert "trust_remote_code" not in asked, "only Auto classes take it"
+    assert asked["revision"] == "main"
+    assert (loaded.notes, loaded.random_weights) == ([], ())
+
+
+def test_weights_that_the_checkpoint_lacks_are_named(folder, tmp_path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / "tiny")
+    weights = {k: v for k, v in model.state_dict().items() if "layers.1.mlp" not in k}
+    model.save_pretrained(tmp_path / "part", state_dict=weights)
+    loaded = load_model(str(tmp_path / "part"))
+    assert len(loaded.random_weights) == 3
+    assert loaded.notes == [
+        "3 weights are not in the checkpoint and random, among them model.layers.1.mlp.down_proj.weight"
+    ]
+
+
+def test_a_factory_imports_its_neighbors_and_its_classes_can_be_pickled(tmp_path, monkeypatch) -> None:
+    near = "WIDTH = 3\n"
+    net = """
+from torch import nn
+import tiny_factory_sizes
+
+class Net(nn.Linear):
+    pass
+
+def build():
+    return Net(tiny_factory_sizes.WIDTH, 2), ["batch"]
+"""
+    for name, code in (("tiny_factory_sizes", near), ("tiny_factory", net)):
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = [*sys.path]
+    loaded = load_model(f"{tmp_path}/tiny_factory.py:build", dtype="float64")
+    assert sys.path == before
+    assert (loaded.batches, loaded.source, loaded.input_name) == (["batch"], "", "input_ids")
+    copy = pickle.loads(pickle.dumps(loaded.model))
+    assert (copy.in_features, copy.weight.dtype, copy.training) == (3, torch.float64, False)
 
 
 # --- whether the Hub answers --------------------------------------------------------------------------------
