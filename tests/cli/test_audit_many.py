@@ -16,7 +16,7 @@ from rankwise.auditing import Audit, History
 from rankwise.cli import app, audit_job
 from rankwise.cli.audit_job import PIECE, WHOLE, AuditJob
 from rankwise.cli.audit_many import Outcome, audit_many, jobs_of, run_here
-from rankwise.cli.optional_value import add_bare_values
+from rankwise.cli.options import add_bare_values
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]

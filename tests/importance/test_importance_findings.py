@@ -18,7 +18,7 @@ from rankwise.auditing.importance_findings import (
 from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
 from rankwise.cli.audit import _importance
-from rankwise.cli.optional_value import add_bare_values
+from rankwise.cli.options import add_bare_values
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import HeadImportance, ImportanceRecord, agreement
 

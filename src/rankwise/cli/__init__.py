@@ -5,7 +5,7 @@ import sys
 import typer
 
 from rankwise.cli import audit, compare, compress, convert, plan, skip, train
-from rankwise.cli.optional_value import OptionalValues
+from rankwise.cli.options import OptionalValues
 
 app = typer.Typer(
     name="rankwise",

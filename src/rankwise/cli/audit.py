@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from rankwise.cli.options import (
+    BatchSize,
+    Dataset,
+    Dtype,
+    Images,
+    Revision,
+    Sequences,
+    Text,
+    TrustRemoteCode,
+)
+
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
     from rankwise.cli.audit_job import AuditJob
@@ -61,20 +72,12 @@ def command(
             "default. With --merge, saved audits.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Audit on a text file, or a .jsonl(.gz) file with one text per line."),
-    ] = None,
-    images: Annotated[
-        Path | None,
-        typer.Option(help="Audit on a folder of pictures, or on one picture."),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Audit on a data set NAME[:split:column], from the Hub or a folder.")
-    ] = None,
+    text: Text = None,
+    images: Images = None,
+    dataset: Dataset = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per sequence.")] = 256,
-    sequences: Annotated[int, typer.Option(min=1, help="Total number of sequences or pictures.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of sequences per batch.")] = 4,
+    sequences: Sequences = 8,
+    batch_size: BatchSize = 4,
     delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
     method: Annotated[
         str,
@@ -136,12 +139,8 @@ def command(
     offload_folder: Annotated[
         Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Load weights as auto (as saved), float32, bfloat16 or float16.")
-    ] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit on the Hub, for models without @REVISION.")
-    ] = None,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of a tokenizer, for models without one.")
     ] = None,
@@ -175,9 +174,7 @@ def command(
         list[str] | None,
         typer.Option(help=f"Exit with status {FOUND} if this code is found; can be repeated."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     merge: Annotated[
         bool,
         typer.Option("--merge", help="Merge saved audits of one model on different data into one."),
