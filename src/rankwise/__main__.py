@@ -44,7 +44,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 def main() -> None:
     """Run the command line with a handler for Ctrl-C."""
     global _running
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # keep it ignored under nohup
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT is ignored
         signal.signal(signal.SIGINT, _pressed)
     from rankwise.cli import main as run
 

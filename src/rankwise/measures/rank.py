@@ -187,7 +187,7 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
 
 @measure("matrices", degree=0)
 def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
-    """Return the effective rank of each matrix: the exponential of the entropy of its singular values.
+    """Return the effective rank of each matrix, a smooth count of its singular values by their entropy.
 
     Formula: exp(−Σ p_i log p_i) with p = σ/Σσ; 0 for the zero matrix.
     Range: [1, min(T, S)], at least the stable rank. It is 1 if M has rank 1, and min(T, S) if all singular

@@ -125,7 +125,7 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
 def state_effective_rank(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None
 ) -> Float64[Tensor, " B"]:
-    """Return the effective rank of the token states: how many directions they fill, by entropy.
+    """Return the effective rank of the token states: a smooth count of the directions that they fill.
 
     Formula: `effective_rank` of the T×D matrix of real tokens. Padding becomes rows of zeros, which do not
     change the singular values.

@@ -51,12 +51,12 @@ LANGUAGE_BLOCK = {
     "ln_1": "mixer_norm", "attn.c_attn": "mixer.in_proj", "attn.c_proj": "mixer.out_proj",
     "ln_2": "mlp_norm", "mlp.c_fc": "mlp.in_proj", "mlp.c_proj": "mlp.out_proj",
 }  # fmt: skip
-"""Modules with weight and bias in a block: released name, and name in this package."""
+"""Released name and own name of each module in a block that has a weight and a bias."""
 LANGUAGE_SINGLES = {
     "gamma1": "mixer_scale.weight", "gamma2": "mlp_scale.weight",
     "attn.temp": "mixer.temperature", "attn.denom_bias": "mixer.position_bias",
 }  # fmt: skip
-"""Single parameters in a block: released name, and name in this package."""
+"""Released name and own name of each further parameter in a block."""
 VISION_BLOCK = {
     "norm1": "mixer_norm", "attn.qkv": "mixer.in_proj", "attn.to_out.0": "mixer.out_proj",
     "norm2": "mlp_norm", "mlp.fc1": "mlp.in_proj", "mlp.fc2": "mlp.out_proj",

@@ -67,12 +67,12 @@ class ChunkedCall:
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate arrays for Σ weight · w² of each chunk, (C, H, K), and Σ weight in float64, (C, H, 1)."""
+        """Allocate arrays for two sums per chunk: of weight · w², (C, H, K), and of weight, (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
     def sums(self, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return Σ weight · w² and Σ weight over each chunk (w: projections); None means weights of 1."""
+        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
         squares, masses = self.empty_sums()
         weight = flat(None, self.dtype) if weight is None else weight
         self.run(add_chunks, self.w, weight, *self.tokens, *self.chunks[:2], squares, masses)
@@ -203,7 +203,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
-    """Write Σ weight · w² to `sums` and Σ weight to `mass` for one chunk; an empty `weight` counts as 1."""
+    """Write the sum of weight · w² over a chunk to `sums`, of weight to `mass`; if empty, weight is 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0
@@ -220,7 +220,7 @@ def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
 @Loop
 @no_type_check
 def add_chunks(w, weight, mask, power, rate, first, last, squares, masses, low, high):
-    """Write Σ weight · w² of each chunk to `squares`, and Σ weight to `masses`."""
+    """Write the sum of weight · w² over each chunk to `squares`, and the sum of weight to `masses`."""
     for i in range(low, high):
         add_chunk(w, weight, mask, power, rate, first[i], last[i], squares[i], masses[i])
 

@@ -69,7 +69,7 @@ def triangle(x, age, real, rate, REVERSE: tl.constexpr):
         order = t[:, None] <= t[None, :]
     else:
         gap = age[:, None] - age[None, :]
-        order = t[:, None] >= t[None, :]  # needed, because padding has the age of the token before it
+        order = t[:, None] >= t[None, :]  # ages do not suffice: padding has the age of the token before it
     weight = tl.where((gap >= 0) & order & real[None, :], power(rate, tl.maximum(gap, 0.0), x), 0.0)
     return weight.to(x.dtype)
 
@@ -103,7 +103,7 @@ def sums_kernel(
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write Σ weight · w² and Σ weight over a chunk; each term decays until the end of the chunk."""
+    """Write the sums of weight · w² and of weight over a chunk; each term decays until the chunk's end."""
     c, h = tl.program_id(0), tl.program_id(1)
     _inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(total.dtype.element_ty)
@@ -165,7 +165,7 @@ class Chunks:
             bounds = call.bounds
             counts = (bounds.diff() + self.size - 1) // self.size
             self.begin = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-            self.count = int(self.begin[-1])  # this wait for the GPU is needed only for packed sequences
+            self.count = int(self.begin[-1])  # waits for the GPU, but only if sequences are packed
         else:
             batch, tokens = w.shape[:2]
             each, rows = -(-tokens // self.size), torch.arange(batch + 1, device=w.device)
@@ -195,14 +195,14 @@ class Chunks:
         )  # fmt: skip
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · w² and Σ weight over each chunk (w: projections); None means weights of 1."""
+        """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
         total, mass = self.per_chunk()
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
 
     def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate tensors for Σ weight · w² of each chunk, (C, H, K), and for Σ weight, (C, H, 1)."""
+        """Allocate tensors for two sums per chunk: of weight · w², (C, H, K), and of weight, (C, H, 1)."""
         sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         return sums, sums.new_empty((self.count, self.heads, 1))
 

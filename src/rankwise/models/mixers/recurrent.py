@@ -132,7 +132,7 @@ def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Return the log-decay from each token s to the last token, Σ_{r > s} log a_r, without cancellation.
+    """Return the log-decay from each token to the last, the sum of all later log-decays, computed directly.
 
     Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()
