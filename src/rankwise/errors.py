@@ -158,7 +158,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return text with similar known names and up to 24 known names; empty if ``known`` is empty.
+    """Return text that suggests similar names and lists up to 24 known names; empty if ``known`` is empty.
 
     Examples:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])

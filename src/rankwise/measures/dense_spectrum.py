@@ -151,7 +151,7 @@ def gram_spectrum(matrices: Float64[Tensor, "N T S"]) -> GramSpectrum:
 
 
 def in_range(matrices: Float64[Tensor, "N T S"]) -> tuple[Float64[Tensor, "N T S"], Float64[Tensor, " N"]]:
-    """Return matrices divided by a power of two, and the power, which is 1 unless squares could overflow."""
+    """Return matrices divided by a power of two, and the power: 1 unless squares could over- or underflow."""
     extremes = torch.stack([matrices.amax(MATRIX), matrices.amin(MATRIX)], dim=-1)
     scale = unit_scale(extremes, (-1,))[:, 0]
     scale = torch.where((scale > 1 / PLAIN) & (scale < PLAIN), 1.0, scale)

@@ -16,7 +16,7 @@ from rankwise.operators import DenseMixing, IndexedMixing, MixingOperator, Softm
 from rankwise.operators.base import TransposedMixing
 
 TRIM_BYTES = 2**20
-"""Bytes of a block above which `_trim_memory` is called: it takes milliseconds, a Lanczos step seconds."""
+"""Block size in bytes from which `_trim_memory` is called, because its milliseconds are then negligible."""
 
 Apply = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Function that maps X to (A X, Xᵀ A X) for a symmetric positive semidefinite matrix A."""

@@ -50,7 +50,7 @@ class ToSTConfig(PreTrainedConfig):
         head_dim: K, the width of each head; D / H by default.
         intermediate_size: width of the feed-forward part; 4 D by default, 0 for no feed-forward part.
         hidden_act: activation of the feed-forward part, as named in transformers.
-        max_position_embeddings: largest number of tokens, if positions are learned.
+        max_position_embeddings: largest number of tokens, if positions or a position bias are learned.
         layer_types: mixer of each layer, by its name in `rankwise.models.MIXERS`. One name applies to all
             layers; ``tssa`` by default.
         mixer_options: additional arguments of mixers, by mixer name.

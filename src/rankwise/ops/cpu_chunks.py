@@ -168,7 +168,7 @@ def factors(power, age, h):
 
 @no_type_check
 def _kept(x, factors):
-    """Return x λ, where λ = factors[0] + factors[1] is split into a rounded value and its rounding error."""
+    """Return x λ, where λ is the sum of a rounded value, factors[0], and its rounding error, factors[1]."""
     return x * factors[0] + x * factors[1]
 
 

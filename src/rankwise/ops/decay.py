@@ -28,7 +28,7 @@ def half_lives(
         Half-lives in tokens, for the argument ``half_life`` of `tssa`.
 
     Raises:
-        InputError: if ``heads`` is below 1, or not 0 < shortest ≤ longest < ∞.
+        InputError: if ``heads`` or ``infinite`` is out of range, or not 0 < shortest ≤ longest < ∞.
 
     Examples:
         >>> half_lives(4, shortest=2, longest=16).round(decimals=6).tolist()

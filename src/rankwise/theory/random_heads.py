@@ -105,7 +105,7 @@ def _softmax(
     scores = query.new_zeros(len(query), len(key)) if even else query @ key.mT
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
-    scores -= scores.amax(-1, keepdim=True)  # before division: a small temperature would overflow
+    scores -= scores.amax(-1, keepdim=True)  # dividing first by a small temperature could overflow
     return (scores if even else scores.div_(temperature)).softmax(-1)
 
 

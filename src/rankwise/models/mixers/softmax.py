@@ -93,7 +93,7 @@ class SoftmaxAttention(Mixer):
     def _attention(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys, values, flags of real tokens, and a mask; None if M is only causal."""
+        """Return queries, keys, values, flags of real tokens, and a mask (None if M is only causal)."""
         real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         valid = real if mask is None else mask
         query, key, value = (
