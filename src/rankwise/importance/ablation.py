@@ -278,8 +278,7 @@ def _remove_each(
         heads[mixer.at(head)] = heads[mixer.at(head)].model_copy(update=exact)
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
-        exact = {"exact": passes.without({}, [name])[0] - passes.value}
-        blocks[name] = block.model_copy(update=exact)
+        blocks[name] = block.model_copy(update={"exact": passes.without({}, [name])[0] - passes.value})
 
 
 def _search(

@@ -48,10 +48,21 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
         "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder"),
         "masked": lambda: _masked(batch, mask_token, settings.seed),
         "labels": lambda: _labels(batch, output),
-        "own": lambda: _own(output),
-        "output": lambda: _moved(output),
     }
-    return makers[name]()
+    if name in makers:
+        return makers[name]()
+    if name == "own":
+        if _named(output, "loss") is None:
+            raise InputError(
+                "loss 'own'", expected="a model that returns its `loss`", got="none",
+                fix=f"Put `labels` into the batches. {LOSS_HINT}",
+            )  # fmt: skip
+        return FunctionLoss(lambda output, batch: output.loss, "the model's own, one number a batch")
+    logits = _named(output, "logits")
+    if logits is not None and logits.dim() in (2, 3):
+        return DivergenceLoss()
+    first_floating(output)  # raises if there is nothing to compare
+    return StateLoss()
 
 
 def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None) -> str:
@@ -92,9 +103,8 @@ def _given(batch: LossBatch) -> Tensor | None:
 
 def _of_places(labels: Tensor, output: Any) -> bool:
     """Return True if labels are one integer per position of the logits, with at least two classes."""
-    logits = logits_of(output)
-    whole = not labels.is_floating_point() and labels.shape == logits.shape[:-1]
-    return whole and logits.shape[-1] > 1
+    shape = logits_of(output).shape
+    return not labels.is_floating_point() and labels.shape == shape[:-1] and shape[-1] > 1
 
 
 def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
@@ -156,20 +166,3 @@ def _labels(batch: LossBatch, output: Any) -> Loss:
             fix=f"Pass batches as dicts with `labels`. {LOSS_HINT}",
         )  # fmt: skip
     return LabelLoss("given labels", "nats per label", _given, given=_given)
-
-
-def _own(output: Any) -> Loss:
-    if _named(output, "loss") is None:
-        raise InputError(
-            "loss 'own'", expected="a model that returns its `loss`", got="none",
-            fix=f"Put `labels` into the batches. {LOSS_HINT}",
-        )  # fmt: skip
-    return FunctionLoss(lambda output, batch: output.loss, "the model's own, one number a batch")
-
-
-def _moved(output: Any) -> Loss:
-    logits = _named(output, "logits")
-    if logits is not None and logits.dim() in (2, 3):
-        return DivergenceLoss()
-    first_floating(output)  # raises if there is nothing to compare
-    return StateLoss()
