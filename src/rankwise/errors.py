@@ -122,7 +122,7 @@ def instance_of(
     fix: str,
     error: type[RankwiseError] = InputError,
 ) -> T:
-    """Return ``value`` if it is an instance of ``kind``; otherwise raise an error with ``expected``."""
+    """Return ``value`` if it is an instance of ``kind``; otherwise raise an error with text ``expected``."""
     if not isinstance(value, kind):
         raise error(subject, expected=expected, got=type(value).__name__, fix=fix)
     return value

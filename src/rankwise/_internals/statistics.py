@@ -61,7 +61,7 @@ class Moments:
         self.merge(Moments(count, mean, np.square(deviations).sum(0)))
 
     def merge(self, other: "Moments") -> None:
-        """Add other moments, as if the arrays of the other moments had been added."""
+        """Add other moments; the result is the same as if all arrays had been added to these moments."""
         count = self.count + other.count
         share = other.count / np.maximum(count, 1)
         step = other.mean - self.mean

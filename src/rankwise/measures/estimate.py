@@ -201,7 +201,7 @@ class _MatrixEstimate:
         return value, value * math.hypot(bracket.half_width, bracket.stderr), low, high
 
     def _entropy(self, trace: Callable[[Function], Bracket]) -> tuple[float, Bracket]:
-        """Return the entropy H = log Σσ + Σ(−σ log σ)/Σσ, and a bracket that contains its errors."""
+        """Return the entropy H = log Σσ + Σ(−σ log σ)/Σσ, and a bracket with the errors of H."""
         total, entropy = trace(torch.sqrt).value, trace(_sigma_entropy).value
         slope = 1 - entropy / total
 

@@ -42,7 +42,7 @@ class Bracket(NamedTuple):
 
     value: float
     half_width: float
-    """Quadrature error: for these probes the exact number is between value − half_width and + half_width."""
+    """Quadrature error: for these probes, the exact number is within ``value`` ± ``half_width``."""
     stderr: float
     """Standard error over probes; 0 if no probe was used."""
 

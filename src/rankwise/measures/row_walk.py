@@ -120,7 +120,7 @@ def _evaluate_rows(names: list[str], operator: MixingOperator) -> dict[str, Tens
 
 
 def walk_rows(op: "Mixing | RowWalk", name: str) -> RowWalk:
-    """Return a pass over the rows for the measure ``name``; ``op`` itself if it is such a pass already."""
+    """Return a pass over the rows for the measure ``name``; return ``op`` itself if it is a `RowWalk`."""
     return op if isinstance(op, RowWalk) else _walk(as_operator(op, f"`{name}`"), MEASURES[name].statistics)
 
 

@@ -1,4 +1,4 @@
-"""ToST (Token Statistics Transformer) and other token mixers as Hugging Face models; released checkpoints.
+"""ToST (Token Statistics Transformer) and other token mixers as Hugging Face models, with released weights.
 
 Importing this package registers ``model_type = "tost"`` with the Auto classes of transformers.
 """
