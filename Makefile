@@ -29,7 +29,7 @@ test-extras: $(STAMP)  ## Install Ray, Lightning, TensorBoard and lm-evaluation-
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,lightning,tensorboard]' \
 		'lm-eval>=0.4.13'
 	$(BIN)/python -m pytest tests/cli/test_ray_jobs.py tests/monitor/test_monitor_lightning.py \
-		tests/train/test_train_tensorboard.py tests/train/test_train_harness.py \
+		tests/monitor/test_monitor_tensorboard.py tests/models/test_lm_eval_harness.py \
 		-k 'of_ray or lightning_audits or event_file or the_harness_finds' $(ARGS)
 
 # Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.

@@ -1,9 +1,9 @@
 """Time and memory of language models by context: a step of training, and the state that decoding keeps.
 
-    python benchmarks/language.py
-    python benchmarks/language.py --tokens 256 1024 --repeats 5 --out language.json
+    PYTHONPATH=. python benchmarks/language.py
+    PYTHONPATH=. python benchmarks/language.py --tokens 256 1024 --repeats 5 --out language.json
 
-The models of `rankwise train language`, of equal parameters but for positions. What a user would pick instead
+The models of the experiment `language`, of equal parameters but for positions. What a user would pick instead
 is the transformer (blocks of Llama, fused attention of torch); the limit is a product with as many weights in
 one matrix, forward and backward, which no model can be faster than. A step has `--batch-tokens` tokens
 whatever the context, so that what grows with the context is mixing. In each round every model does a step, in
@@ -22,21 +22,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
+from experiments.tasks.task import Task
+from experiments.tasks.text import BYTE_VOCABULARY
+from experiments.tost.language import MODELS, PARAMETERS, config
+from experiments.training.models import model_config
 from harness import machine, median, peak_mib, taken
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rankwise.data.tasks.examples import Examples
-from rankwise.data.tasks.language import BYTE_VOCABULARY
-from rankwise.data.tasks.task import Provenance, Task
-from rankwise.train import recipe
-from rankwise.train.models import model_config
-from rankwise.train.recipes.language import PARAMETERS, Model
-
-MODELS = get_args(Model)
 BASE, LIMIT = "transformer", "limit"
 SAME = 1e-9
 """Of logits at once and token by token, absolute."""
@@ -83,14 +79,12 @@ def race(tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def model_of(name: str, tokens: int) -> PreTrainedModel:
-    """A model of the recipe, with positions for this context; the rest is as for the recipe's own."""
-    made = recipe("language", model=name)
-    about, none = Provenance("none", "no examples", None, 0, 0, ""), Examples({})
-    task = Task("none", "language", none, none, made.task.tokens, about, vocab_size=BYTE_VOCABULARY)
-    config = model_config(made.model, task, made.task.tokens)
-    config.max_position_embeddings = tokens
+    """Return a model of the experiment, with positions for this context."""
+    row = config(name)
+    made = model_config(row, Task("language", row.tokens, vocab_size=BYTE_VOCABULARY))
+    made.max_position_embeddings = tokens
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(made)
 
 
 def step_of(name: str, tokens: int, batch_tokens: int) -> Callable[[], object]:
@@ -110,8 +104,8 @@ def step_of(name: str, tokens: int, batch_tokens: int) -> Callable[[], object]:
 
 def product(tokens: int) -> Callable[[], object]:
     """Forward and backward of a product with as many weights as a model has; the first is done."""
-    width = recipe("language").model.width
-    weight = torch.randn(width, PARAMETERS["small"] // width, requires_grad=True)
+    width = config("transformer").width
+    weight = torch.randn(width, PARAMETERS // width, requires_grad=True)
     x = torch.randn(tokens, width, requires_grad=True)
 
     def run() -> None:

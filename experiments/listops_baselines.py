@@ -1,6 +1,6 @@
 """How much of ListOps is told by counting: what an accuracy must be above to be of more than counts.
 
-The small task of `rankwise train long-range`. Two classifiers that cannot tell one order of the tokens from
+The task of the experiment `long-range-listops`. Two classifiers that cannot tell one order of the tokens from
 another, but for the first: the most common value of each first operation, and a linear classifier of the
 logarithms of how often each token occurs, apart for each first operation.
 
@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from experiments.tasks import load_task
+from experiments.tasks.listops import TOKENS
+from experiments.tasks.task import Examples
+from experiments.tost.long_range import COUNTS, config
 from rankwise._internals.files import write_file
-from rankwise.data.tasks import Examples
-from rankwise.data.tasks.list_operations import TOKENS
-from rankwise.train import recipe
-from rankwise.train.tasks import make_task
 
-RESULTS = Path(__file__).with_name("results") / "listops_baselines.json"
 CLASSES = 10
 DECAY = 1e-4
 """Of the squared weights."""
@@ -69,25 +68,17 @@ def by_counts(train: Examples, test: Examples) -> tuple[float, float]:
     return float((logits.argmax(1) == right).double().mean()), float(F.cross_entropy(logits, right))
 
 
-def told() -> dict[str, float | str]:
-    """What `main` wrote."""
-    found: dict[str, float | str] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return found
-
-
 def main() -> None:
     """Write and print both."""
-    task = make_task(recipe("long-range", task="listops"))
-    assert isinstance(task.train, Examples)
-    assert isinstance(task.test, Examples)
+    task = load_task(config("listops", "tost"), Path())
     share, loss = by_counts(task.train, task.test)
     content = {
         "first_operation": by_first(task.train, task.test),
         "counts": share,
         "counts_loss": round(loss, 5),
-        "sha256": task.provenance.sha256,
+        "sha256": task.record["sha256"],
     }
-    write_file(RESULTS, json.dumps(content, indent=1) + "\n", "results")
+    write_file(COUNTS, json.dumps(content, indent=1) + "\n", "results")
     print(json.dumps(content, indent=1))
 
 

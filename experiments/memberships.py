@@ -3,12 +3,12 @@
 Claim     Wu et al., “Token Statistics Transformer”, ICLR 2025, figures of memberships: heads group the tokens
           of a picture by what they show.
 Asked     How far memberships are from uniform, and whether they follow the picture or only the place in it.
-Model     one trained by `rankwise train vision model=tost`, about 4 minutes of a CPU core at the small size
-Data      held-out pictures of CIFAR-10, an .npz file as `rankwise.data.tasks.cifar10` takes it
+Model     the row `tost` of the experiment `vision`, about 4 minutes of a CPU core
+Data      held-out pictures of CIFAR-10, in data/cifar10/cifar10.npz
 Hardware  one CPU core, seconds
 
-    rankwise train vision model=tost task.path=cifar10 --out tost
-    python -m experiments.memberships --model tost/model --images cifar10
+    python -m experiments run vision --rows tost --seeds 0 --results try
+    python -m experiments.memberships --model runs/vision/tost-seed0-*/model --images data/cifar10
 """
 
 import argparse
@@ -24,8 +24,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
+from experiments.tasks.pictures import cifar10
 from rankwise._internals.files import write_file
-from rankwise.data.tasks import cifar10
 from rankwise.models import TokenStatisticsAttention
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, draw, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    parser.add_argument("--images", type=Path, required=True, help="cifar10.npz, or the folder that has it")
+    parser.add_argument("--images", type=Path, required=True, help="folder of cifar10.npz")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--picture", type=Path, default=PICTURE)
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {
         "examples": EXAMPLES,
         "shown": SHOWN,
-        "sha256": task.provenance.sha256,
+        "sha256": task.record["sha256"],
         "trained": measured(model, pixels),
         "fresh": measured(fresh, pixels),
         "temperatures": [

@@ -2,21 +2,17 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
 from filelock import FileLock
-from pydantic import ValidationError
 
+from experiments.training.config import TrainingConfig
 from rankwise._internals.files import parse_json, write_file
-from rankwise.errors import RecordError, first_line
-from rankwise.train import Recipe
-from rankwise.train.overrides import fields
-from rankwise.train.provenance import shown
+from rankwise.errors import RecordError
 
 RESULTS = Path(__file__).with_name("results")
-WITHOUT_EFFECT = {"task.path", "device", "claim", "early", "early_data", "when_early_fails"}
-"""Settings that change no result of a run."""
 
 
 class Run(TypedDict):
@@ -44,12 +40,10 @@ def read_runs(path: Path) -> list[Run]:
 def _parse(line: str, where: str) -> Run:
     try:
         run: Run = parse_json(line)
-        Recipe.model_validate(run["settings"])
+        TrainingConfig(**run["settings"])
         if set(run) == Run.__required_keys__ and isinstance(run["values"], dict):
             return run
         got = "other JSON"
-    except ValidationError as error:
-        got = f"settings of no run: {first_line(error)}"
     except (ValueError, TypeError, KeyError) as error:
         got = f"{type(error).__name__}: {error}"
     raise RecordError(
@@ -87,14 +81,19 @@ def audits_to_columns(audits: Mapping[str, Mapping[str, float]]) -> dict[str, An
     return columns
 
 
-def changed_fields(run: Run, made: Recipe) -> list[str]:
-    """Return the settings that decide a run and differ between a kept run and its row today.
+def settings_of(config: TrainingConfig) -> dict[str, Any]:
+    """Return a configuration as a line holds it."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return settings
+
+
+def changed_fields(run: Run, config: TrainingConfig) -> list[str]:
+    """Return the settings that differ between a kept run and its row today.
 
     A setting that is newer than the run had the value that is its default now.
     """
-    there, here = (fields(one) for one in (Recipe.model_validate(run["settings"]), made))
-    here["task.options"] = {name: shown(name, value) for name, value in made.task.options.items()}
-    return sorted(name for name in here if name not in WITHOUT_EFFECT and there[name] != here[name])
+    there, here = settings_of(TrainingConfig(**run["settings"])), settings_of(config)
+    return [name for name in here if there[name] != here[name]]
 
 
 def check_same_data(path: Path, runs: Iterable[Run]) -> None:

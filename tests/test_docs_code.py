@@ -98,12 +98,12 @@ def test_many_calls_are_held_against_signatures() -> None:
 
 def test_wrong_names_and_arguments_are_found() -> None:
     assert check("rw.audit(model, batches)", dict(CONTEXT)) == 1
-    assert check("from rankwise.data import tasks\ntasks.listops(2000, 500)", {}) == 1
+    assert check("from rankwise import theory\ntheory.uniform_rank(4)", {}) == 1
     with pytest.raises(AttributeError):
         check("rw.odit(model)", dict(CONTEXT))
     with pytest.raises(TypeError, match="unexpected keyword"):
         check("rw.audit(model, batches, no_such=1)", dict(CONTEXT))
     with pytest.raises(AttributeError):
-        check("from rankwise.data import tasks\ntasks.none", {})
+        check("from rankwise import theory\ntheory.none", {})
     with pytest.raises(ModuleNotFoundError):
-        check("from rankwise.data import none", {})
+        check("from rankwise.theory import none", {})

@@ -30,8 +30,6 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"ops", "skips"},
     "skips": {"auditing", "tracing", "measures", "theory"},
     "compression": {"importance", "tracing", "measures", "auditing"},
-    "data": {"cli"},
-    "train": {"auditing", "cli", "data", "models", "monitor", "ops", "skips"},
     "__main__": {"cli"},
     "cli": {
         "auditing",
@@ -44,7 +42,6 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "skips",
         "tracing",
-        "train",
     },
 }
 """Packages that a package may import besides the ground."""

@@ -45,7 +45,7 @@ EXCUSED = {
     # of transformers, which has no other name for them:
     "src/rankwise/compression/auto_model.py": {"_is_quantized"},
     "src/rankwise/compression/companions.py": {"_raise_exceptions_for_missing_entries"},
-    "src/rankwise/train/run.py": {"_n_gpu"},
+    "experiments/training/train.py": {"_n_gpu"},
     "experiments/architecture_checks.py": {"_from_config"},
     "experiments/tiny_models.py": {"_attn_implementation", "_experts_implementation"},
 }

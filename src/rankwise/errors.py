@@ -49,10 +49,6 @@ class InputError(RankwiseError):
     """A text, image, data set, model, folder or argument cannot be used."""
 
 
-class TrainingError(RankwiseError):
-    """A training run cannot start, continue or resume; files that the run has written are kept."""
-
-
 class RecordError(RankwiseError):
     """A saved file does not have the expected content."""
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from experiments.listops_baselines import by_counts, by_first, told
-from experiments.trained import EXPERIMENTS
-
-from rankwise.data.tasks import Examples
-from rankwise.data.tasks.list_operations import CLOSE, MAX, MIN
+from experiments.listops_baselines import by_counts, by_first
+from experiments.registry import EXPERIMENTS
+from experiments.tasks.listops import CLOSE, MAX, MIN
+from experiments.tasks.task import Examples
+from experiments.tost.long_range import KNOWN
 
 
 def split(values: str, seed: int) -> Examples:
@@ -36,6 +36,6 @@ def test_counting_tells_what_does_not_depend_on_order(values: str, first: float,
 
 
 def test_what_was_kept_is_of_the_data_of_the_runs() -> None:
-    table = EXPERIMENTS["long-range-listops"].table("small")
-    read = {run["data"]["sha256"] for row in table.values() for run in row.runs}
-    assert read == {told()["sha256"]}
+    table = EXPERIMENTS["long-range-listops"].table()
+    read = {run["values"]["data"]["sha256"] for row in table.values() for run in row.runs}
+    assert read == {KNOWN["sha256"]}

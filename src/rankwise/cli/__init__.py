@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from rankwise.cli import audit, compare, compress, convert, plan, skip, train
+from rankwise.cli import audit, compare, compress, convert, plan, skip
 from rankwise.cli.options import OptionalValues
 
 app = typer.Typer(
@@ -21,7 +21,6 @@ app.command("plan", help=plan.HELP)(plan.command)
 app.command("skip", help=skip.HELP)(skip.command)
 app.command("compress", help=compress.HELP)(compress.command)
 app.command("convert", help=convert.HELP)(convert.command)
-app.command("train", help=train.HELP)(train.command)
 
 
 @app.callback(invoke_without_command=True)

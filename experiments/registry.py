@@ -1,0 +1,27 @@
+"""List of the experiments on training; an experiment is one file, and is entered here."""
+
+from experiments.experiment import Experiment
+from experiments.rank.head_width import SATURATION_IMAGES, SATURATION_TEXT
+from experiments.skips.depth import DEPTH
+from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL
+from experiments.tost.language import LANGUAGE, WIKITEXT
+from experiments.tost.language_parts import LANGUAGE_PARTS, RECALL_PARTS
+from experiments.tost.long_range import LONG_RANGE
+from experiments.tost.vision import VISION
+
+EXPERIMENTS: dict[str, Experiment] = {
+    one.name: one
+    for one in (
+        LANGUAGE,
+        WIKITEXT,
+        LANGUAGE_PARTS,
+        RECALL_PARTS,
+        DEPTH,
+        SKIPS_IMAGE,
+        SKIPS_RECALL,
+        SATURATION_IMAGES,
+        SATURATION_TEXT,
+        *LONG_RANGE,
+        VISION,
+    )
+}

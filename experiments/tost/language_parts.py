@@ -1,0 +1,170 @@
+"""Which part brings causal ToST near the transformer: short runs on bytes, and on associative recall."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from experiments.experiment import Experiment
+from experiments.render import markdown_table
+from experiments.results import Run
+from experiments.skips import lambda_by_mixer
+from experiments.tasks.task import Task
+from experiments.tasks.text import BYTE_VOCABULARY
+from experiments.training.config import TrainingConfig
+from experiments.training.models import model_config
+from experiments.verdicts import Table, below, within
+from rankwise.models.mixers import build_mixer
+
+PARAMETERS = 214_016
+"""Of the transformer of width 64."""
+
+
+def short_run(model: str, options: dict[str, Any] | None = None, **tssa: int) -> TrainingConfig:
+    """Return a run at a tenth of the cost of the experiment `language`.
+
+    Args:
+        model: name of the model.
+        options: fields of its configuration.
+        **tssa: options of its TSSA.
+    """
+    more = {"mixer_options": {"tssa": tssa}} if tssa else {}
+    return TrainingConfig(
+        model=model,
+        width=64,
+        parameters=PARAMETERS,
+        model_options={**more, **(options or {})},
+        task="bytes",
+        tokens=128,
+        task_options={"windows": 100_000},
+        learning_rate=3e-3,
+        steps=300,
+        evaluate_every=300,
+        evaluate_on=200,
+    )
+
+
+def decayed(options: dict[str, Any] | None = None, **tssa: int) -> TrainingConfig:
+    """Return a short run of TSSA that forgets."""
+    return short_run("tost-decayed", options, **tssa)
+
+
+ROWS = {
+    "transformer": short_run("transformer"),
+    "softmax": short_run("softmax"),
+    "linear": short_run("linear"),
+    "mamba2": short_run("mamba2"),
+    "tost": short_run("tost"),
+    "tost-no-bias": short_run("tost", {"position_bias": False}),
+    "tost-conv": short_run("tost", conv_tokens=4),
+    "decayed": decayed(),
+    "decayed-short-lives": decayed({"half_life": [1.0, 2.5, 6.3, 16.0]}),
+    "decayed-gate": decayed({"gate": True}),
+    "decayed-conv": decayed(conv_tokens=4),
+    "decayed-scan16": decayed(features=16),
+    "decayed-conv-scan1": decayed(conv_tokens=4, features=1),
+    "decayed-conv-scan4": decayed(conv_tokens=4, features=4),
+    "decayed-conv-scan16": decayed(conv_tokens=4, features=16),
+    "decayed-conv-scan32": decayed(conv_tokens=4, features=32),
+    "hybrid": short_run("tost-hybrid"),
+    "hybrid-conv": short_run("tost-hybrid", conv_tokens=4),
+    "hybrid-conv-scan16": short_run("tost-hybrid", conv_tokens=4, features=16),
+    "decayed-conv-scan16-gate": decayed({"gate": True}, conv_tokens=4, features=16),
+}
+
+
+def state_numbers(run: Run) -> int:
+    """Return how many numbers the model of a run keeps for a sequence of its training length."""
+    row = TrainingConfig(**run["settings"])
+    if row.model == "transformer":
+        return 2 * row.layers * row.width * row.tokens
+    config = model_config(row, Task("language", row.tokens, vocab_size=BYTE_VOCABULARY))
+    with torch.device("meta"):
+        return sum(build_mixer(config, layer).state_size(row.tokens) for layer in range(row.layers))
+
+
+def frontier(table: Table) -> str:
+    """Return losses by the size of the decoding state, the smallest first."""
+    kept = sorted((state_numbers(row.runs[0]), row.mean("loss"), label) for label, row in table.items())
+    of = table["transformer"].mean("loss") if "transformer" in table else float("nan")
+    rows, least = [], float("inf")
+    for numbers, loss, label in kept:
+        best = "yes" if loss < least else ""
+        rows.append((label, f"{4 * numbers:,}", f"{loss:.3f}", f"{loss - of:+.3f}", best))
+        least = min(least, loss)
+    said = (
+        "Loss by decoding state: bytes in float32 for one sequence, over all layers; the transformer's is of "
+        "128 tokens and grows with them. On the frontier: no state of at most this size has a lower loss."
+    )
+    headings = ("", "state, bytes", "loss", "to the transformer", "on the frontier")
+    return f"{said}\n\n{markdown_table(headings, rows)}"
+
+
+WHY = """\
+Why causal ToST trails: its output is −Π w / (1 + m), so whatever the past, each channel of a token's own
+w is multiplied by a number from −1 to 0, and its mixing operator is diagonal. The past comes in through
+sums alone, those in Π and the mean m, in which, without decay and with uniform memberships, the token
+before has weight 1 / t (tests/models/test_mixers.py holds both). No token hands its features to
+another, and the next byte depends first on the last few. What moves features at linear cost, each an
+option of `rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w
+over 4 tokens, each channel by itself (conv), and a scan of F features with memberships as steps
+(scanF), M[t, u] = c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are
+not, since the kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to
+128."""
+SETTING = """\
+Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
+transformer within 0.2 %. The transformer is far from the end of its training here. `softmax` is attention
+in the frame of the other rows, transformer that of Llama; hybrid has softmax attention in the last of its
+four layers."""
+
+LANGUAGE_PARTS = Experiment(
+    name="language-parts",
+    title="Causal ToST on bytes, part by part",
+    source="none: the question is why causal ToST trails, and which part closes it at linear cost",
+    rows=ROWS,
+    expectations=(
+        below("decayed-gate", "decayed", by=0.03),
+        below("decayed-short-lives", "decayed", by=0.03),
+        below("tost", "tost-no-bias", by=0.03),
+        within("decayed-conv", "transformer", 0.10),
+        within("decayed-scan16", "transformer", 0.10),
+        within("decayed-conv-scan16", "transformer", 0.10),
+        within("hybrid", "transformer", 0.03),
+        within("hybrid-conv-scan16", "transformer", 0.03),
+        below("decayed-conv-scan16", "decayed-conv", by=0.03),
+        below("decayed-conv-scan16-gate", "decayed-conv-scan16", by=0.03),
+        below("decayed-conv-scan16", "linear"),
+    ),
+    notes=WHY + "\n\n" + SETTING,
+    tables=frontier,
+)
+
+
+def recall(model: str, **tssa: int) -> TrainingConfig:
+    """Return a model on associative recall, with options of its TSSA."""
+    row = lambda_by_mixer.config("recall", model)
+    options = {**row.model_options, **({"mixer_options": {"tssa": tssa}} if tssa else {})}
+    return replace(row, model_options=options, monitor_every=None)
+
+
+RECALL_PARTS = Experiment(
+    name="recall-parts",
+    title="Causal ToST on associative recall, part by part",
+    source="none: can a layer that only scales tokens find what stood beside a key? The task: Arora "
+    "et al., “Zoology”, ICLR 2024",
+    rows={
+        "softmax": recall("softmax"),
+        "tost": recall("tost"),
+        "decayed": recall("tost-decayed"),
+        "decayed-conv": recall("tost-decayed", conv_tokens=4),
+        "decayed-scan16": recall("tost-decayed", features=16),
+        "decayed-conv-scan16": recall("tost-decayed", conv_tokens=4, features=16),
+    },
+    expectations=(
+        below("tost", "decayed-conv-scan16", "accuracy", by=0.1),
+        below("decayed", "decayed-conv-scan16", "accuracy", by=0.1),
+    ),
+    notes="Two layers of width 64, 2 pairs of keys and values in 16 tokens; not of equal "
+    "parameters. Half of the answers are right where a model tells the values of a sequence but not "
+    "their keys.",
+)

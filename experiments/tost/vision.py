@@ -1,0 +1,61 @@
+"""ToST against a ViT on CIFAR-10."""
+
+from dataclasses import replace
+
+from experiments.experiment import Experiment
+from experiments.training.config import TrainingConfig, unit_variance_std
+from experiments.verdicts import below, close_to
+
+MODELS = ("transformer", "softmax", "tost", "tost-uniform")
+WIDTH, PAPER_WIDTH = 96, 192
+
+
+def config(model: str) -> TrainingConfig:
+    """Return a model on CIFAR-10, in patches of 4 × 4 pixels, with crops and mirror images."""
+    return TrainingConfig(
+        model=model,
+        width=WIDTH,
+        parameters=400_000,
+        model_options={"initializer_range": unit_variance_std(WIDTH)},
+        task="cifar10",
+        tokens=64,
+        task_options={"augment": True},
+        steps=1500,
+        batch=32,
+        evaluate_every=500,
+        evaluate_on=1000,
+        metric="accuracy",
+    )
+
+
+def paper_size(model: str) -> TrainingConfig:
+    """Return it at the size of the paper."""
+    return replace(
+        config(model),
+        width=PAPER_WIDTH,
+        layers=12,
+        parameters=5_800_000,
+        model_options={"initializer_range": unit_variance_std(PAPER_WIDTH)},
+        warmup=1000,
+        steps=60_000,
+        batch=128,
+        evaluate_every=2000,
+        evaluate_on=None,
+    )
+
+
+VISION = Experiment(
+    name="vision",
+    title="CIFAR-10 by mixer",
+    source="Wu et al., “Token Statistics Transformer”, ICLR 2025: ToST beside XCiT and ViT, ImageNet and "
+    "fine-tuning",
+    rows={model: config(model) for model in MODELS},
+    large={f"{model}, paper size": paper_size(model) for model in MODELS},
+    expectations=(
+        close_to("tost", "softmax", 0.02),
+        below("transformer", "tost", "accuracy"),
+        below("tost-uniform", "tost", "accuracy"),
+    ),
+    notes="Trained from nothing with crops and mirror images, 400,000 weights each. transformer is a plain "
+    "ViT; softmax and tost stand in the released frame, so that the mixer alone differs between them.",
+)

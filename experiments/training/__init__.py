@@ -1,0 +1,1 @@
+"""Training of the models of the experiments, with the Trainer of transformers."""

@@ -1,0 +1,143 @@
+"""Models of the training experiments: transformers, and mixers in the frame of `rankwise.models`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ViTConfig,
+)
+
+from experiments.tasks.task import Task
+from experiments.training.config import TrainingConfig
+from rankwise._internals.rotary import ROPE_BASE
+from rankwise.models import ToSTConfig
+from rankwise.ops import half_lives
+
+HEADS = {
+    "language": AutoModelForCausalLM,
+    "sequence": AutoModelForSequenceClassification,
+    "image": AutoModelForImageClassification,
+}
+ONLY_CAUSAL = ("s4d", "mamba", "mamba2")
+SHORTEST_HALF_LIFE = 4
+"""Tokens: of the fastest head of `tost-decayed`; that of the slowest head is the length of a sequence."""
+CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
+"""TSSA with a short convolution, and a scan of 16 features per head: content moves between tokens."""
+ROTARY = {"softmax": {"rotary_base": ROPE_BASE}}
+Fields = Callable[[TrainingConfig], dict[str, Any]]
+
+
+def build_model(config: TrainingConfig, task: Task) -> PreTrainedModel:
+    """Return the model of a configuration, with random weights."""
+    return HEADS[task.kind].from_config(model_config(config, task))
+
+
+def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
+    """Return the configuration of transformers; `parameters` decides the feed-forward width.
+
+    The number of parameters is linear in that width, so that two counts give the nearest one.
+    """
+    if config.parameters is None:
+        return _make_config(config, task, None)
+    plain = replace(config, parameters=None)
+    narrow, wide = (_count(_make_config(plain, task, width), task) for width in (1, 2))
+    width = 1 + round((config.parameters - narrow) / (wide - narrow))
+    if width < 1:
+        raise ValueError(
+            f"expected at least {narrow:,} parameters for {config.model}, got {config.parameters:,}"
+        )
+    return _make_config(plain, task, width)
+
+
+def _count(made: PreTrainedConfig, task: Task) -> int:
+    with torch.device("meta"):
+        model = HEADS[task.kind].from_config(made)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -> PreTrainedConfig:
+    content: dict[str, Any] = {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+    }
+    if task.kind == "image":
+        channels, side, _ = task.image_shape or (0, 0, 0)
+        patch = side // math.isqrt(config.tokens)
+        content |= {"num_channels": channels, "image_size": side, "patch_size": patch}
+    else:
+        content |= {
+            "vocab_size": task.vocab_size,
+            "max_position_embeddings": task.length,
+            "pad_token_id": task.pad_token_id,
+        }
+    if task.kind != "language":
+        content["num_labels"] = task.num_labels
+    plain = 4 * config.width
+    kind: Any = ToSTConfig
+    if config.model != "transformer":
+        content |= MODELS[config.model](config)
+        content["causal"] = task.kind == "language" or content["layer_types"] in ONLY_CAUSAL
+        content["pooling"] = None if task.kind == "language" else "mean"
+    elif task.kind == "image":
+        kind = ViTConfig
+    elif task.kind == "sequence":
+        kind = BertConfig
+        content |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    else:
+        kind = LlamaConfig
+        content |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
+        plain = round(8 * config.width / 3)  # three matrices with as many weights as two of width 4 D
+    content["intermediate_size"] = plain if feed_forward is None else feed_forward
+    options = dict(config.model_options)
+    if "mixer_options" in options:  # what the row does not name stays
+        own, mixers = content.get("mixer_options", {}), options["mixer_options"]
+        options["mixer_options"] = {
+            name: {**own.get(name, {}), **mixers.get(name, {})} for name in {**own, **mixers}
+        }
+    if unknown := set(options) - set(vars(kind(**content))):
+        raise ValueError(f"expected fields of {kind.__name__}, got {', '.join(sorted(unknown))}")
+    return kind(**{**content, **options})
+
+
+def _decayed(*, hybrid: bool = False, **fixed: Any) -> Fields:
+    """TSSA with statistics that forget; a hybrid has softmax attention in every fourth layer."""
+
+    def fields(config: TrainingConfig) -> dict[str, Any]:
+        lives = half_lives(config.heads, SHORTEST_HALF_LIFE, config.tokens).tolist()
+        layers = ["softmax" if layer % 4 == 3 else "tssa" for layer in range(config.layers)]
+        return {"layer_types": layers if hybrid else "tssa", "half_life": lives, **fixed}
+
+    return fields
+
+
+def _mixer(name: str, **fixed: Any) -> Fields:
+    return lambda config: {"layer_types": name, **fixed}
+
+
+MODELS: dict[str, Fields] = {
+    "transformer": lambda config: {},
+    "tost": _mixer("tssa"),
+    "tost-decayed": _decayed(),
+    "tost-uniform": _mixer("tssa", membership="uniform"),
+    "tost-hybrid": _decayed(hybrid=True, mixer_options=ROTARY),
+    "tost-scan": _decayed(mixer_options=CONTENT),
+    "tost-scan-hybrid": _decayed(hybrid=True, mixer_options=CONTENT | ROTARY),
+    "softmax": _mixer("softmax"),
+    "softmax-rotary": _mixer("softmax", mixer_options=ROTARY),
+    "linear": _mixer("linear"),
+    "s4d": _mixer("s4d"),
+    "mamba": _mixer("mamba"),
+    "mamba2": _mixer("mamba2"),
+}
+"""`transformer`: blocks of Llama (next token), BERT (sequences) or ViT (images)."""

@@ -1,1 +1,0 @@
-"""Tasks to train on."""

@@ -1,0 +1,102 @@
+"""Models of the training experiments: equal size, the mixers of their names, λ as requested."""
+
+from typing import Any
+
+import pytest
+import torch
+from experiments.registry import EXPERIMENTS
+from experiments.tasks.mqar import mqar
+from experiments.tasks.task import Task, collate
+from experiments.training.config import TrainingConfig
+from experiments.training.models import MODELS, _count, build_model, model_config
+
+PLACE = {"task": "mqar", "tokens": 16, "width": 16, "heads": 2}
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return mqar(train=4, test=4, vocab_size=32, length=16, pairs=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_get_the_requested_size(name: str, task: Task) -> None:
+    model = build_model(TrainingConfig(model=name, parameters=20_000, **PLACE), task)
+    unit = 4 * 3 * 16  # a unit of feed-forward width in 4 layers has at most three rows of the model's width
+    assert abs(sum(one.numel() for one in model.parameters()) - 20_000) <= unit
+    assert model(**collate([task.train[0]])).loss.isfinite()
+
+
+FRAME = {"membership": "softmax", "half_life": None, "mixer_options": {}, "gate": False}
+DECAYED = {"half_life": [4.0, 16.0]}  # of two heads and 16 tokens
+CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
+ROTARY = {"softmax": {"rotary_base": 10_000.0}}
+EVERY_FOURTH = {"layer_types": ["tssa", "tssa", "tssa", "softmax"]}
+NAMED: dict[str, dict[str, Any]] = {
+    "tost": {},
+    "tost-decayed": DECAYED,
+    "tost-uniform": {"membership": "uniform"},
+    "tost-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": ROTARY},
+    "tost-scan": DECAYED | {"mixer_options": CONTENT},
+    "tost-scan-hybrid": DECAYED | EVERY_FOURTH | {"mixer_options": CONTENT | ROTARY},
+    "softmax-rotary": {"mixer_options": ROTARY},
+    **{name: {} for name in ("softmax", "linear", "s4d", "mamba", "mamba2")},
+}
+"""What the tables of the results say that these models are."""
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "transformer"])
+def test_models_are_what_their_names_say(name: str, task: Task) -> None:
+    made = model_config(TrainingConfig(model=name, **PLACE), task)
+    mixer = {"layer_types": ["tssa" if name.startswith("tost") else name.split("-")[0]] * 4}
+    wanted = FRAME | mixer | NAMED[name]
+    assert {field: getattr(made, field) for field in wanted} == wanted
+
+
+SIZED = {
+    name: row
+    for experiment in EXPERIMENTS.values()
+    for row in [*experiment.rows.values(), *experiment.large.values()]
+    if row.parameters and (name := str((row.model, row.width, row.task, row.parameters, row.model_options)))
+}
+
+
+@pytest.mark.parametrize("row", SIZED.values(), ids=range(len(SIZED)))
+def test_every_row_can_have_the_parameters_it_names(row: TrainingConfig) -> None:
+    vocabulary = {"tokens": 1024, "listops": 16, "imdb-bytes": 259, "bytes": 259}.get(row.task, 256)
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "num_labels": 10, "image_shape": (3, 32, 32)}
+    kind: Any = {"bytes": "language", "tokens": "language", "cifar10": "image"}.get(row.task, "sequence")
+    task = Task(kind, row.tokens, **sizes)
+    assert abs(_count(model_config(row, task), task) / row.parameters - 1) < 0.005
+
+
+def test_the_transformer_has_the_parameters_of_the_others() -> None:
+    for name in ("language", "language-parts"):
+        row, other = EXPERIMENTS[name].rows["transformer"], EXPERIMENTS[name].rows["tost"]
+        task = Task("language", row.tokens, vocab_size=259, pad_token_id=0)
+        counts = [_count(model_config(one, task), task) for one in (row, other)]
+        assert abs(counts[0] / counts[1] - 1) < 0.003
+
+
+def test_options_of_one_mixer_leave_those_of_another(task: Task) -> None:
+    options = {"mixer_options": {"tssa": {"conv_tokens": 3}}}
+    made = model_config(TrainingConfig(model="tost-hybrid", model_options=options, **PLACE), task)
+    assert made.mixer_options == {"tssa": {"conv_tokens": 3}, "softmax": {"rotary_base": 10_000}}
+
+
+def test_sizes_and_options_that_no_model_has_are_refused(task: Task) -> None:
+    with pytest.raises(ValueError, match=r"expected at least [\d,]+ parameters"):
+        build_model(TrainingConfig(model="tost", parameters=10, **PLACE), task)
+    with pytest.raises(ValueError, match="expected fields of ToSTConfig, got norm_postion"):
+        build_model(TrainingConfig(model="tost", model_options={"norm_postion": "post"}, **PLACE), task)
+
+
+@pytest.mark.parametrize("skip", [-2, 0, 2, "learned", "channel", "shared"])
+def test_skips_are_as_requested(skip: Any, task: Task) -> None:
+    row = EXPERIMENTS["skips-recall"].rows[f"softmax λ={skip}"]
+    kept = [layer.skip for layer in build_model(row, task).model.layers]
+    x = torch.ones(1, 1, row.width)
+    wanted = -1.0 if isinstance(skip, str) else float(skip)
+    assert all(torch.equal(one(x, 0 * x), wanted * x) for one in kept)
+    size = {"learned": 1, "shared": 1, "channel": row.width}.get(skip, 0)
+    assert [0 if one.weight is None else one.weight.numel() for one in kept] == [size] * len(kept)
+    assert len({id(one.weight) for one in kept}) == (2 if skip in ("learned", "channel") else 1)

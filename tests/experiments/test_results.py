@@ -1,0 +1,210 @@
+"""Lines of results: sorted, never lost, refused if they are of another row; and the page of the runs."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from experiments import __main__ as command
+from experiments import render
+from experiments.audits import by_layer, collapse
+from experiments.experiment import Experiment
+from experiments.registry import EXPERIMENTS
+from experiments.results import RESULTS, Run, append_run, audits_to_columns, read_runs
+from experiments.tost.language_parts import frontier
+from experiments.tost.long_range import RATES, at_rate, best_rates
+from experiments.verdicts import BYTE_LOSS, Row
+from tests.experiments.runs import LANGUAGE, kept, made
+
+from rankwise.errors import RecordError
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_rows_that_are_spoken_of_are_there(experiment: Experiment) -> None:
+    spoken = {*experiment.published, *(label for one in experiment.expectations for label in one.needs)}
+    assert spoken <= set(experiment.rows)
+
+
+def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
+    for seed, loss in enumerate((1.98, 2.0, 2.02)):
+        kept(tmp_path, "transformer", seed, loss)
+    kept(tmp_path, "tost", 0, 1.5)
+    kept(tmp_path, "tost-uniform", 0, 1.75)
+    page = render.page([LANGUAGE], tmp_path)
+    waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
+    assert page.index("| no |") < page.index("| yes |") < waiting
+    assert "\nWithout a run: softmax; softmax-rotary; tost-decayed; tost-hybrid;" in page
+    kept(tmp_path, "tost", 1, 2.3)
+    kept(tmp_path, "tost-uniform", 0, 40.0)
+    page_of_two = render.page([LANGUAGE], tmp_path)
+    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 3 and 2 |"
+    assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
+    assert said in page_of_two
+    assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 3 and 1 |" in page
+    assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
+    assert "| transformer | 2.000 ± 0.020 | 0.500 ± 0.000 | 2.84" in page
+    assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
+    assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
+    command_told = "`python -m experiments run language --data DATA`: 600 steps of 8. On a processor"
+    assert command_told in page
+    assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
+
+
+def test_only_runs_of_the_rows_own_configuration_are_counted(tmp_path: Path) -> None:
+    for seed in (0, 100):
+        kept(tmp_path, "tost", seed, 1.5)
+    assert LANGUAGE.table(tmp_path)["tost"].scores("loss") == [1.5, 1.5]
+    kept(tmp_path, "tost", 1, 9.0, steps=20)
+    with pytest.raises(RecordError, match=r"language.jsonl: expected the row “tost” .* got another steps"):
+        LANGUAGE.table(tmp_path)
+    run = kept(tmp_path, "tost", 1, 1.5)
+    append_run(LANGUAGE.path(tmp_path), {**run, "row": "of old"})
+    with pytest.raises(RecordError, match=r"expected the row “of old” .* got no such row"):
+        LANGUAGE.table(tmp_path)
+
+
+def test_runs_on_other_data_are_not_counted(tmp_path: Path) -> None:
+    kept(tmp_path, "transformer", 0, 1.5)
+    run = kept(tmp_path, "tost", 0, 1.5)
+    run["values"]["data"]["sha256"] = "def"
+    append_run(LANGUAGE.path(tmp_path), run)
+    with pytest.raises(
+        RecordError, match=r"“transformer” at seed 0: expected .*“tost” at seed 0, sha256 def"
+    ):
+        LANGUAGE.table(tmp_path)
+
+
+def test_a_run_replaces_that_of_its_row_and_seed_and_lines_are_sorted(tmp_path: Path) -> None:
+    for seed, name, loss in ((10, "b", 1.0), (9, "b", 2.0), (0, "a", 3.0), (10, "b", 4.0)):
+        append_run(tmp_path / "x.jsonl", {**kept(tmp_path, "tost", seed, loss), "row": name})
+    found = [
+        (run["row"], run["seed"], run["values"]["scores"]["loss"]) for run in read_runs(tmp_path / "x.jsonl")
+    ]
+    assert found == [("a", 0, 3.0), ("b", 9, 2.0), ("b", 10, 4.0)]
+    assert read_runs(tmp_path / "y.jsonl") == []
+
+
+def test_processes_that_finish_at_once_lose_no_run(tmp_path: Path) -> None:
+    run = kept(tmp_path, "tost", 0, 1.0)
+    path = tmp_path / "x.jsonl"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: append_run(path, {**run, "seed": seed}), range(40)))
+    assert [one["seed"] for one in read_runs(path)] == list(range(40))
+
+
+def test_kept_files_are_as_they_would_be_written(tmp_path: Path) -> None:
+    for experiment in EXPERIMENTS.values():
+        lines = experiment.path().read_text(encoding="utf-8").splitlines()
+        runs = read_runs(experiment.path())
+        assert [(run["row"], run["seed"]) for run in runs] == sorted(
+            (run["row"], run["seed"]) for run in runs
+        )
+        append_run(tmp_path / "one.jsonl", runs[0])
+        assert (tmp_path / "one.jsonl").read_text(encoding="utf-8") == lines[0] + "\n"
+        (tmp_path / "one.jsonl").unlink()
+
+
+EMPTY = '{"row": "", "seed": 0, "values": {}, "provenance": {}, "settings": %s}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"row": {', "[]", '{"row": "tost"}', EMPTY % "[]", EMPTY % "{}", EMPTY % "null"]
+)
+def test_a_damaged_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    damaged = LANGUAGE.path(tmp_path)
+    kept(tmp_path, "tost", 0, 1.0)
+    with damaged.open("a") as file:
+        file.write(content + "\n")
+    with pytest.raises(SystemExit):
+        command.main(["run", "language", "--rows", "tost", "--results", str(tmp_path)])
+    assert f"{damaged}:2: expected a run" in capsys.readouterr().err
+
+
+def test_settings_that_are_newer_than_a_run_had_their_default(tmp_path: Path) -> None:
+    run = kept(tmp_path, "tost", 0, 1.0)
+    del run["settings"]["clip"], run["settings"]["monitor_every"]
+    append_run(LANGUAGE.path(tmp_path), run)
+    assert LANGUAGE.table(tmp_path)["tost"].scores("loss") == [1.0]
+
+
+def test_the_page_in_the_docs_is_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["render", "--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_kept_run_is_in_the_page() -> None:
+    assert {one.path().name for one in EXPERIMENTS.values()} == {
+        path.name for path in RESULTS.glob("*.jsonl")
+    }
+    shown = [len(row.runs) for one in EXPERIMENTS.values() for row in one.table().values()]
+    assert sum(shown) == sum(len(path.read_text().splitlines()) for path in RESULTS.glob("*.jsonl")) >= 513
+
+
+def test_losses_a_token_are_given_a_byte_as_well() -> None:
+    def told(**more: float) -> str:
+        return render.loss(Row("", [made(scores={"loss": 3.0}, **more)]))
+
+    assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
+    assert told() == told(bytes_per_token=1.0) == "3.000"
+    runs = [made(scores={"loss": 3.0}, bytes_per_token=2.0), made(scores={"loss": 3.0})]
+    assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]
+
+
+def test_tokens_a_second_are_of_cpu_time_and_on_a_gpu_of_the_clock() -> None:
+    def row(**hardware: str) -> Row:
+        return Row("", [made(hardware=hardware, tokens_per_second=300.0, seconds=10.0, cpu_seconds=5.0)])
+
+    assert render.speed(row(processor="a processor")) == 600
+    assert render.speed(row(processor="a processor", gpu="a GPU")) == 300
+
+
+def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None:
+    def run(seed: int, last: float, *more: int) -> Run:
+        audits = {
+            str(step): {
+                f"rank/states_{name}/layers.{layer:02}": value
+                for name in ("relative_collapse", "effective_rank")
+                for layer in (0, 1)
+            }
+            for step, value in ((0, 0.5), (20, last), *((step, last) for step in more), (100, last / 2))
+        }
+        return made(rank=audits_to_columns(audits), seed=seed)
+
+    row = Row("deep", [run(0, 1.0), run(1, 3.0)])
+    assert by_layer(row, "states_effective_rank") == [1.0, 1.0]
+    assert by_layer(row, "states_effective_rank", 20) == [2.0, 2.0]
+    shown = collapse({"deep": row}).splitlines()
+    assert shown[2] == "|  | step 0 | step 20 | step 100 |"
+    assert shown[4:] == [
+        "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
+        "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
+    ]
+    unwatched = Row("unwatched", [made(rank={})])
+    several = {"unwatched": unwatched, "deep": row, "often": Row("often", [run(0, 1.0, 50)])}
+    shown = collapse(several).splitlines()
+    assert shown[2] == "|  | step 0 | step 20 | step 50 | step 100 |"
+    assert shown[4] == "| unwatched | – | – | – | – |"
+    assert shown[5] == "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | – | 0.500, 0.5 |"
+
+
+def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> None:
+    def row(accuracy: float) -> Row:
+        return Row("", [made(scores={"accuracy": accuracy})])
+
+    table = {"linear": row(0.2), at_rate("linear", RATES[0]): row(0.4)}
+    assert best_rates(table) == ""
+    table[at_rate("linear", RATES[1])] = row(0.3)
+    assert best_rates(table).splitlines()[-1] == "| linear | 0.0003 | 0.400 |"
+
+
+def test_the_frontier_holds_what_no_smaller_state_beats(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["language-parts"]
+    for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
+        kept(tmp_path, name, 0, loss, experiment)
+    lines = [line.split(" | ") for line in frontier(experiment.table(tmp_path)).splitlines()[4:]]
+    sizes = [int(cells[1].replace(",", "")) for cells in lines]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 4 * 2 * 4 * 64 * 128, "keys and values of four layers, float32"
+    losses_so_far = [float(cells[2]) for cells in lines]
+    on = [loss == min(losses_so_far[: at + 1]) for at, loss in enumerate(losses_so_far)]
+    assert [cells[4].startswith("yes") for cells in lines] == on
+    assert 0 < sum(on) < 4
+    assert lines[-1][3] == "+0.000"
