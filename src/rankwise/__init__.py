@@ -11,7 +11,6 @@ from rankwise._internals.lazy import lazy_names
 if TYPE_CHECKING:
     from rankwise import auditing as auditing
     from rankwise import compression as compression
-    from rankwise import data as data
     from rankwise import errors as errors
     from rankwise import importance as importance
     from rankwise import measures as measures
@@ -67,7 +66,6 @@ __getattr__, __dir__ = lazy_names(
     packages=[
         "auditing",
         "compression",
-        "data",
         "errors",
         "importance",
         "measures",
