@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from tests.auditing.same_audits import OF_THE_FIRST, compared
 from typer.testing import CliRunner
 
@@ -61,16 +60,10 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny causal language model over bytes, and a text."""
-    from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
-
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny causal language model over bytes, a text and a factory."""
     path = tmp_path_factory.mktemp("processes")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64)
-    LlamaForCausalLM(config).save_pretrained(path / "tiny")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(path / "tiny")
+    (path / "tiny").symlink_to(tiny)
     (path / "text.txt").write_text(TEXT, encoding="utf-8")
     (path / "endless.py").write_text(ENDLESS, encoding="utf-8")
     return path

@@ -5,19 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
 import rankwise as rw
 from rankwise.auditing import Audit, compare
-from rankwise.cli import compare as compare_command
+from rankwise.cli import app
+from rankwise.errors import RankwiseError
 from rankwise.report import print_document
 from rankwise.report.comparison_report import comparison_document
-
-APP = typer.Typer()
-APP.command()(compare_command.command)
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Audit, Audi
 
 
 def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
-    result = CliRunner().invoke(APP, ["weak.json", "strong.json", "--out", "changes.json"])
+    result = CliRunner().invoke(app, ["compare", "weak.json", "strong.json", "--out", "changes.json"])
     assert result.exit_code == 0, result.output
     before, after = audits
     wanted = compare(before, after)
@@ -47,5 +44,23 @@ def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path:
 
 
 def test_it_writes_no_file_that_was_not_asked_for(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
-    assert CliRunner().invoke(APP, ["weak.json", "strong.json"]).exit_code == 0
+    assert CliRunner().invoke(app, ["compare", "weak.json", "strong.json"]).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"weak.json", "strong.json"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["weak.json", "notes.txt"], "expected JSON"),
+        (["weak.json", "nowhere"], "no such file"),
+        (["weak.json"], "expected two audits or more to compare, got one"),
+        (["weak.json", "strong.json", "--out", "changes.csv"], "a file ending in .html or .json, got .csv"),
+        (["weak.json"] * 3 + ["--out", "history.json"], "a file ending in .html or .csv, got .json"),
+    ],
+)
+def test_what_is_refused(audits: tuple[Audit, Audit], arguments: list[str], says: str) -> None:
+    Path("notes.txt").write_text("no JSON")
+    result = CliRunner().invoke(app, ["compare", *arguments])
+    assert isinstance(result.exception, RankwiseError)
+    assert says in str(result.exception)
+    assert {path.name for path in Path().iterdir()} == {"weak.json", "strong.json", "notes.txt"}

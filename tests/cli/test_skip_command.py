@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from rankwise import skips
 from rankwise.cli import load_data, load_model, skip
@@ -27,65 +26,33 @@ from rankwise.skips import (
     save_skips,
 )
 
-TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 40
 SMALL = ("--tokens", 16, "--sequences", 6, "--batch-size", 2)
 ON_TEXT = ("--text", "text.txt", *SMALL)
 FIT = ("--learn-on", "text.txt", "--steps", 2, "--lr", 0.1, *SMALL)
 Run = Callable[..., Result]
-APP = typer.Typer()
-APP.command()(skip.command)
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command in an empty folder with a text in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    (tmp_path / "text.txt").write_text(TEXT)
-
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(APP, [str(argument) for argument in arguments])
-
-    return call
+def run(run: Run) -> Run:
+    """Run `rankwise skip`."""
+    return lambda *arguments: run("skip", *arguments)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny causal language model over bytes, with its tokenizer."""
-    from transformers import ByT5Tokenizer
-
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    torch.manual_seed(0)
-    tiny_llama(2).save_pretrained(path)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(path)
-    return path
-
-
-def tiny_llama(layers: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=259, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=48,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def saved(folder: Path, per: str = "layer", **settings: Any) -> None:
-    """Save the model of `folder` with λ = 0.75 in layer 0, or as the settings say, in the folder "some"."""
+def saved(tiny: Path, per: str = "layer", **settings: Any) -> None:
+    """Save the model of the folder with λ = 0.75 in layer 0, or as the settings say, in the folder "some"."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
     add_lambda_skip(model, init=0.75, per=per, **{"sites": "model.layers.0", **settings})  # type: ignore[arg-type]
     save_skips(model, "some")
     remove_lambda_skip(model)
     model.save_pretrained("some")
-    AutoTokenizer.from_pretrained(folder).save_pretrained("some")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained("some")
 
 
-def written(folder: str) -> dict[str, list[float]]:
+def written(tiny: str) -> dict[str, list[float]]:
     """λ by layer, as the command has written them."""
-    values = load_file(f"{folder}/skips.safetensors").items()
+    values = load_file(f"{tiny}/skips.safetensors").items()
     return {name.split(".")[2]: value.flatten().tolist() for name, value in values}
 
 
@@ -110,8 +77,8 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
     return calls
 
 
-def test_it_fits_the_skips_alone_and_says_what_it_did(run: Run, folder: Path, tmp_path: Path) -> None:
-    result = run(folder, "--init", 0.5, *FIT, "--steps", 8, "--out", "new")
+def test_it_fits_the_skips_alone_and_says_what_it_did(run: Run, tiny: Path, tmp_path: Path) -> None:
+    result = run(tiny, "--init", 0.5, *FIT, "--steps", 8, "--out", "new")
     assert result.exit_code == 0, result.output
     facts = json.loads((tmp_path / "new" / "skips.json").read_text())
     before, after = facts["fitted"]["loss"]
@@ -124,17 +91,17 @@ def test_it_fits_the_skips_alone_and_says_what_it_did(run: Run, folder: Path, tm
         assert start == 0.5
         assert end == pytest.approx(value.item())
         assert end != start
-    one, other = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "new"))
+    one, other = (load_file(path / "model.safetensors") for path in (tiny, tmp_path / "new"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     for words in ("λ before", "λ after", "loss, held out", "μ/‖Y‖ by layer", "new/skips.json"):
         assert words in result.output
 
 
-def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert run(folder, "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
+    assert run(tiny, "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     loaded = apply_saved_skips(model, tmp_path / "new")
     assert loaded is not None
@@ -163,28 +130,28 @@ def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, folder: Path, 
     ],
 )
 def test_new_and_saved_skips(
-    run: Run, folder: Path, kind: str | None, options: tuple, values: dict[str, list[float]]
+    run: Run, tiny: Path, kind: str | None, options: tuple, values: dict[str, list[float]]
 ) -> None:
     if kind:
-        saved(folder, kind)
-    result = run("some" if kind else folder, *options, *ON_TEXT, "--out", "new")
+        saved(tiny, kind)
+    result = run("some" if kind else tiny, *options, *ON_TEXT, "--out", "new")
     assert result.exit_code == 0, result.output
     assert written("new") == values
 
 
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_a_scale_of_0_is_a_scale(run: Run, folder: Path, has_saved: bool) -> None:
+def test_a_scale_of_0_is_a_scale(run: Run, tiny: Path, has_saved: bool) -> None:
     if has_saved:
-        saved(folder)
+        saved(tiny)
     with pytest.warns(UserWarning, match="λ = 0"):
-        run("some" if has_saved else folder, "--init", 0, *ON_TEXT, "--out", "new")
+        run("some" if has_saved else tiny, "--init", 0, *ON_TEXT, "--out", "new")
     assert {value for [value] in written("new").values()} == {0.0}
 
 
 @pytest.mark.parametrize("start", ["saved", "new"])
-def test_sites_are_fitted_alone(run: Run, folder: Path, start: str) -> None:
-    assert run(folder, "--init", 0.5, *ON_TEXT, "--out", "saved").exit_code == 0
-    where = folder if start == "new" else "saved"
+def test_sites_are_fitted_alone(run: Run, tiny: Path, start: str) -> None:
+    assert run(tiny, "--init", 0.5, *ON_TEXT, "--out", "saved").exit_code == 0
+    where = tiny if start == "new" else "saved"
     result = run(where, "--init", 0.5, "--sites", "model.layers.1", *FIT, "--out", "new")
     assert result.exit_code == 0, result.output
     fitted = written("new")
@@ -195,15 +162,15 @@ def test_sites_are_fitted_alone(run: Run, folder: Path, start: str) -> None:
     assert all(written("after")[name] != value for name, value in written("new").items())
 
 
-def test_skips_that_were_saved_frozen_learn(run: Run, folder: Path) -> None:
-    saved(folder, learnable=False, sites=None)
+def test_skips_that_were_saved_frozen_learn(run: Run, tiny: Path) -> None:
+    saved(tiny, learnable=False, sites=None)
     result = run("some", *FIT, "--out", "new")
     assert result.exit_code == 0, result.output
     assert all(value != [0.75] for value in written("new").values())
 
 
 def test_it_names_the_shards_it_writes(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import LlamaForCausalLM
 
@@ -213,7 +180,7 @@ def test_it_names_the_shards_it_writes(
     monkeypatch.setattr(
         LlamaForCausalLM, "save_pretrained", lambda self, out: whole(self, out, max_shard_size="20KB")
     )
-    result = run(folder, *ON_TEXT, "--out", "new")
+    result = run(tiny, *ON_TEXT, "--out", "new")
     assert result.exit_code == 0, result.output
     names = [Path(line).name for line in result.output.splitlines() if line.startswith("wrote: ")]
     shards = {path.name for path in (tmp_path / "new").glob("model-*.safetensors")}
@@ -224,11 +191,11 @@ def test_it_names_the_shards_it_writes(
 
 
 def test_it_certifies_the_first_batch_and_writes_nothing(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = called(monkeypatch, skips, "spread_by_layer")
     certificates = called(monkeypatch, skips, "certify_skip")
-    result = run(folder, *ON_TEXT, "--certify")
+    result = run(tiny, *ON_TEXT, "--certify")
     assert result.exit_code == 0, result.output
     for words in ("What each layer does", "Least |λ|", "any mixing", "model.layers: keeps"):
         assert words in result.output
@@ -240,9 +207,9 @@ def test_it_certifies_the_first_batch_and_writes_nothing(
 
 
 def test_certificates_and_their_page_are_written_next_to_the_skips(
-    run: Run, folder: Path, tmp_path: Path
+    run: Run, tiny: Path, tmp_path: Path
 ) -> None:
-    result = run(folder, *ON_TEXT, "--init", 0.5, "--certify", "--a", 0.25, "--out", "new")
+    result = run(tiny, *ON_TEXT, "--init", 0.5, "--certify", "--a", 0.25, "--out", "new")
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
     assert certificate["a"] == 0.25
@@ -250,16 +217,16 @@ def test_certificates_and_their_page_are_written_next_to_the_skips(
     named = [Path(line).name for line in result.output.splitlines()[-2:]]
     assert named == ["certificate.json", "certificate.html"]
     assert "Certificate of λ-skips" in (tmp_path / "new" / "certificate.html").read_text()
-    result = run(folder, *ON_TEXT, "--init", 2, "--out", "new")
+    result = run(tiny, *ON_TEXT, "--init", 2, "--out", "new")
     assert result.exit_code == 0, result.output
     assert not list((tmp_path / "new").glob("certificate.*")), "they were of another λ"
 
 
 def test_a_certificate_that_fails_costs_no_fit(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called(monkeypatch, skips, "certify_skip", Stop())
-    result = run(folder, *FIT, "--out", "new", "--certify")
+    result = run(tiny, *FIT, "--out", "new", "--certify")
     assert isinstance(result.exception, Stop)
     assert all(value != [1] for value in written("new").values())
     names = {path.name for path in (tmp_path / "new").iterdir()}
@@ -352,12 +319,12 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
     ],
 )
 def test_what_is_refused(
-    run: Run, folder: Path, tmp_path: Path, model: str, arguments: tuple, error: type, words: str
+    run: Run, tiny: Path, tmp_path: Path, model: str, arguments: tuple, error: type, words: str
 ) -> None:
     (tmp_path / "net.py").write_text(FACTORY)
     if model == "some":
-        saved(folder)
-    result = run(folder if model == "tiny" else model, *arguments)
+        saved(tiny)
+    result = run(tiny if model == "tiny" else model, *arguments)
     assert result.exit_code != 0
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
@@ -375,9 +342,11 @@ def test_nothing_is_loaded_for_what_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_skips_of_another_model_in_the_folder(run: Run, folder: Path) -> None:
-    saved(folder)
-    other = tiny_llama(3)
+def test_skips_of_another_model_in_the_folder(run: Run, tiny: Path) -> None:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    saved(tiny)
+    other = LlamaForCausalLM(AutoConfig.from_pretrained(tiny, num_hidden_layers=3))
     add_lambda_skip(other)
     save_skips(other, "some")
     result = run("some", *ON_TEXT, "--certify")
@@ -479,14 +448,19 @@ def test_what_is_loaded(
     ids=["text", "learn", "learn, all", "text, all"],
 )
 def test_what_is_read(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, text: str, sizes: tuple[int, ...]
+    run: Run,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple,
+    text: str,
+    sizes: tuple[int, ...],
 ) -> None:
     from transformers.utils import logging
 
     calls = called(monkeypatch, load_data, "load_data", Stop())
     logging.set_verbosity_info()
     logging.enable_progress_bar()
-    assert isinstance(run(folder, "--certify", *options).exception, Stop)
+    assert isinstance(run(tiny, "--certify", *options).exception, Stop)
     assert logging.get_verbosity() == logging.ERROR
     assert not logging.is_progress_bar_enabled()
     (call,) = calls
@@ -496,7 +470,7 @@ def test_what_is_read(
 
 @pytest.mark.parametrize("options", [(), ("--steps", 0, "--lr", 0.5)], ids=["defaults", "all"])
 def test_what_is_fitted_and_measured(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...]
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...]
 ) -> None:
     """λ are fitted on what is learnt from; loss and collapse, before and after, are of what is kept."""
     monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
@@ -504,7 +478,7 @@ def test_what_is_fitted_and_measured(
     losses = called(monkeypatch, skips, "mean_loss")
     collapses = called(monkeypatch, skips, "spread_by_layer")
     certificates = called(monkeypatch, skips, "certify_skip")
-    result = run(folder, "--learn-on", "text.txt", "--out", "new", *SMALL, *options)
+    result = run(tiny, "--learn-on", "text.txt", "--out", "new", *SMALL, *options)
     (fit,) = fits
     assert (fit["steps"], fit["lr"], fit["mask_token"]) == ((0, 0.5, None) if options else (50, 0.02, None))
     assert [len(batch["input_ids"]) for batch in fit["batches"]] == [2, 2]
@@ -523,27 +497,27 @@ def test_what_is_fitted_and_measured(
     assert not (tmp_path / "new" / "certificate.json").exists()
 
 
-def test_progress_is_no_output(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_no_output(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    result = run(folder, *FIT, "--certify")
+    result = run(tiny, *FIT, "--certify")
     assert result.exit_code == 0, result.output
     assert "fitting λ: loss" in result.stderr
     assert "fitting" not in result.stdout
 
 
-def test_a_factory_of_a_model_of_transformers(run: Run, folder: Path, tmp_path: Path) -> None:
-    """It has no folder: no saved skips are its own, and no weights are written."""
-    saved(folder)
+def test_a_factory_of_a_model_of_transformers(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """It has no tiny: no saved skips are its own, and no weights are written."""
+    saved(tiny)
     for path in (tmp_path / "some").glob("skips.*"):
         path.rename(tmp_path / path.name)
-    (tmp_path / "net.py").write_text(FACTORY.replace("FOLDER", repr(str(folder))))
+    (tmp_path / "net.py").write_text(FACTORY.replace("FOLDER", repr(str(tiny))))
     assert run("net.py:named", *ON_TEXT, "--out", "new").exit_code == 0
     assert written("new") == {"0": [1], "1": [1]}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"skips.json", "skips.safetensors"}
 
 
 def test_the_tokenizer_is_that_of_the_revision_and_goes_with_the_model(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -554,7 +528,7 @@ def test_the_tokenizer_is_that_of_the_revision_and_goes_with_the_model(
         return whole(source)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
-    assert run(folder, *ON_TEXT, "--trust-remote-code", "--revision", "v1", "--out", "new").exit_code == 0
-    assert asked == [(str(folder), "v1", True)]
+    assert run(tiny, *ON_TEXT, "--trust-remote-code", "--revision", "v1", "--out", "new").exit_code == 0
+    assert asked == [(str(tiny), "v1", True)]
     text = "It is a truth"
-    assert whole("new")(text)["input_ids"] == whole(folder)(text)["input_ids"]
+    assert whole("new")(text)["input_ids"] == whole(tiny)(text)["input_ids"]
