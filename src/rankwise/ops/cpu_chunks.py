@@ -113,10 +113,7 @@ class ChunkedCall:
         return torch.from_numpy(x.reshape(self.call.w.shape[:3]))
 
     def new(self) -> Tensor:
-        """Allocate a tensor of the shape of w with numpy, which requests large memory pages from the system.
-
-        With small pages, as torch requests, writing 25 MB the first time can take longer than TSSA itself.
-        """
+        """Allocate a tensor like w by numpy: its large memory pages make the first write to it fast."""
         return torch.from_numpy(np.empty(self.call.w.shape, self.w.dtype))
 
 

@@ -123,12 +123,11 @@ def without_unread(call: Call, saved: Saved, cotangents: Cotangents) -> tuple[Ca
 
 def _start(energy: Tensor | None, assigned: Tensor | None, mass: Tensor | None) -> Sums | None:
     """Return the sums before the first token, or None (zeros) if all are None; raise if only some are."""
-    if energy is None and assigned is None and mass is None:
-        return None
-    if energy is None or assigned is None or mass is None:
+    given = [part for part in (energy, assigned, mass) if part is not None]
+    if len(given) in (1, 2):
         expected, fix = "the sums of one state", "Pass all three, or None for all."
         raise InputError("energy, assigned, mass", expected=expected, got="None for some", fix=fix)
-    return Sums(energy, assigned, mass)
+    return Sums(*given) if given else None
 
 
 def _empty(w: Tensor, *shape: Any) -> Tensor:
