@@ -43,8 +43,8 @@ PYTHON = {"_asdict", "_fields", "_make", "_replace"}
 EXCUSED = {
     "src/rankwise/__main__.py": {"_exit"},  # documented, of os
     # of transformers, which has no other name for them:
-    "src/rankwise/compression/auto_model.py": {"_is_quantized"},
-    "src/rankwise/compression/companions.py": {"_raise_exceptions_for_missing_entries"},
+    "src/rankwise/compression/save.py": {"_is_quantized"},
+    "src/rankwise/cli/compress.py": {"_raise_exceptions_for_missing_entries"},
     "experiments/training/train.py": {"_n_gpu"},
     "experiments/architecture_checks.py": {"_from_config"},
     "experiments/tiny_models.py": {"_attn_implementation", "_experts_implementation"},

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.cli import app
+from rankwise.cli.load_data import split_held_out
 from rankwise.compression import Compression
-from rankwise.compression.request import every_other_sequence
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20
@@ -44,7 +44,7 @@ def words(result: Result) -> str:
 
 
 def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankwise.compression.latency.SECONDS", 0.05)
+    monkeypatch.setattr("rankwise.compression.evaluate.SECONDS", 0.05)
     done = run("own.py:build", "--keep", 0.5, "--calibrate", 4, "--time", "--out", "half")
     assert done.exit_code == 0, done.output
     record = Compression.load("half")
@@ -128,7 +128,7 @@ def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: 
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "every other sequence was held out" in words(done)
-    assert "sentence-transformers were copied along (1_Pooling)" in words(done)
+    assert "sentence-transformers were copied (1_Pooling)" in words(done)
     assert Path("narrow/1_Pooling/config.json").read_text() == Path("model/1_Pooling/config.json").read_text()
     assert Path("narrow/modules.json").exists()
     assert not Path("own").exists()
@@ -145,10 +145,10 @@ def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--keep", 1.5), "below 1"),
-        (("--keep", 0), "above 0"),
-        (("--keep", 0.5, "--tolerance", 0.1), "--keep and --tolerance"),
-        (("--parts", "heads,qqk"), "names of parts"),
+        (("--keep", 1.5), "in (0, 1)"),
+        (("--keep", 0), "in (0, 1)"),
+        (("--keep", 0.5, "--tolerance", 0.1), "a share to keep or a tolerance, got both"),
+        (("--parts", "heads,qqk"), "one of heads, qk, rotary, kv"),
         (("--out", "text.txt"), "a file"),
     ],
 )
@@ -252,8 +252,8 @@ def test_imports_in_a_new_process(code: str, said: str) -> None:
 
 def test_few_sequences_in_one_batch_are_held_out_too() -> None:
     batch = {"input_ids": torch.arange(10).reshape(5, 2), "scale": torch.tensor(2.0)}
-    own, other = every_other_sequence(batch, 0), every_other_sequence(batch, 1)
+    [own, alone], [other] = split_held_out([batch, {"input_ids": torch.zeros(1, 3)}])
     assert own["input_ids"][:, 0].tolist() == [0, 4, 8]
     assert other["input_ids"][:, 0].tolist() == [2, 6]
     assert other["scale"] == 2
-    assert every_other_sequence({"input_ids": torch.zeros(1, 3)}, 1) is None
+    assert alone["input_ids"].shape == (1, 3)

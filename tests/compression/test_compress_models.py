@@ -210,12 +210,12 @@ def test_a_tolerance_is_kept_and_tighter_ones_cost_more() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tolerance": 0}, "above 0"),
-        ({"calibrate": -1}, "0 or more"),
-        ({"keep": 0}, "above 0"),
-        ({"keep": float("nan")}, "above 0"),
+        ({"tolerance": 0}, "in .0, ∞."),
+        ({"calibrate": -1}, "at least 0"),
+        ({"keep": 0}, "in .0, 1."),
+        ({"keep": float("nan")}, "in .0, 1."),
         ({"keep": 0.05}, "a width of at least 1 on average"),
-        ({"keep": 1}, "below 1"),
+        ({"keep": 1}, "in .0, 1."),
         ({"parts": ("qks",)}, "Did you mean qk"),
         ({"parts": ()}, "none"),
     ],
@@ -236,7 +236,7 @@ def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
     model = bert()
     with pytest.raises(CompressionError, match="Give more text"):
         rw.compress(model, [ids(1, 3)], keep=3 / 8)
-    with pytest.raises(InputError, match="a batch or more"):
+    with pytest.raises(InputError, match="at least one batch"):
         rw.compress(model, [], keep=3 / 8)
     done = rw.compress(model, [ids(1, 6)], keep=3 / 8)
     assert any("do not have full rank" in note for note in done.notes)
@@ -301,7 +301,7 @@ def test_what_fails_after_the_change_takes_it_back(monkeypatch: pytest.MonkeyPat
     def stopped(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankwise.compression.run.measure_prices", stopped)
+    monkeypatch.setattr("rankwise.compression.run.evaluate", stopped)
     model, batch = gpt2(), ids()
     before = output(model, batch)
     with pytest.raises(KeyboardInterrupt):

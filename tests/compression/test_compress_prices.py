@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.compression.output_price import log_probabilities, output_kl
-from rankwise.compression.task import measure_task
+from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
 from rankwise.report.compression_report import compression_document
 
 
@@ -50,7 +49,7 @@ def test_accuracy_of_tokens_is_that_of_the_next_and_skips_what_has_no_label() ->
     labels[0, 1:6] = (labels[0, 1:6] + 1) % VOCABULARY
     labels[1, 4:] = -100
     task = measure_task(model, [{**batch, "labels": labels}])
-    assert (task.hits, task.places, task.metric) == (7, 12, "token accuracy")
+    assert (task.correct, task.labels, task.metric) == (7, 12, "token accuracy")
     without = measure_task(model, [batch])
     assert math.isnan(without.accuracy)
     assert without.targets == 18

@@ -25,7 +25,6 @@ from rankwise.compression.kv_modules import (
 )
 from rankwise.compression.kv_solve import (
     collect_moments,
-    factor_keys_values,
     ranks_for_keep,
     ranks_for_tolerance,
     weighted_svd,
@@ -271,15 +270,16 @@ def test_caches_of_latents_give_what_no_cache_gives(family: str, tmp_path: Path)
 def test_undone_it_is_the_original_and_one_that_trains_goes_on() -> None:
     model, batch = llama(), ids()
     before = logits(model, batch)
-    from rankwise.compression.parts import Job
+    from rankwise.compression.part import Job, solve_part
 
     job = Job(model, [ids(8, 30)], [ids(8, 30)], keep=0.4)
-    result = factor_keys_values(job)
+    change = solve_part("kv", job).change
+    change.apply()
     changed = logits(model, batch)
-    result.undo()
+    change.undo()
     assert torch.equal(logits(model, batch), before)
     assert not latent_layers(model)
-    result.redo()
+    change.apply()
     assert torch.equal(logits(model, batch), changed)
     twin = copy.deepcopy(model)
     assert torch.equal(in_steps(twin, batch)[0], in_steps(model, batch)[0])

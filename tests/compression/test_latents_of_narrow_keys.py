@@ -16,7 +16,7 @@ import rankwise as rw
 from rankwise.compression import save_compressed
 from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import LatentCache, LatentProjection, latent_layers
-from rankwise.compression.parts import Job, parts
+from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.qk_modules import NarrowProjection, narrow_projections
 from rankwise.errors import CompressionError
 
@@ -37,12 +37,19 @@ def job(model: nn.Module) -> Job:
     return Job(model, [ids(8, 30)], [ids(4, 30, 1)], keep=0.5)
 
 
+def applied(part: str, model: nn.Module) -> Solution:
+    solution = solve_part(part, job(model))
+    solution.change.apply()
+    return solution
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_channels_in_another_basis_and_a_full_latent_are_the_model(family: str) -> None:
     make, part = FAMILIES[family]
     model, batch = make(), ids(3, 14)
     before = logits(model, batch)
-    narrowed = parts()[part](replace(job(model), keep=1.0))
+    narrowed = solve_part(part, replace(job(model), keep=1.0)).change
+    narrowed.apply()
     layers, reasons = find_cached_layers(model, batch)
     assert not reasons
     assert all(layer.key.endswith(".narrow") for layer in layers)
@@ -63,9 +70,9 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
     make, part = FAMILIES[family]
     model, batch = make(), ids(2, 12)
     before = logits(model, batch)
-    narrowed, ours = (parts()[name](job(model)) for name in (part, "kv"))
-    assert not narrowed.left_out
-    assert not ours.left_out
+    narrowed, ours = (applied(name, model) for name in (part, "kv"))
+    assert not narrowed.skipped
+    assert not ours.skipped
     narrow, latents = dict(narrow_projections(model)), latent_layers(model)
     assert any(layer.key_width for layer in latents)
     for layer in latents:  # of the channels that are left, no others
@@ -82,11 +89,11 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
     greedy = generate(batch["input_ids"], **options)
     assert torch.equal(greedy, generate(batch["input_ids"], use_cache=False, **options))
     assert torch.equal(in_steps(copy.deepcopy(model), batch)[0], stepped)
-    ours.undo()
-    narrowed.undo()
+    ours.change.undo()
+    narrowed.change.undo()
     assert torch.equal(logits(model, batch), before)
-    narrowed.redo()
-    ours.redo()
+    narrowed.change.apply()
+    ours.change.apply()
     again, cache = in_steps(model, batch)
     assert torch.equal(again, stepped)
     assert all(isinstance(one, LatentCache) for one in cache.layers)
@@ -104,7 +111,7 @@ def test_the_cache_keeps_the_latent_of_narrow_keys(family: str, tmp_path: Path) 
 def test_it_trains_on_and_is_not_widened() -> None:
     model, batch = gpt2(), ids(2, 12)
     for part in ("qk", "kv"):
-        parts()[part](job(model))
+        applied(part, model)
     model.train()
     model(**batch, labels=batch["input_ids"]).loss.backward()
     projections = [one for one in model.modules() if isinstance(one, LatentProjection)]
@@ -119,6 +126,6 @@ def test_it_trains_on_and_is_not_widened() -> None:
 def test_half_precision_is_narrowed_and_factored_as_it_is() -> None:
     model, batch = opt().to(torch.bfloat16), ids(2, 12)
     for part in ("qk", "kv"):
-        assert not parts()[part](job(model)).left_out
+        assert not applied(part, model).skipped
     whole, stepped = logits(model, batch).float(), in_steps(model, batch)[0].float()
     assert float((stepped - whole).norm() / whole.norm()) < LOW

@@ -1,6 +1,10 @@
 """`rankwise compress`."""
 
+import json
+import shutil
 import warnings
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,15 +14,19 @@ import typer
 if TYPE_CHECKING:
     from rankwise.compression import Compression
 
+SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+"""Files of sentence-transformers: which modules follow the model, and how texts are read."""
+MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+"""Files of each module that follows the model, such as pooling."""
 SENTENCE_MODULES = (
-    "Modules of sentence-transformers were copied along ({names}): after "
+    "Modules of sentence-transformers were copied ({names}): after "
     "`from rankwise.compression import load_compressed`, SentenceTransformer loads the folder."
 )
-HELP = """Narrow what a trained model's attention does not need, with its price and its gain measured.
+HELP = """Make a trained model smaller, and measure the costs and the savings.
 
-The folder gets the compressed model, compression.json and index.html; the original is left alone. Every
-other sequence of the data calibrates, the rest, held out, gives the prices. Ctrl-C while calibrating keeps
-what is done.
+The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Every
+other sequence of the data is for calibration; costs are measured on the others. Ctrl-C during calibration
+keeps the finished layers.
 
 [bold]Examples[/bold]
 
@@ -26,7 +34,7 @@ what is done.
 
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibrate 200
 
-  rankwise compress ./my-llama --text book.txt --keep 0.25 --parts kv
+  rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
 
   rankwise compress ./my-vit --images photos/ --keep 0.75
 """
@@ -35,54 +43,65 @@ what is done.
 def command(
     model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
     text: Annotated[
-        Path | None, typer.Option(help="Text to calibrate on: a file, or .jsonl of rows.")
+        Path | None, typer.Option(help="Calibration text: a text file, or a .jsonl file of rows.")
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Folder of pictures, for models that read them.")
+        Path | None, typer.Option(help="Folder of images, for models that read images.")
     ] = None,
     keep: Annotated[
-        float | None,
-        typer.Option(help="Share to keep of each part, such as 0.5: of the width, the heads or the cache."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
+        list[str] | None,
         typer.Option(
-            help="Or the largest cost of each part: qk and rotary, attention KL in nats; kv, KL of the "
-            "outputs in nats; heads, a share of the loss."
+            help="Share of the width, the heads or the cache to keep, such as 0.5; or one share for a part, "
+            "such as kv=0.5, repeated for each part. Without targets, 0.5."
         ),
     ] = None,
-    parts: Annotated[str, typer.Option(help="Parts, with commas between.")] = "qk",
+    tolerance: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Or the largest cost, written in the same way: for qk and rotary, attention KL in nats; for "
+            "kv, KL of the outputs in nats; for heads, a share of the loss."
+        ),
+    ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="Parts for one number: heads, qk, rotary, kv, with commas between. By default qk."),
+    ] = None,
     calibrate: Annotated[
-        int, typer.Option(help="Steps of Adam for each layer, of qk and rotary; 200 is good.")
+        int, typer.Option(help="Steps of Adam per layer of qk and rotary, such as 200.")
     ] = 0,
-    tokens: Annotated[int, typer.Option(min=2, help="Longest sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 256,
     sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences to calibrate on, and as many held out.")
+        int, typer.Option(min=1, help="Sequences for calibration; as many are held out.")
     ] = 32,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of calibration and random directions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder of the result: new or empty.")] = Path(
+    device: Annotated[str, typer.Option(help="Device that runs the model.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
 ) -> None:
     """Compress a model; see `HELP`."""
     from rankwise.cli.load_model import load_model
-    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
-    from rankwise.compression import compress, save_compressed
-    from rankwise.compression.companions import copy_companions
-    from rankwise.compression.store import RECORD
-    from rankwise.compression.structure import structure_of
-    from rankwise.errors import CompressionError
+    from rankwise.cli.output import check_unused, command_line, new_folder, quiet_libraries, show_progress
+    from rankwise.compression.run import compress, part_targets
+    from rankwise.compression.save import RECORD, save_compressed, structure_of
+    from rankwise.errors import CompressionError, InputError
 
-    names = tuple(name.strip() for name in parts.split(",") if name.strip())
-    _check(out, keep, tolerance)
+    shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
+    if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
+        raise InputError(
+            "--parts", expected="one number for all parts", got="targets that name their parts",
+            fix="Omit --parts.",
+        )  # fmt: skip
+    names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
+    part_targets(names, shares, tolerances)
+    check_unused(out)
     with new_folder(out):
         quiet_libraries()
         subject = load_model(
@@ -90,13 +109,13 @@ def command(
         )
         batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
         with show_progress() as on_step, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*became slower")  # the record's notes say so, too
+            warnings.filterwarnings("ignore", message=".*became slower")  # also a note of the record
             record = compress(
                 subject.model,
                 batches,
-                keep=keep,
-                tolerance=tolerance,
-                parts=names,
+                shares,
+                tolerances,
+                names,
                 calibrate=calibrate,
                 held_out=held_out or None,
                 time=time,
@@ -109,7 +128,10 @@ def command(
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": subject.name,
             "folder": str(out),
+            "library": type(subject.model).__module__.partition(".")[0],
         }
+        if subject.source:  # only then has the folder a tokenizer or an image processor
+            about["data"] = "text" if images is None else "images"
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
@@ -120,15 +142,15 @@ def command(
             _show(record, [])
             raise CompressionError(
                 f"model {subject.name}",
-                expected="something that can go",
-                got="nothing, at what was asked for",
+                expected="something to remove",
+                got="nothing, at the given targets",
                 fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
             )
         save_compressed(subject.model, out, record)
         if subject.source:
-            behind = copy_companions(subject.source, subject.revision or "main", out)
-            said = [SENTENCE_MODULES.format(names=", ".join(behind))] if behind else []
-            record = record.model_copy(update={"notes": [*record.notes, *said]})
+            modules = _copy_side_files(subject.source, subject.revision or "main", out)
+            copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
+            record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
         page = record.to_html(out / "index.html")
         _show(record, [out, page])
@@ -136,23 +158,34 @@ def command(
             raise typer.Exit(130)
 
 
-def _check(out: Path, keep: float | None, tolerance: float | None) -> None:
-    from rankwise.cli.output import check_unused
-    from rankwise.errors import CompressionError
+def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
+    """Return the number of an option, or its numbers by part."""
+    from rankwise.errors import InputError
 
-    if keep is not None and tolerance is not None:
-        raise CompressionError(
-            "--keep and --tolerance", expected="one of them", got="2", fix="Leave the other out."
-        )
-    check_unused(out)
+    numbers: dict[str, float] = {}
+    for value in values or ():
+        part, _, number = value.rpartition("=")
+        try:
+            given = float(number)
+        except ValueError:
+            raise InputError(
+                option, expected="a number, or PART=NUMBER", got=value,
+                fix=f"For example: {option} 0.5, or {option} heads=0.9 {option} kv=0.5.",
+            ) from None  # fmt: skip
+        if part in numbers or (numbers and "" in {part, *numbers}):
+            raise InputError(
+                option, expected="one number, or one PART=NUMBER per part", got=" and ".join(values or ()),
+                fix="Omit the others.",
+            )  # fmt: skip
+        numbers[part] = given
+    return numbers.get("", numbers or None)
 
 
 def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
-    """Batches to calibrate on, others to measure on, and what their reader must know."""
-    from rankwise.cli.load_data import load_data
-    from rankwise.compression.request import every_other_sequence
+    """Return batches for calibration, batches for costs, and notes on them."""
+    from rankwise.cli.load_data import load_data, split_held_out
 
     if subject.batches is not None and text is None and images is None:
         every = list(subject.batches)
@@ -161,18 +194,13 @@ def _data(
     inputs = load_data(
         subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=2 * batch_size
     )
-    every = list(inputs.batches)
-    # every other sequence of each batch, so that both see all of the text
-    own = [half for batch in every if (half := every_other_sequence(batch, 0)) is not None]
-    others = [half for batch in every if (half := every_other_sequence(batch, 1)) is not None]
-    said = "every other sequence was held out" if others else "one sequence, none was held out"
-    return own, others, [f"Data: {inputs.data}; {said}.", *inputs.notes]
+    own, others = split_held_out(list(inputs.batches))
+    note = "every other sequence was held out" if others else "one sequence, none was held out"
+    return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
 def _show(record: "Compression", written: list[Path]) -> None:
-    from contextlib import suppress
-    from dataclasses import replace
-
+    """Print the record, without next steps if no model was written."""
     from rich.console import Console
 
     from rankwise.cli.output import print_path
@@ -181,9 +209,40 @@ def _show(record: "Compression", written: list[Path]) -> None:
 
     console = Console()
     document = compression_document(record)
-    if not written:  # the next steps need the folder
+    if not written:
         document = replace(document, sections=[x for x in document.sections if x.name != "next"])
     with suppress(BrokenPipeError):
         print_document(document, console)
         for kind, path in zip(("model", "page"), written, strict=False):
             print_path(kind, path, console)
+
+
+def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
+    """Copy tokenizer, image processor and modules of sentence-transformers; return the modules' names."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    for kind in (AutoTokenizer, AutoImageProcessor):
+        with suppress(Exception):  # a model has one of them, or none
+            kind.from_pretrained(source, revision=revision).save_pretrained(folder)
+    for name in SENTENCE_FILES:
+        _copy(source, revision, name, folder)
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return []
+    names = [str(module.get("path", "")) for module in json.loads(modules.read_text(encoding="utf-8"))]
+    inside = [name for name in names if name and Path(name).parts == (Path(name).name,) and name != ".."]
+    for name in inside:
+        (folder / name).mkdir(exist_ok=True)  # modules without files, such as normalization, have a folder
+        for file in MODULE_FILES:
+            _copy(source, revision, f"{name}/{file}", folder)
+    return inside
+
+
+def _copy(source: str, revision: str, name: str, folder: Path) -> None:
+    """Copy one file of a model, if the model has it."""
+    from transformers.utils import cached_file
+
+    with suppress(OSError):
+        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if found:
+            shutil.copyfile(found, folder / name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankwise._internals.files import parse_json
+from rankwise._internals.forward import batch_size, map_tensors
 from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.cli.load_model import LoadedModel, need_hub
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
@@ -338,3 +339,20 @@ def open_folder(path: Path, config: str = "") -> Mapping[str, Any]:
 def _preferred_split(names: Iterable[str]) -> str:
     known = list(names)
     return next((name for name in ("validation", "test", "train") if name in known), known[0])
+
+
+def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return copies of every other sequence of each batch, and of the sequences in between.
+
+    Both halves then cover all of the text. A half without sequences of a batch omits that batch.
+    """
+
+    def half(batch: Any, first: int) -> Any:
+        sequences = batch_size(batch)
+        return map_tensors(
+            batch,
+            lambda x: (x[first::2] if x.dim() > 0 and x.shape[0] == sequences else x).clone(),
+        )
+
+    own, others = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
+    return own, others

@@ -149,7 +149,7 @@ def _from_transformers(
     import transformers
 
     from rankwise import models  # registers ToST models with transformers
-    from rankwise.compression import auto_model  # noqa: F401  (registers compressed models)
+    from rankwise.compression import save  # noqa: F401  (registers compressed models)
 
     if not Path(spec).exists():
         need_hub(f"model {spec}", expected=MODELS, fix="Pass the path of a downloaded model.")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         LayerPrice,
     )
     from rankwise.compression.run import compress
-    from rankwise.compression.store import load_compressed, save_compressed
+    from rankwise.compression.save import load_compressed, save_compressed
 
 __all__ = [
     "BudgetCurve",
@@ -37,5 +37,5 @@ __all__ = [
 _RECORDS = [name for name in __all__ if name[0].isupper()]
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {"record": _RECORDS, "run": ("compress",), "store": ("load_compressed", "save_compressed")},
+    {"record": _RECORDS, "run": ("compress",), "save": ("load_compressed", "save_compressed")},
 )

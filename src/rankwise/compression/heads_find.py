@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import AddedHook, Change, device_of, first_sequences, run_model, to_device
 from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
-from rankwise.compression.layers import check_some
-from rankwise.compression.outputs import check_finite, main_output, relative_error
+from rankwise.compression.layers import check_finite, check_some, main_output, relative_error
 from rankwise.compression.qk_modules import runs_of
 from rankwise.errors import first_line
 from rankwise.operators import SoftmaxMixing
@@ -185,8 +184,8 @@ def trial(model: nn.Module, layers: list[HeadProjections], batch: Any) -> str:
             return f"its heads return {tuple(own.shape)} instead of {tuple(kept.shape)}"
         if relative_error(own, kept) > bound:
             return "the remaining heads return something else"
-    error = relative_error(got[""], expected[""])
-    return "" if error <= bound else f"the output of the model is off by {error:.1e}"
+    off = relative_error(got[""], expected[""])
+    return "" if off <= bound else f"the output of the model is off by {off:.1e}"
 
 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:

@@ -7,8 +7,8 @@ import torch
 
 from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise.compression.heads_find import HeadProjections, find_removable_heads, removal, zeroed
-from rankwise.compression.outputs import main_output, relative_error
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.layers import main_output, relative_error
+from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import HeadWidth
 from rankwise.errors import CompressionError
 from rankwise.importance import Importance, ImportanceSettings, measure, sort_by_cost
@@ -22,7 +22,7 @@ Units = dict[str, set[int]]
 """Units to remove, by the name of their layer."""
 
 
-def remove_heads(job: Job) -> PartResult:
+def solve(job: Job) -> Solution:
     """Remove the largest set of heads within a tolerance on the loss, or the cheapest share of the heads.
 
     Query heads that share keys are removed together, with their key head.
@@ -34,10 +34,9 @@ def remove_heads(job: Job) -> PartResult:
     with zeroed(job.model, layers, plan):
         expected = main_output(job.model, short)
     change = removal(job.model, layers, plan)
-    change.apply()
-    error = relative_error(main_output(job.model, short), expected)
+    with change:
+        error = relative_error(main_output(job.model, short), expected)
     if not error <= torch.finfo(expected.dtype).eps ** 0.5:  # also if the error is NaN
-        change.undo()
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model equal to outputs with these heads set to zero",
@@ -46,14 +45,13 @@ def remove_heads(job: Job) -> PartResult:
         )
     if job.calibrate:
         notes.append("Heads are removed whole: calibration is for qk and rotary alone.")
-    return PartResult(
+    return Solution(
+        change,
         heads=_records(layers, plan, importance),
         kl={layer.name: float("nan") for layer in layers},
         tokens=round(importance.record.counted),
-        left_out=skipped,
+        skipped=skipped,
         notes=notes,
-        undo=change.undo,
-        redo=change.apply,
     )
 
 

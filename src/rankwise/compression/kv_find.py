@@ -12,8 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
-from rankwise.compression.layers import check_some, keep_passing
-from rankwise.compression.outputs import main_output
+from rankwise.compression.layers import check_some, keep_passing, main_output
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls

@@ -26,9 +26,8 @@ from torch.nn import functional as F
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_tokens, rank_notes
-from rankwise.compression.output_price import real_tokens
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.layers import check_tokens, rank_notes, real_tokens
+from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
 from rankwise.tracing import record_calls
@@ -39,7 +38,7 @@ GRADIENT_RIDGE = 1e-6
 """Added to G, which is noisier: one label is drawn per token."""
 
 
-def factor_keys_values(job: Job) -> PartResult:
+def solve(job: Job) -> Solution:
     """Compute the keys and values of each layer out of one latent, whose ranks share one budget of bytes."""
     layers, skipped = find_latent_layers(job.model, job.batches[0])
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
@@ -63,9 +62,8 @@ def factor_keys_values(job: Job) -> PartResult:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
         ranks = ranks_for_tolerance(nats, job.tolerance)
     factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
-    latents = latent_change(job.model, layers, factors)
-    latents.apply()
-    return PartResult(
+    return Solution(
+        latent_change(job.model, layers, factors),
         latents=[
             LatentRank(
                 part="kv",
@@ -79,10 +77,8 @@ def factor_keys_values(job: Job) -> PartResult:
             for layer, own, rank in zip(layers, nats, ranks, strict=True)
         ],
         tokens=tokens,
-        left_out=skipped,
+        skipped=skipped,
         notes=notes,
-        undo=latents.undo,
-        redo=latents.apply,
     )
 
 

@@ -1,15 +1,14 @@
 """What several parts share: projections of attention layers, their factors, trials and checks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
-from rankwise.compression.outputs import check_finite, main_output, relative_error
 from rankwise.errors import CompressionError
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, is_linear, names_below
@@ -176,7 +175,67 @@ def keep_passing(
     return good, {layer.name: reason for layer, well in zip(layers, passed, strict=True) if not well}
 
 
+# --- outputs ---------------------------------------------------------------------------------------------
+
+
+def main_output(model: nn.Module, batch: Any) -> Tensor:
+    """Return the first floating-point tensor of a model's output that is not a scalar: logits or states."""
+    with torch.no_grad():
+        out = run_model(model, batch)
+    found = next((part for part in _tensors(out) if part.is_floating_point() and part.dim() > 0), None)
+    assert found is not None, "a model with mixers returns a tensor"
+    return found
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    items = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def real_tokens(batch: Any, logits: Tensor) -> Bool[Tensor, "B T"]:
+    """Return which tokens are not padding, from the batch's ``attention_mask``."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:2]:
+        return mask.bool()
+    return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+
+
+def relative_error(after: Tensor, before: Tensor, real: Bool[Tensor, "B T"] | None = None) -> float:
+    """Return ‖after − before‖/‖before‖ in float64, over real tokens."""
+    if real is not None and before.shape[:2] == real.shape:
+        after, before = after[real], before[real]
+    after, before = after.double(), before.double()
+    return float((after - before).norm() / before.norm().clamp(min=1e-300))
+
+
 # --- checks ----------------------------------------------------------------------------------------------
+
+
+def check_finite(model: nn.Module, output: Tensor) -> None:
+    """Raise if an output has NaN or infinity, and name the first weights that have it."""
+    if bool(output.isfinite().all()):
+        return
+    for name, weight in model.named_parameters():
+        broken = weight.numel() - int(weight.isfinite().sum())
+        if broken:
+            layer, _, own = name.rpartition(".")
+            raise CompressionError(
+                f"layer {layer!r}" if layer else f"model {type(model).__name__}",
+                expected="finite weights",
+                got=f"NaN or infinity in {broken} of {weight.numel()} numbers of its {own}",
+                fix="Fix the weights: `rankwise audit` shows what they reach. The model is unchanged.",
+            )
+    broken = int((~output.isfinite()).sum())
+    low = output.dtype in (torch.float16, torch.bfloat16)
+    raise CompressionError(
+        f"model {type(model).__name__}",
+        expected="finite outputs",
+        got=f"NaN or infinity in {broken} of {output.numel()}; its weights are finite",
+        fix=("Use float32" if low else "Check the batch")
+        + ": `rankwise audit` shows where it begins. The model is unchanged.",
+    )
 
 
 def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str, fix: str) -> None:
@@ -186,6 +245,13 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
         raise CompressionError(
             f"model {type(model).__name__}", expected=expected, got=reasons or "no such attention", fix=fix
         )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return True if an error reports a lack of memory, on a CPU or on an accelerator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def check_tokens(tokens: int, width: int) -> None:

@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, Projections, rank_notes
-from rankwise.compression.memory import out_of_memory
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.layers import Factors, Projections, out_of_memory, rank_notes
+from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_statistics import (
@@ -46,7 +45,7 @@ Curve = tuple[list[int], list[float]]
 """Widths of a key head, ascending, and its attention KL at each."""
 
 
-def narrow_query_keys(job: Job) -> PartResult:
+def solve(job: Job) -> Solution:
     """Narrow queries and keys: closed form, widths under one budget, then calibration."""
     found, skipped = find_query_key_layers(job.model, job.batches[0])
     statistics = collect_statistics(job.model, found, job.batches, job.on_step)
@@ -61,7 +60,7 @@ def narrow_query_keys(job: Job) -> PartResult:
     starts = [closed_form(layer, [next(widths) for _ in layer.key_moments]) for layer in layers]
     result = narrow_heads("qk", job, layers, starts)
     curve = budget_curve("closed form, widths per head", curves)
-    return replace(result, curves=[curve], left_out=skipped, notes=[*notes, *result.notes])
+    return replace(result, curves=[curve], skipped=skipped, notes=[*notes, *result.notes])
 
 
 def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
@@ -94,8 +93,8 @@ def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
 # --- calibration -----------------------------------------------------------------------------------------
 
 
-def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]) -> PartResult:
-    """Calibrate factors, measure their attention KL on the evaluation data, and apply them to the model."""
+def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]) -> Solution:
+    """Calibrate factors, measure their attention KL on the evaluation data, and build the change."""
     plan: list[tuple[Projections, Factors]] = []
     heads: list[HeadWidth] = []
     stopped = ""
@@ -120,20 +119,17 @@ def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: 
             for head, kept in enumerate(factors.kept)
         ]
     factors_of = {found.name: factors for found, factors in plan}
-    evaluated = collect_statistics(job.model, [found for found, _ in plan], job.figures, job.on_step)
+    evaluated = collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step)
     names = [own.found.name for own in evaluated]
     kl = [layer_divergence(own.samples, factors_of[own.found.name]).mean() for own in evaluated]
-    change = narrow_layers(job.model, plan)
-    change.apply()
     note = f"Calibration was stopped {stopped}: finished layers are calibrated, the others are not."
-    return PartResult(
+    return Solution(
+        narrow_layers(job.model, plan),
         heads,
-        dict(zip(names, map(float, kl), strict=True)),
+        kl=dict(zip(names, map(float, kl), strict=True)),
         tokens=layers[0].tokens,
         notes=[note] if stopped else [],
         complete=not stopped,
-        undo=change.undo,
-        redo=change.apply,
     )
 
 

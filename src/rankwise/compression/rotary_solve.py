@@ -11,7 +11,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from rankwise.compression.layers import Factors
-from rankwise.compression.parts import Job, PartResult
+from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_solve import Curve, allocate_widths, budget_curve, narrow_heads
 from rankwise.compression.qk_statistics import (
     QueryKeyStatistics,
@@ -52,7 +52,7 @@ class Order:
         return self.widths, self.losses
 
 
-def narrow_rotary(job: Job) -> PartResult:
+def solve(job: Job) -> Solution:
     """Remove rotary pairs in greedy order, widths under one budget, then calibrate.
 
     The query heads of a key head keep the same pairs. Channels without rotation get the closed form of `qk`.
@@ -70,7 +70,7 @@ def narrow_rotary(job: Job) -> PartResult:
     result = narrow_heads("rotary", job, layers, starts)
     curves = [order.curve for own in orders for order in own]
     curve = budget_curve("greedy by attention KL, widths per head", curves)
-    return replace(result, curves=[curve], left_out=skipped)
+    return replace(result, curves=[curve], skipped=skipped)
 
 
 def pair_widths(

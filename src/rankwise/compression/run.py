@@ -3,29 +3,22 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise._internals.forward import batch_size, eval_mode
-from rankwise.compression.auto_model import note_structure
-from rankwise.compression.memory import no_memory, out_of_memory
-from rankwise.compression.parts import Job, PartResult
-from rankwise.compression.parts import parts as known_parts
-from rankwise.compression.prices import Prices, measure_prices
-from rankwise.compression.record import Compression, LayerPrice
-from rankwise.compression.remarks import grown, slower, unchanged
-from rankwise.compression.request import (
-    check_budget,
-    check_untouched,
-    listed_batches,
-    targets_of,
-)
+from rankwise._internals.statistics import mean
+from rankwise.compression.evaluate import Evaluation, evaluate
+from rankwise.compression.layers import out_of_memory
+from rankwise.compression.part import PARTS, Job, Solution, solve_part
+from rankwise.compression.record import Compression, Latency, LayerPrice
+from rankwise.compression.save import note_structure, structure_of
+from rankwise.errors import CompressionError, InputError, first_line, in_range, one_of, whole_number
 
 SLOWER = 1.03
-"""After/before above which a model is called slower, if 9 rounds of 10 say so too."""
+"""Ratio after/before from which a model is reported as slower, if 9 of 10 rounds agree."""
 
 
 def compress(
@@ -34,22 +27,32 @@ def compress(
     keep: float | int | Mapping[str, float | int] | None = None,
     tolerance: float | int | Mapping[str, float | int] | None = None,
     parts: str | Sequence[str] = "qk",
+    *,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
     time: bool = False,
     seed: int = 0,
     on_step: Callable[[str], None] | None = None,
 ) -> Compression:
-    """Make parts of a trained model smaller in place, and measure the cost and the savings.
+    r"""Make parts of a trained model smaller in place, and measure the costs and the savings.
 
-    Each part has its own target, and starts from the model that the earlier parts left. Their order is fixed:
-    ``heads`` removes attention heads with their weights; ``qk`` narrows queries and keys ;
-    ``rotary`` does the same for rotated positions, in pairs of channels; ``kv`` computes a decoder's keys and
-    values from one latent, which its cache stores. After ``qk`` or ``rotary``, ``kv`` reads the narrow keys.
+    Parts are done in this order; each starts from the model that the earlier parts left:
+
+    - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
+    - ``qk`` narrows queries and keys to r columns: logits Q Kᵀ become (Q A)(K B)ᵀ with A = S^½ V_r and
+      B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and S = Σ kkᵀ. These factors have the
+      least squared error over all pairs of calibration tokens. Heads share one budget of width.
+    - ``rotary`` does the same for rotated positions: it removes the pairs of channels that cost least.
+    - ``kv`` computes a decoder's keys and values from one latent per layer, which its cache stores. After
+      ``qk`` or ``rotary`` it uses the narrow keys.
+
+    Each part is tried on the model first; layers on which it does not work are skipped and reported.
+    Cost: one pass over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
+    16 sequences; with `calibrate`, three softmaxes per step.
 
     Args:
-        model: any module; changed in place.
-        batches: calibration data.
+        model: any module; it is changed in place. Its class, attention code and configuration stay.
+        batches: calibration data; a few thousand tokens.
         keep: share to keep, 0 < keep < 1; 0.5 by default. A mapping names its parts, such as
             ``{"heads": 0.9, "kv": 0.5}``; a number applies to each of `parts`. The unit depends on the part:
             the width for ``qk`` and ``rotary``, bytes of the cache for ``kv``, the number of heads for
@@ -58,9 +61,9 @@ def compress(
             attention KL in nats for ``qk`` and ``rotary``; KL of the outputs in nats, predicted to second
             order, for ``kv``; a share of the loss for ``heads``, as `rankwise.importance` measures it.
         parts: names of the parts, if neither `keep` nor `tolerance` is a mapping.
-        calibrate: steps of Adam per layer.
+        calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
-        time: measure latency before and after.
+        time: if True, measure latency before and after.
         seed: random seed.
         on_step: called with a description of each step.
 
@@ -68,8 +71,14 @@ def compress(
         Widths, costs and savings. The cost `output_kl` has the same unit for all parts.
 
     Raises:
-        CompressionError: if a part is unknown or has two targets, a target is out of range, or a part cannot
-            be done. The model is then unchanged.
+        CompressionError: if a part is unknown or has two targets, a target is out of range, a part cannot be
+            done, memory runs out, or the model is already compressed. The model is then unchanged.
+        InputError: if there are no batches.
+
+    Warns:
+        UserWarning: if `time` is True and the model became slower.
+
+    Source: ``qk`` is KQ-SVD (arXiv 2512.05916) with one budget over heads.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -77,88 +86,198 @@ def compress(
         >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
         >>> batch = {"input_ids": torch.randint(0, 50, (4, 24))}
         >>> done = rw.compress(model, [batch], keep={"qk": 0.75, "kv": 0.5})
-        >>> done.parts, done.cache_bytes_after / done.cache_bytes_before <= 0.5
-        (['qk', 'kv'], True)
+        >>> done.parts, done.mean_width, done.cache_bytes_after / done.cache_bytes_before <= 0.5
+        (['qk', 'kv'], 12.0, True)
     """
-    keep = 0.5 if keep is None and tolerance is None else keep
-    targets = targets_of(parts, keep, tolerance)
-    chosen = list(targets)
-    check_untouched(model)
-    for own_keep, own_tolerance in targets.values():
-        check_budget(own_keep, own_tolerance, calibrate)
-    data = listed_batches(batches, "batches")
-    figures = listed_batches(held_out, "held_out") if held_out is not None else []
-    under_way = ""
+    targets = part_targets(parts, keep, tolerance)
+    whole_number("`calibrate`", calibrate, 0, error=CompressionError)
+    if structure_of(model).changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a model that is not compressed yet",
+            got="a compressed model",
+            fix="Load the original and compress it once; name all parts together.",
+        )
+    data = _listed(batches, "batches")
+    eval_data = _listed(held_out, "held_out") if held_out is not None else data
+    step = "a batch"
 
-    def said(what: str) -> None:
-        nonlocal under_way
-        under_way = what
+    def report(what: str) -> None:
+        nonlocal step
+        step = what
         if on_step is not None:
             on_step(what)
 
-    job = Job(model, data, figures or data, None, None, calibrate, seed, said)
-    done: list[PartResult] = []
+    solutions: dict[str, Solution] = {}
     with eval_mode(model):
         try:
             for name, (own_keep, own_tolerance) in targets.items():
-                own = replace(job, keep=own_keep, tolerance=own_tolerance)
-                done.append(known_parts()[name](own))
-            prices = measure_prices(model, job.figures, done, time, said)
+                job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
+                solutions[name] = solve_part(name, job)
+                solutions[name].change.apply()
+            changes = [solution.change for solution in solutions.values()]
+            evaluation = evaluate(model, eval_data, changes, time, report)
         except BaseException as error:
-            for result in reversed(done):
-                result.undo()
+            for solution in reversed(solutions.values()):
+                solution.change.undo()
             if out_of_memory(error):
-                raise no_memory(model, error, under_way) from error
+                raise CompressionError(
+                    f"model {type(model).__name__}",
+                    expected=f"memory for {step}",
+                    got=first_line(error),
+                    fix="Pass fewer or shorter sequences, or smaller batches; the model is unchanged.",
+                ) from error
             raise
-    record = _record(model, job, chosen, done, prices, bool(figures))
     if hasattr(model, "config") and hasattr(model, "save_pretrained"):
         note_structure(model)
-    slow = [slower(timing, record) for timing in record.latency if timing.ratio > SLOWER and timing.low > 1]
-    for said_so in slow:
-        warnings.warn(said_so, UserWarning, stacklevel=2)
+    record = _record(model, data, solutions, evaluation, held_out is not None, seed)
+    slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
+    for note in slow:
+        warnings.warn(note, UserWarning, stacklevel=2)
     return record.model_copy(update={"notes": [*record.notes, *slow]})
 
 
+def part_targets(
+    parts: str | Sequence[str],
+    keep: float | int | Mapping[str, float | int] | None,
+    tolerance: float | int | Mapping[str, float | int] | None,
+) -> dict[str, tuple[float | int | None, float | int | None]]:
+    """Return the share to keep or the tolerance of each part, in the order of `PARTS`; by default 0.5."""
+    keep = 0.5 if keep is None and tolerance is None else keep
+    given: dict[str, Any] = {"keep": keep, "tolerance": tolerance}
+    mappings = {name: dict(value) for name, value in given.items() if isinstance(value, Mapping)}
+    for name, value in given.items():
+        if mappings and value is not None and name not in mappings:
+            raise CompressionError(
+                f"`{name}`", expected="a mapping of parts, like the other target", got=repr(value),
+                fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
+            )  # fmt: skip
+    if mappings:
+        names = [part for values in mappings.values() for part in values]
+    else:
+        names = [parts] if isinstance(parts, str) else list(parts)
+    if not names:
+        raise CompressionError(
+            "`parts`", expected="at least one part", got="none", fix=f"Known: {', '.join(PARTS)}."
+        )
+    for part in names:
+        one_of("`parts`", part, PARTS, error=CompressionError)
+        if names.count(part) > 1 and not mappings:
+            raise CompressionError(
+                "`parts`", expected="each part once", got=f"{part!r} twice", fix="Name each part once."
+            )
+    targets: dict[str, tuple[float | int | None, float | int | None]] = {}
+    for part in (part for part in PARTS if part in names):
+        own = {name: mappings[name].get(part) if name in mappings else value for name, value in given.items()}
+        count = sum(value is not None for value in own.values())
+        if count != 1:
+            raise CompressionError(
+                f"part {part!r}", expected="a share to keep or a tolerance",
+                got="both" if count else "None", fix="Omit one of them." if count else "Omit the part.",
+            )  # fmt: skip
+        for name, interval in (("keep", "(0, 1)"), ("tolerance", "(0, inf)")):
+            if (number := own[name]) is not None:
+                in_range(f"`{name}`", number, interval, error=CompressionError)
+        targets[part] = own["keep"], own["tolerance"]
+    return targets
+
+
+def _listed(batches: Iterable[Any], name: str) -> list[Any]:
+    """Return batches as a list; raise if it is a single batch, or has no sequences."""
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise InputError(
+            f"`{name}`",
+            expected="an iterable of batches",
+            got=type(batches).__name__,
+            fix="Put a single batch into a list: `[batch]`.",
+        )
+    data = list(batches)
+    if not data or not sum(batch_size(batch) for batch in data):
+        raise InputError(
+            f"`{name}`", expected="at least one batch", got="none", fix="Pass data that the model accepts."
+        )
+    return data
+
+
+# --- record ----------------------------------------------------------------------------------------------
+
+
 def _record(
-    model: nn.Module, job: Job, names: list[str], done: list[PartResult], prices: Prices, held_out: bool
-) -> Compression:
-    heads = [head for result in done for head in result.heads]
-    numbers = {head.site: head.layer for head in heads}
-    kl = {latent.site: math.nan for result in done for latent in result.latents}
-    numbers |= {latent.site: latent.layer for result in done for latent in result.latents}
-    for result in done:  # of removed heads there is no attention to compare
-        kl |= {site: own for site, own in result.kl.items() if site not in kl or not math.isnan(own)}
+    model: nn.Module, data: list[Any], solutions: dict[str, Solution], evaluation: Evaluation,
+    held_out: bool, seed: int,
+) -> Compression:  # fmt: skip
+    every = list(solutions.values())
+    heads = [head for solution in every for head in solution.heads]
+    latents = [latent for solution in every for latent in solution.latents]
+    places = {head.site: (head.stack, head.layer) for head in heads}
+    places |= {x.site: (evaluation.stacks.get(x.site, ""), x.layer) for x in latents}
+    kl = {latent.site: math.nan for latent in latents}
+    for solution in every:  # a removed head has no attention to compare
+        kl |= {site: own for site, own in solution.kl.items() if site not in kl or not math.isnan(own)}
     layers = [
         LayerPrice(
             site=site,
-            layer=numbers[site],
+            layer=places[site][1],
             kl=own,
-            output_error=prices.layer_errors.get(site, math.nan),
+            output_error=evaluation.state_errors.get((places[site][0], places[site][1] + 1), math.nan),
         )
         for site, own in kl.items()
     ]
-    known = [layer.kl for layer in layers if not math.isnan(layer.kl)]
-    notes = [note for result in done for note in result.notes]
-    notes += [note for name, result in zip(names, done, strict=True) for note in unchanged(name, result)]
-    notes += [*grown(prices.fields), *prices.notes]
+    notes = [note for solution in every for note in solution.notes]
+    notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
+    notes += [*_larger(evaluation.fields), *evaluation.notes]
     if not held_out:
-        notes.append(
-            "Prices were measured on the calibration data itself: held-out text shows what others pay."
-        )
+        notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
     return Compression(
         model=getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
-        parts=names,
-        complete=all(result.complete for result in done),
-        sequences=sum(batch_size(batch) for batch in job.batches),
-        tokens=max(result.tokens for result in done),
+        parts=list(solutions),
+        complete=all(solution.complete for solution in every),
+        sequences=sum(batch_size(batch) for batch in data),
+        tokens=max(solution.tokens for solution in every),
         figures="held-out data" if held_out else "the calibration data",
         heads=heads,
         layers=layers,
-        curves=[curve for result in done for curve in result.curves],
-        latents=[latent for result in done for latent in result.latents],
-        kl=sum(known) / len(known) if known else float("nan"),
-        left_out={name: reason for result in done for name, reason in result.left_out.items()},
+        curves=[curve for solution in every for curve in solution.curves],
+        latents=latents,
+        kl=mean(layer.kl for layer in layers),
+        left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
         notes=notes,
-        about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(job.seed)},
-        **prices.fields,
+        about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
+        **evaluation.fields,
+    )
+
+
+def _unchanged(part: str, solution: Solution) -> list[str]:
+    """Return a note if a part removed nothing."""
+    heads = bool(solution.heads) and all(head.width == head.before for head in solution.heads)
+    latents = bool(solution.latents) and all(latent.rank == latent.full for latent in solution.latents)
+    if not heads and not latents:
+        return []
+    what = {"heads": "no head was removed", "kv": "every latent has its full rank"}
+    return [f"{part}: {what.get(part, 'nothing was narrowed')}. Lower `keep` or raise the tolerance."]
+
+
+def _larger(fields: dict[str, Any]) -> list[str]:
+    """Return a note if the model has more parameters than before."""
+    before, after = fields["parameters_before"], fields["parameters_after"]
+    if after <= before:
+        return []
+    return [
+        f"The model has more parameters than before: {after:,} after {before:,}. The factors of a latent can "
+        "have more numbers than the projections that they replace. Cache in bytes per token: "
+        f"{fields['cache_bytes_before']:,} to {fields['cache_bytes_after']:,}."
+    ]
+
+
+def slower(timing: Latency, record: Compression) -> str:
+    """Return a note that the model became slower, and what became smaller."""
+    sizes = (
+        ("parameters", record.parameters_before, record.parameters_after),
+        ("bytes of the cache", record.cache_bytes_before, record.cache_bytes_after),
+    )
+    smaller = [what for what, before, after in sizes if after < before]
+    saved = f"fewer {' and '.join(smaller)}, but no time saved" if smaller else "no memory saved either"
+    return (
+        f"{timing.phase} of {timing.tokens} tokens became slower on this machine: {timing.before:.2f} to "
+        f"{timing.after:.2f} ms; {saved}. To go back, load the original."
     )

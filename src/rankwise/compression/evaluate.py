@@ -1,0 +1,364 @@
+"""Costs and savings: measure the original and the compressed model on the same data."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rankwise._internals.forward import (
+    Change,
+    batch_size,
+    device_of,
+    first_sequences,
+    run_model,
+    to_device,
+)
+from rankwise.compression.layers import main_output, real_tokens, relative_error
+from rankwise.compression.record import Latency
+from rankwise.tracing import MixerSite, StateSite, capture
+
+SEQUENCES = 16
+"""Sequences on which outputs are compared, at most."""
+CACHE_TOKENS = 8
+"""Tokens whose cache is measured."""
+SECONDS = 3.0
+"""Time for each latency; at least five rounds are run, of which the first does not count."""
+ROUNDS = 25
+STEPS = ROUNDS + 1
+"""Tokens that timed decoding may add to its cache."""
+LENGTHS = (4, 1)
+"""Divisors of the longest length that is timed."""
+LONGEST = 512
+"""Tokens of the longest length that is timed, at most."""
+
+
+@dataclass
+class Evaluation:
+    """Fields of a record, and the error of the states after each layer."""
+
+    fields: dict[str, Any]
+    state_errors: dict[tuple[str, int], float]
+    """By stack and layer: encoders and decoders use the same layer numbers."""
+    stacks: dict[str, str]
+    """Stack of each mixer, by name."""
+    notes: list[str]
+
+
+@dataclass
+class Snapshot:
+    """Measurements of one model."""
+
+    states: dict[tuple[str, int], Tensor]
+    """Real tokens of the first batch, by stack and layer."""
+    stacks: dict[str, str]
+    output: Tensor
+    """Output for the first batch."""
+    fields: dict[str, Any]
+
+
+def evaluate(
+    model: nn.Module, batches: list[Any], changes: list[Change], timed: bool, on_step: Callable[[str], None]
+) -> Evaluation:
+    """Measure a model with its changes, and without them; the changes are applied before and after."""
+    on_step("comparing outputs")
+    batches = [to_device(batch, device_of(model)) for batch in batches]
+    new = snapshot(model, batches, "after")
+    with original(changes):
+        old = snapshot(model, batches, "before")
+    errors = {
+        place: relative_error(new.states[place], old.states[place])
+        for place in old.states.keys() & new.states.keys()
+    }
+
+    def pair(batch: Any) -> tuple[Tensor | None, Tensor | None]:
+        after = log_probabilities(model, batch)
+        with original(changes):
+            return log_probabilities(model, batch), after
+
+    fields = {
+        **old.fields,
+        **new.fields,
+        "output_kl": output_kl(pair(batch) for batch in compared_batches(model, batches)),
+        "output_error": relative_error(new.output, old.output),
+    }
+    notes: list[str] = []
+    if timed:
+        on_step("measuring latency")
+        fields["latency"], notes = measure_latency(model, batches[0], changes)
+    return Evaluation(fields, errors, old.stacks, notes)
+
+
+@contextmanager
+def original(changes: list[Change]) -> Iterator[None]:
+    """Context manager that undoes changes for one block of code."""
+    for change in reversed(changes):
+        change.undo()
+    try:
+        yield
+    finally:
+        for change in changes:
+            change.apply()
+
+
+def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
+    """Measure states, output, loss, parameters and cache of a model; `when` ends the names of fields."""
+    states: dict[tuple[str, int], Tensor] = {}
+    stacks: dict[str, str] = {}
+
+    def keep_tokens(site: StateSite) -> None:
+        real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
+        states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
+
+    def keep_stack(site: MixerSite) -> None:
+        stacks.setdefault(site.name, site.stack)
+
+    with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_stack):
+        run_model(model, batches[0])
+    mask = batches[0].get("attention_mask") if isinstance(batches[0], dict) else None
+    output = main_output(model, batches[0])
+    if mask is not None and mask.shape == output.shape[:2]:
+        output = output[mask.bool()]
+    task = measure_task(model, batches)
+    fields = {
+        f"loss_{when}": task.loss,
+        f"metric_{when}": task.accuracy,
+        "metric": task.metric,
+        f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
+        f"cache_bytes_{when}": cache_bytes(model, batches[0]),
+    }
+    return Snapshot(states, stacks, output.float().cpu(), fields)
+
+
+# --- outputs ---------------------------------------------------------------------------------------------
+
+
+def compared_batches(model: nn.Module, batches: list[Any]) -> Iterator[Any]:
+    """Yield the first sequences of batches on the device of the model, up to `SEQUENCES`."""
+    count = 0
+    for batch in batches:
+        if count < SEQUENCES:
+            short = first_sequences(batch, SEQUENCES - count)
+            count += batch_size(short)
+            yield to_device(short, device_of(model))
+
+
+def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | None:
+    """Return log p of the outputs at real tokens, on the CPU; None if the model returns no logits."""
+    with torch.no_grad():
+        logits = getattr(run_model(model, batch), "logits", None)
+    if not isinstance(logits, Tensor) or logits.dim() < 2:
+        return None
+    real = logits[real_tokens(batch, logits)] if logits.dim() == 3 else logits.flatten(0, -2)
+    return real.double().log_softmax(-1).cpu()
+
+
+def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
+    """Return KL(p‖p′) in nats, mean over tokens, from pairs (log p, log p′); NaN if logits are missing."""
+    total, tokens = 0.0, 0
+    for before, after in pairs:
+        if before is None or after is None:
+            return math.nan
+        total += float(F.kl_div(after, before, reduction="sum", log_target=True))
+        tokens += before.shape[0]
+    return total / max(tokens, 1e-300)
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Return True if a model generates text from its own cache alone."""
+    can = getattr(model, "can_generate", None)
+    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return callable(can) and bool(can()) and not encoder
+
+
+def cache_bytes(model: nn.Module, batch: Any) -> int:
+    """Return the bytes per token in the cache of a decoder; 0 for other models."""
+    if not is_decoder(model) or not isinstance(batch, dict) or "input_ids" not in batch:
+        return 0
+    ids = batch["input_ids"][:1, :CACHE_TOKENS]
+    with torch.no_grad():
+        cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
+    kept = [
+        tensor
+        for layer in getattr(cache, "layers", [])
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if isinstance(tensor, Tensor)
+    ]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
+
+
+# --- loss and accuracy -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """Sums of losses and correct predictions over batches."""
+
+    loss_sum: float = 0.0
+    targets: int = 0
+    correct: int = 0
+    labels: int = 0
+    """Class labels that accuracy counts."""
+    metric: Literal["", "accuracy", "token accuracy"] = ""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per label or next token; NaN without any."""
+        return self.loss_sum / self.targets if self.targets else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions; NaN without class labels."""
+        return self.correct / self.labels if self.labels else math.nan
+
+
+def measure_task(model: nn.Module, batches: list[Any]) -> Task:
+    """Return loss and accuracy on batches with ``labels``; for other batches, a decoder's next-token loss."""
+    task = Task()
+    for batch in batches:
+        if not isinstance(batch, dict):
+            continue
+        labelled = isinstance(batch.get("labels"), Tensor)
+        if labelled or ("input_ids" in batch and is_decoder(model)):
+            with torch.no_grad():
+                out = run_model(model, batch)
+            if labelled:
+                _add_labels(task, out, batch["labels"], is_decoder(model))
+            else:
+                _add_next_tokens(task, out, batch)
+    return task
+
+
+def _add_labels(task: Task, out: Any, labels: Tensor, decoder: bool) -> None:
+    loss, logits = getattr(out, "loss", None), getattr(out, "logits", None)
+    shifted = decoder and labels.dim() == 2  # nothing predicts the first token
+    count = int(((labels[:, 1:] if shifted else labels) != -100).sum())
+    if loss is not None and count:
+        task.loss_sum, task.targets = task.loss_sum + float(loss) * count, task.targets + count
+    if not isinstance(logits, Tensor) or labels.is_floating_point() or logits.shape[:-1] != labels.shape:
+        return
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    real = labels != -100
+    task.correct += int((logits.argmax(-1) == labels)[real].sum())
+    task.labels += int(real.sum())
+    task.metric = "accuracy" if labels.dim() == 1 else "token accuracy"
+
+
+def _add_next_tokens(task: Task, out: Any, batch: dict[str, Any]) -> None:
+    logits, ids = getattr(out, "logits", None), batch["input_ids"]
+    if logits is None:
+        return
+    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    pairs = real[:, 1:] & real[:, :-1]
+    task.loss_sum += float(F.cross_entropy(logits[:, :-1][pairs].float(), ids[:, 1:][pairs], reduction="sum"))
+    task.targets += int(pairs.sum())
+
+
+# --- latency ---------------------------------------------------------------------------------------------
+
+
+def measure_latency(model: nn.Module, batch: Any, changes: list[Change]) -> tuple[list[Latency], list[str]]:
+    """Time prefill at two lengths and, for decoders, decoding of one token after each; return also notes.
+
+    A decoder fills its cache up to each length; a length without room for the decoded tokens is not timed.
+    """
+    found, notes = [], []
+    for inputs, tokens in _inputs(model, batch):
+        run = partial(run_model, model, inputs)
+        found.append(_alternate("prefill", tokens, run, run, model, changes))
+        if isinstance(inputs, dict) and is_decoder(model):
+            if tokens <= STEPS:
+                notes.append(
+                    f"Decoding at a length of {tokens} tokens was not timed: {STEPS} of them are decoded, "
+                    "and none is left for the cache."
+                )
+                continue
+            found.append(_time_decoding(model, inputs["input_ids"][:, : tokens - STEPS], changes))
+    return found, notes
+
+
+def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
+    """Return one sequence of ids at two lengths; for other data, the first sequence and the whole batch."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if ids is None:
+        return [(first_sequences(batch, 1), 1), (batch, batch_size(batch))]
+    config = getattr(model, "config", None)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    # RoBERTa and OPT reserve two positions for padding.
+    longest = positions - 2 if isinstance(positions, int) and positions > 4 else LONGEST
+    inputs = []
+    for divisor in LENGTHS:
+        tokens = max(2, min(longest, LONGEST) // divisor)
+        tiled = ids[:1].repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
+        given = {"input_ids": tiled}
+        if "attention_mask" in batch:
+            given["attention_mask"] = torch.ones_like(tiled)
+        if "decoder_input_ids" in batch:
+            given["decoder_input_ids"] = tiled
+        inputs.append((given, tokens))
+    return inputs
+
+
+def _time_decoding(model: nn.Module, ids: Tensor, changes: list[Change]) -> Latency:
+    """Time steps of decoding; the original and the compressed model each continue their own cache."""
+
+    def fill() -> Any:
+        return run_model(model, {"input_ids": ids, "use_cache": True}).past_key_values
+
+    def step(cache: Any) -> Any:
+        return run_model(model, {"input_ids": ids[:, -1:], "past_key_values": cache, "use_cache": True})
+
+    with torch.no_grad():
+        new = fill()
+        with original(changes):
+            old = fill()
+    return _alternate("decode", ids.shape[1], partial(step, old), partial(step, new), model, changes)
+
+
+def _alternate(
+    phase: Literal["prefill", "decode"],
+    tokens: int,
+    before: Callable[[], Any],
+    after: Callable[[], Any],
+    model: nn.Module,
+    changes: list[Change],
+) -> Latency:
+    """Time the compressed and the original model in alternating rounds."""
+    device = device_of(model)
+
+    def seconds(run: Callable[[], Any]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    old: list[float] = []
+    new: list[float] = []
+    started = time.perf_counter()
+    with torch.inference_mode():
+        while len(old) < 5 or (len(old) < ROUNDS - 2 and time.perf_counter() - started < SECONDS):
+            new.append(1e3 * seconds(after))
+            with original(changes):
+                old.append(1e3 * seconds(before))
+    first, second = torch.tensor(old[1:]), torch.tensor(new[1:])
+    ratios = second / first
+    return Latency(
+        phase=phase,
+        tokens=tokens,
+        before=float(first.median()),
+        after=float(second.median()),
+        ratio=float(ratios.median()),
+        low=float(ratios.quantile(0.1)),
+        high=float(ratios.quantile(0.9)),
+    )

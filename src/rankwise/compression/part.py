@@ -1,0 +1,60 @@
+"""What each part of `compress` receives and returns; to add a part, add its module to `PARTS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from rankwise._internals.forward import Change
+from rankwise.compression.record import BudgetCurve, HeadWidth, LatentRank
+
+PARTS = {"heads": "heads_solve", "qk": "qk_solve", "rotary": "rotary_solve", "kv": "kv_solve"}
+"""Module of each part, in the order in which parts are done; its function `solve` takes a `Job`."""
+
+
+@dataclass
+class Job:
+    """Data and target of one part."""
+
+    model: nn.Module
+    """In evaluation mode, with the changes of the earlier parts."""
+    batches: list[Any]
+    """Calibration data."""
+    eval_batches: list[Any]
+    """Data on which costs are measured: held-out data, or the calibration data."""
+    keep: float | int | None = None
+    """Share to keep, 0 < keep < 1; None if there is a tolerance."""
+    tolerance: float | int | None = None
+    """Largest cost, in the unit of the part."""
+    calibrate: int = 0
+    """Steps of Adam per layer."""
+    seed: int = 0
+    on_step: Callable[[str], None] = lambda step: None
+    """Called with a description of each step."""
+
+
+@dataclass
+class Solution:
+    """Change of one part, not yet applied, with its records."""
+
+    change: Change
+    heads: list[HeadWidth] = field(default_factory=list)
+    latents: list[LatentRank] = field(default_factory=list)
+    curves: list[BudgetCurve] = field(default_factory=list)
+    kl: dict[str, float] = field(default_factory=dict)
+    """Attention KL per site on the evaluation data; NaN if it was not measured."""
+    tokens: int = 0
+    """Real tokens of the calibration data."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Layers that cannot be changed, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    complete: bool = True
+    """False if Ctrl-C or a lack of memory stopped calibration."""
+
+
+def solve_part(name: str, job: Job) -> Solution:
+    """Import a part and return its solution."""
+    solution: Solution = import_module(f"rankwise.compression.{PARTS[name]}").solve(job)
+    return solution

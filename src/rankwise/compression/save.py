@@ -1,0 +1,309 @@
+"""Save and load compressed models; the import of this module lets ``from_pretrained`` load them.
+
+The structure of a compressed model is data: records that suffice to build the empty model before its weights
+are loaded. transformers lets a configuration name who prepares the empty model; that is how quantized models
+load. A compressed model is prepared in the same way, but nothing is quantized.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from rankwise._internals.files import parse_json, writable_folder, write_file
+from rankwise.compression import heads_modules, kv_modules, qk_modules
+from rankwise.compression.heads_modules import RemovedHeads
+from rankwise.compression.kv_modules import LatentLayer
+from rankwise.compression.qk_modules import NarrowedKeys, NarrowedLinear
+from rankwise.compression.record import Compression
+from rankwise.errors import CompressionError, InputError, first_line, readable_file
+
+WEIGHTS, STRUCTURE, RECORD = "model.safetensors", "structure.json", "compression.json"
+NAME = "rankwise"
+KEY = "quantization_config"
+"""Field of a configuration that names who prepares the model."""
+
+SavedChange = Annotated[
+    RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")
+]
+
+
+class Structure(BaseModel, extra="forbid"):
+    """All changes of a model, in the order in which they are built."""
+
+    format: Literal[1] = 1
+    changes: list[SavedChange]
+
+
+def structure_of(model: nn.Module) -> Structure:
+    """Return the changes of a model."""
+    # Heads come first, because widths count the remaining heads.
+    heads = heads_modules.removed_heads(model)
+    return Structure(changes=[*heads, *qk_modules.narrow_records(model), *kv_modules.latent_layers(model)])
+
+
+def rebuild(model: nn.Module, structure: Structure) -> None:
+    """Change a fresh model in place as the saved model was changed; its new weights are still empty."""
+    for saved in structure.changes:
+        if isinstance(saved, RemovedHeads):
+            heads_modules.build(model, [saved]).apply()
+        elif isinstance(saved, LatentLayer):
+            kv_modules.build(model, saved).apply()
+        else:
+            qk_modules.build(model, saved).apply()
+
+
+def read_structure(content: Any, where: str) -> Structure:
+    """Validate the JSON content of a structure; errors name `where` it is from."""
+    try:
+        return Structure.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CompressionError(
+            where,
+            expected="the structure of a compressed model, as `save_compressed` writes it",
+            got=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            fix="Save the model again, with the same version of Rankwise.",
+        ) from error
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def save_compressed(model: nn.Module, folder: str | Path, record: Compression | None = None) -> Path:
+    """Write a compressed model and its record into a new or empty folder; return the folder.
+
+    Models of transformers are written by their ``save_pretrained``, which also works alone: the structure is
+    in ``config.json``. Other modules are written as ``model.safetensors`` and ``structure.json``.
+
+    Raises:
+        CompressionError: if the model is not compressed.
+        InputError: if the folder has files, or cannot be written.
+    """
+    folder, structure = Path(folder), structure_of(model)
+    if not structure.changes:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="a compressed model",
+            got="a model without changes",
+            fix="Compress it first: `rw.compress(model, batches)`.",
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(
+            f"folder {folder}",
+            expected="a new or empty folder",
+            got="a folder with files" if folder.is_dir() else "a file",
+            fix="Choose another name.",
+        )
+    writable_folder(folder, "folder")
+    try:
+        if hasattr(model, "save_pretrained") and hasattr(model, "config"):
+            note_structure(model)
+            save: Any = model.save_pretrained
+            save(folder)
+        else:
+            state = model.state_dict().items()
+            weights = {name: weight.detach().cpu().contiguous() for name, weight in state}
+            write_file(folder / WEIGHTS, lambda partial: save_file(weights, partial), "weights")
+            write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"folder {folder}",
+            expected="a folder that can be written",
+            got=first_line(error),
+            fix="Choose a folder you may write to and that has room.",
+        ) from error
+    if record is not None:
+        record.save(folder / RECORD)
+    return folder
+
+
+def load_compressed(folder: str | Path, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    """Load a compressed model, in evaluation mode.
+
+    After ``from rankwise.compression import load_compressed``, ``AutoModel.from_pretrained(folder)`` and the
+    other classes of transformers also load compressed models.
+
+    Args:
+        folder: folder that `save_compressed` or ``save_pretrained`` wrote.
+        model: for a module that is not from transformers, a fresh module of the same class and sizes; it is
+            changed in place.
+        options: arguments of ``from_pretrained``, such as ``dtype=torch.bfloat16``.
+
+    Raises:
+        CompressionError: if the folder has no compressed model, or the weights do not fit.
+        InputError: if a file cannot be read.
+
+    Examples:
+        >>> import tempfile, torch, rankwise as rw
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).eval()
+        >>> ids = torch.randint(0, 50, (2, 24))
+        >>> done = rw.compress(model, [{"input_ids": ids}], keep=0.5)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     again = rw.load_compressed(folder)
+        >>> bool(torch.equal(model(ids).logits, again(ids).logits))
+        True
+    """
+    folder = Path(folder)
+    if model is not None:
+        return _load_into(folder, model)
+    config_file = folder / "config.json"
+    content = _read_json(config_file)
+    noted = content.get(KEY) if isinstance(content, dict) else None
+    names = content.get("architectures") if isinstance(content, dict) else None
+    if not isinstance(noted, dict) or noted.get("quant_method") != NAME or not names:
+        raise CompressionError(
+            f"folder {folder}",
+            expected="a compressed model of transformers",
+            got="a configuration without a compression",
+            fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
+        )
+    read_structure(noted.get("structure"), str(config_file))
+    import transformers
+
+    known = getattr(transformers, str(names[0]), None)
+    if known is None:
+        raise CompressionError(
+            f"folder {folder}",
+            expected="a class of transformers",
+            got=str(names[0]),
+            fix="Build the model yourself and pass it as `model=`.",
+        )
+    loaded: nn.Module = known.from_pretrained(folder, **options)
+    return loaded.eval()
+
+
+def _load_into(folder: Path, model: nn.Module) -> nn.Module:
+    """Load a saved module that is not from transformers into a fresh module."""
+    structure = read_structure(_read_json(folder / STRUCTURE), str(folder / STRUCTURE))
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"weights {folder / WEIGHTS}",
+            expected="a file that `save_compressed` wrote",
+            got=first_line(error),
+            fix="Save the model again.",
+        ) from error
+    rebuild(model, structure)
+    try:
+        with torch.no_grad():
+            model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CompressionError(
+            f"weights {folder / WEIGHTS}",
+            expected=f"weights of a {type(model).__name__} of the same sizes",
+            got=str(error).splitlines()[-1].strip(),
+            fix="Build the model as it was built when it was saved.",
+        ) from error
+    return model.eval()
+
+
+def _read_json(path: Path) -> Any:
+    """Return the JSON content of a file."""
+    fix = "Check the folder; for a module that is not from transformers, pass `model=`."
+    data = readable_file(path, "JSON of a compressed model", fix=fix)
+    try:
+        return parse_json(data.decode("utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"file {path}", expected="JSON of a compressed model", got=first_line(error), fix=fix
+        ) from error
+
+
+# --- loader of transformers ------------------------------------------------------------------------------
+
+
+class CompressionConfig(QuantizationConfigMixin):
+    """Structure of a compressed model inside its configuration."""
+
+    def __init__(self, structure: Any = None, **_: Any) -> None:
+        self.quant_method = NAME
+        self.structure = structure if isinstance(structure, dict) else {"changes": []}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of ``config.json``."""
+        return {"quant_method": NAME, "structure": self.structure}
+
+
+class CompressionBuilder(HfQuantizer):
+    """Builds the structure into the empty model before its weights are loaded."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        structure = read_structure(self.quantization_config.structure, "the configuration")
+        rebuild(model, _named_for(model, structure))
+        for _name, projection in qk_modules.narrow_projections(model):
+            projection.loading = True
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        for _name, projection in qk_modules.narrow_projections(model):
+            projection.place_channels()
+            projection.loading = False
+        # Remove every flag: `Trainer` and peft refuse to train quantized models.
+        del model.hf_quantizer, model.quantization_method
+        model.is_quantized = False  # type: ignore[assignment]
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if config is not None and getattr(config, "_is_quantized", False):
+                config._is_quantized = False
+        return model
+
+    def is_serializable(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True."""
+        return True
+
+
+def _named_for(model: nn.Module, structure: Structure) -> Structure:
+    """Add or remove the prefix of module names that differs between models with and without a head."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    modules = {name for name, _ in model.named_modules()}
+
+    def name(old: str) -> str:
+        others = (old.removeprefix(prefix), prefix + old)
+        return old if old in modules else next((new for new in others if new in modules), old)
+
+    changes = [
+        change.renamed(name(change.module))
+        if isinstance(change, RemovedHeads)
+        else change.model_copy(
+            update={key: name(getattr(change, key)) for key in ("module", "rotary") if hasattr(change, key)}
+        )
+        for change in structure.changes
+    ]
+    return structure.model_copy(update={"changes": changes})
+
+
+def note_structure(model: Any) -> None:
+    """Write the structure of a model into its configuration; remove it if the model has no changes."""
+    structure = structure_of(model)
+    noted = getattr(model.config, KEY, None)
+    if structure.changes:
+        setattr(model.config, KEY, CompressionConfig(structure=structure.model_dump(mode="json")))
+    elif isinstance(noted, CompressionConfig) or (
+        isinstance(noted, dict) and noted.get("quant_method") == NAME
+    ):
+        delattr(model.config, KEY)
+
+
+if NAME not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(NAME)(CompressionConfig)
+    register_quantizer(NAME)(CompressionBuilder)
