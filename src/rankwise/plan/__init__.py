@@ -1,4 +1,4 @@
-"""Plan the query/key width of heads before training: where the rank of random heads saturates."""
+"""Choose a query/key width before training: beyond K*, heads with random weights gain almost no rank."""
 
 from typing import TYPE_CHECKING
 

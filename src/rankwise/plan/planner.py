@@ -1,4 +1,4 @@
-"""Plan a query/key width: the width K* from which on the rank of random heads saturates."""
+"""Find K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_rank import MAX_ENTRIES
 
 DENSE_WIDTHS = tuple(range(1, 257))
-"""Widths tried if hardmax ranks of all widths come at the cost of the widest."""
+"""Query/key widths tried for hardmax without rotary positions: all of them cost as much as the widest."""
 SPARSE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Widths tried if each width has its own cost."""
+"""Query/key widths tried for softmax or with rotary positions, where each width has its own cost."""
 MAX_TOKENS = 131_072
-"""A trial takes about half an hour on one core at this length."""
+"""Largest number of tokens; at this length, one trial takes about half an hour on one core."""
 RESAMPLES = 2000
 SIGNIFICANT = 4.0
-"""Standard errors of the noisiest width above which a fall counts, because many pairs are compared."""
+"""Standard errors that a decrease of rank/T must exceed to count: many, because many pairs are compared."""
 
 
 def plan_head_dim(
@@ -42,43 +42,43 @@ def plan_head_dim(
     seed: int = 0,
     on_trial: Callable[[int], None] | None = None,
 ) -> HeadDimPlan:
-    """Return K*: the least width from which on a unit of width adds less than `tolerance` of rank/T.
+    """Find K*, the least query/key width beyond which one more channel adds less than `tolerance` to rank/T.
 
-    The rank is the rank of one head at random weights. Trained heads can use more or less:
-    `rankwise.plan.trained_widths` measures them.
+    The rank is the rank of the mixing matrix M (T tokens by T tokens) of one head with random weights.
+    Trained heads can use more or less rank: `rankwise.plan.trained_widths` measures the width they require.
 
-    Formula: the least K such that (r(2K') − r(K'))/K' < tolerance for all K' ≥ K, with r(K) the mean of
-    rank(M)/T over draws of Wq and Wk with independent Gaussian entries. At temperature 0 the rank is the
-    number of different winners of hardmax. At other temperatures it is the number of singular values ≥ δ of
-    softmax(QKᵀ/(temperature·√K)).
-    Range of ``head_dim``: the widths tried. ``saturated`` is False if the widest width still gains.
+    Formula: the least K such that (r(2K') − r(K'))/K' < tolerance for all K' ≥ K. r(K) is the mean of
+    rank(M)/T over draws of Wq and Wk with independent Gaussian entries. At temperature 0, rank(M) is the
+    number of different winners of hardmax (tokens with the largest score of a row). At other temperatures, it
+    is the number of singular values ≥ δ of softmax(QKᵀ/(temperature·√K)).
+    Range of ``head_dim``: the widths tried. ``saturated`` is False if rank/T still grows at the widest width.
     Cost: O(trials·T²·K_max) at temperature 0; about 0.5 s per trial at T = 2,048, K_max = 256 on one core.
-    Rotary positions take that time for each width; temperatures above 0 take an O(T³) factorization for each
+    With rotary positions, each width takes such a time. Temperatures above 0 take an O(T³) factorization per
     width and trial.
     Source: "On the Limitation and Redundancy of Transformers: A Rank Perspective": "check the saturation
-    situation of attention ranks before training". The paper states a tolerance of about 0.01 and no step for
-    the gain; the unit of width and the average over a doubling are a choice of this project.
+    situation of attention ranks before training". The paper states a tolerance of about 0.01, but no step of
+    the width. This project chose a step of one unit, averaged over a doubling of the width.
 
     Args:
-        tokens: number of tokens T of orthonormal token states, or token states (T, D) or (B, T, D). Trial i
+        tokens: number of tokens T, for orthonormal token states; or token states (T, D) or (B, T, D). Trial i
             reads sequence i mod B, after LayerNorm.
         mask: "full" or "causal".
-        tolerance: minimum gain in rank/T per unit of width, in (0, 1).
-        heads: present number of heads, for the costs.
-        kv_heads: present number of key heads; by default as many as heads.
-        head_dim: present query/key width; D // heads by default.
+        tolerance: gain in rank/T per unit of width that K* and wider heads stay below, in (0, 1).
+        heads: number of heads of the present model, for the costs.
+        kv_heads: number of key heads of the present model; `heads` by default.
+        head_dim: query/key width of the present model; D // heads by default.
         width: model width D, for the costs; by default the width of the token states.
-        head_dims: widths K to try; by default 1 … 256, fewer if each width has its own cost.
+        head_dims: widths K to try; by default 1 to 256, or fewer if each width has its own cost.
         positions: "none" or "rope" (even widths only).
-        temperature: temperature of the ranked matrix in units of √K; 0 is hardmax.
-        delta: threshold of the singular values that count, at temperatures above 0.
+        temperature: softmax temperature in units of √K; 0 is hardmax, 1 the usual softmax.
+        delta: threshold δ; at temperatures above 0, the rank counts singular values ≥ δ.
         trials: number of draws of the weights, at least 2.
         seed: random seed for the weights.
-        on_trial: called with the number of trials done, after each trial.
+        on_trial: function called after each trial with the number of trials done.
 
     Returns:
-        The plan. If Ctrl-C interrupts it after two or more trials, the plan rests on these trials, and
-        ``complete`` is False.
+        Plan with the curve of rank/T, K* and its interval. If Ctrl-C stops the trials after two or more, the
+        plan is computed from the finished trials, and ``complete`` is False.
 
     Raises:
         InputError: if a number or name is out of range.
@@ -111,7 +111,7 @@ def plan_head_dim(
             if on_trial is not None:
                 on_trial(len(ranks))
     except KeyboardInterrupt:
-        if len(ranks) < 2:  # without a spread there is nothing to keep
+        if len(ranks) < 2:  # one trial has no standard deviation
             raise
     shares = np.stack(ranks)
     mean, std = shares.mean(0), shares.std(0, ddof=1)
@@ -146,7 +146,7 @@ def plan_head_dim(
 
 
 def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
-    """Return the token states (B, T, D) that the user passed; None if `tokens` is a number."""
+    """Return token states as (B, T, D), or None for a number of tokens; raise if the states are invalid."""
     if not isinstance(tokens, Tensor):
         return None
     states = tokens.detach().cpu()
@@ -166,7 +166,7 @@ def check_arguments(
     tokens: int, mask: str, tolerance: float, *, positions: str, temperature: float, delta: float,
     trials: int, seed: int,
 ) -> None:  # fmt: skip
-    """Raise if a name or number is out of range; token states and a model are not needed for this."""
+    """Raise if an argument is out of range; this check needs neither token states nor a model."""
     whole_number("`tokens`", tokens, 2, MAX_TOKENS, fix="Time grows as T²; one token has rank 1.")
     one_of("`mask`", mask, MASKS)
     one_of("`positions`", positions, POSITIONS)
@@ -183,7 +183,7 @@ def check_arguments(
 def present_head_dim(
     heads: int | None, kv_heads: int | None, head_dim: int | None, width: int | None, positions: str
 ) -> int | None:
-    """Return the present query/key width; None without heads. Raise if the sizes do not fit together."""
+    """Return the present query/key width, or None without any size; raise if the sizes do not fit."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "width": width}
     for name, size in sizes.items():
         if size is not None:
@@ -233,9 +233,9 @@ def _widths(head_dims: Sequence[int] | None, positions: str, temperature: float)
 def gains(
     head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"]
 ) -> Float[np.ndarray, "*batch J"]:
-    """Return the mean gain in rank/T per unit of width between K and 2K: (r(2K) − r(K))/K.
+    """Return (r(2K) − r(K))/K, the mean gain of r = rank/T per unit of width, for each query/key width K.
 
-    Between the widths tried, r is linear. Widths above half of the widest are not judged.
+    r is interpolated linearly between the widths tried. Only widths with 2K ≤ the widest width are returned.
 
     Examples:
         >>> gains((1, 2, 4), np.array([0.1, 0.2, 0.3])).round(3).tolist()
@@ -253,9 +253,10 @@ def gains(
 def saturation_index(
     head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"], tolerance: float
 ) -> Int[np.ndarray, "*batch"]:
-    """Return the index of K*; −1 if no width saturates.
+    """Return the index of K* in `head_dims`; −1 if rank/T still grows at the widest width.
 
-    K* is not the first width with a small gain: at long T curves start flat and rise later.
+    K* is the width after the last large gain, not the first width with a small gain: for long sequences,
+    rank/T starts flat and rises later.
     """
     steep = gains(head_dims, rank_shares) >= tolerance
     after = np.where(steep.any(-1), steep.shape[-1] - steep[..., ::-1].argmax(-1), 0)
@@ -265,12 +266,12 @@ def saturation_index(
 def saturation(
     head_dims: Sequence[int], trials: Float[np.ndarray, "N W"], tolerance: float, seed: int
 ) -> tuple[int, tuple[int, int]]:
-    """Return the index of K* of the mean curve (−1: not saturated) and the 95 % bootstrap interval of K*."""
+    """Return the index of K* for the mean curve (−1: not saturated) and the 95 % bootstrap interval of K*."""
     draws = np.random.default_rng(seed).integers(len(trials), size=(RESAMPLES, len(trials)))
     counts = np.stack([(draws == at).sum(1) for at in range(len(trials))], axis=1)
     places = saturation_index(head_dims, counts @ trials / len(trials), tolerance)
     found = int(saturation_index(head_dims, trials.mean(0), tolerance))
-    ordered = np.sort(np.array(head_dims)[places])  # −1, not saturated, reads as the widest width
+    ordered = np.sort(np.array(head_dims)[places])  # index −1 (not saturated) selects the widest width
     low, high = ordered[[int(0.025 * RESAMPLES), int(0.975 * RESAMPLES) - 1]]
     return found, (int(min(low, head_dims[found])), int(max(high, head_dims[found])))
 
@@ -278,17 +279,17 @@ def saturation(
 def largest_fall(
     head_dims: Sequence[int], trials: Float[np.ndarray, "N W"], tolerance: float
 ) -> tuple[int, int, float] | None:
-    """Return (K, K', lost rank/T) of the largest decrease of the mean that chance does not explain."""
+    """Return (K, K', lost rank/T) for the largest significant fall of mean rank/T; None if there is none."""
     mean = trials.mean(0)
     error = math.sqrt(2 / len(trials)) * trials.std(0, ddof=1).max()
-    lost = np.triu(mean[:, None] - mean, 1)  # [a, b]: from width a to width b
+    lost = np.triu(mean[:, None] - mean, 1)  # lost[a, b]: decrease of rank/T from width a to width b
     lost = np.where(lost > max(tolerance, SIGNIFICANT * error), lost, 0.0)
     a, b = (int(at) for at in np.unravel_index(lost.argmax(), lost.shape))
     return (head_dims[a], head_dims[b], float(lost[a, b])) if lost[a, b] > 0 else None
 
 
 def _cost(plan: HeadDimPlan, head_dim: int) -> QKCost:
-    """Count parameters, operations and cache of queries and keys of one layer."""
+    """Return parameters, operations and cache bytes for queries and keys of one layer at one width."""
     heads, key_heads, width = plan.heads or 0, plan.kv_heads or 0, plan.width or 0
     parameters = width * head_dim * (heads + key_heads)
     pairs = plan.tokens * (plan.tokens + 1) // 2 if plan.mask == "causal" else plan.tokens**2

@@ -1,4 +1,4 @@
-"""Ranks of one head with random query and key weights, at many head widths."""
+"""Compute the rank of one head with random query and key weights, at many query/key widths."""
 
 import math
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from rankwise.theory.random_heads import rank_of_stochastic
 
 POSITIONS = ("none", "rope")
 BLOCK = 32_767
-"""Scores held at once: they fit in a core's cache, and torch does not split them over threads, which wait
-for each other on a busy machine."""
+"""Number of scores computed at once: they fit in a core's cache, and torch does not split them over threads,
+which wait for each other on a busy machine."""
 
 
 @dataclass(frozen=True)
 class RandomHead:
-    """Everything that decides the distribution of the ranks of one trial."""
+    """Head with random weights: all settings that determine the distribution of its rank."""
 
     tokens: int
     states: Float[Tensor, "B T D"] | None = None
-    """Token states; trial i reads sequence i mod B. None: orthonormal tokens."""
+    """Token states; trial i reads sequence i mod B. None means orthonormal tokens."""
     mask: str = "full"
     positions: str = "none"
     temperature: float = 0.0
-    """Temperature in units of √K; 0 is hardmax."""
+    """Softmax temperature in units of √K (K: query/key width); 0 is hardmax."""
     delta: float = 1e-2
     seed: int = 0
 
     def trial(self, head_dims: Sequence[int], trial: int) -> Float[np.ndarray, " W"]:
-        """Return rank/T at each width K, ascending; the same trial returns the same ranks.
+        """Return rank/T for each query/key width (ascending); the same trial number returns the same ranks.
 
-        Without rotary positions, narrower heads are the first columns of the widest head, so that
+        Without rotary positions, a narrower head uses the first columns of the widest head, so that
         differences between widths are less noisy. With rotary positions, each width draws its own weights.
         """
         if self.positions == "rope":
@@ -55,7 +55,7 @@ class RandomHead:
         return np.array(ranks) / self.tokens
 
     def rank(self, query: Float[Tensor, "T K"], key: Float[Tensor, "T K"]) -> int:
-        """Return the number of different hardmax winners at temperature 0, else of singular values ≥ δ."""
+        """Return the number of hardmax winners (tokens) at temperature 0, else of singular values ≥ δ."""
         if self.temperature == 0:
             return _winners(query, key, self.mask)
         scores = query.double() @ key.double().mT
@@ -66,7 +66,7 @@ class RandomHead:
         return rank_of_stochastic(scores.div_(tau).softmax(-1), self.delta)
 
     def _draw(self, width: int, trial: int) -> tuple[Float[Tensor, "T K"], Float[Tensor, "T K"]]:
-        """Return queries and keys before positions: Gaussian weights times normalized token states."""
+        """Return queries and keys without positions: normalized token states times Gaussian weights."""
         stream = np.random.SeedSequence((self.seed, trial, 2)).generate_state(1)
         generator = torch.Generator().manual_seed(int(stream[0]))
         if self.states is None:  # orthonormal rows times Gaussian weights are Gaussian, whatever D is
@@ -79,7 +79,7 @@ class RandomHead:
 
 
 def _weight(generator: torch.Generator, width: int, dim: int) -> Float[Tensor, "D K"]:
-    """Draw N(0, 1/D) entries row by row of (K, D), so that a wider weight begins with the narrower one."""
+    """Draw N(0, 1/D) entries column by column, so that a wider weight begins with the narrower one."""
     drawn = torch.randn((width, dim), generator=generator) / math.sqrt(width)
     return (drawn * math.sqrt(width / dim)).mT
 
@@ -98,9 +98,10 @@ def _winners(query: Tensor, key: Tensor, mask: str) -> int:
 def hardmax_ranks(
     query: Float[Tensor, "T K"], key: Float[Tensor, "T K"], head_dims: Sequence[int], mask: str = "full"
 ) -> list[int]:
-    """Return the hardmax rank of the first K columns for many K, ascending, at the cost of the widest.
+    """Return the hardmax rank (number of different winners) per query/key width, at the cost of the widest.
 
-    The scores of width K are the scores of width K − 1 plus one product.
+    Width K uses the first K columns of queries and keys; `head_dims` is ascending. The scores of width K are
+    the scores of width K − 1 plus one product.
     Cost: O(T² K_max) time, O(T) memory in addition to the inputs and the widths.
 
     Examples:
@@ -120,7 +121,7 @@ def hardmax_ranks(
         scores = torch.zeros(parts.shape[1], tokens)
         if mask == "causal":
             ahead = torch.arange(tokens) > torch.arange(start, start + len(scores))[:, None]
-            scores.masked_fill_(ahead, -torch.inf)  # products added to −∞ leave −∞
+            scores.masked_fill_(ahead, -torch.inf)  # masked scores stay −∞ when products are added
         view = scores.numpy()
         for at in range(head_dims[-1]):
             scores.addcmul_(parts[at], columns[at])

@@ -1,4 +1,4 @@
-"""Records of a plan of head widths; this module does not import torch."""
+"""Records of a plan for the query/key width of heads; this module does not import torch."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +11,18 @@ from rankwise.tracing.head_id import HeadId
 
 
 class QKCost(Record):
-    """Cost of queries and keys of one attention layer with the present number of heads."""
+    """Cost of the queries and keys of one attention layer at one width, for the present number of heads."""
 
     head_dim: int
     """Query/key width K."""
     rank_share: Number
-    """Mean rank/T of one head at random weights, linear between the widths tried; NaN outside of them."""
+    """Mean rank/T of a head with random weights, interpolated between widths tried; NaN outside of them."""
     parameters: int
-    """Parameters of W_q and W_k, without biases."""
+    """Number of parameters of W_q and W_k, without biases."""
     flops: int
     """Multiplications and additions of both projections and of the scores, for one sequence of T tokens."""
     cache_bytes: int
-    """Bytes of the cached keys of one token, at 2 bytes per number."""
+    """Bytes of the cached keys per token, at 2 bytes per number."""
 
 
 class TrainedWidth(Record):
@@ -32,55 +32,55 @@ class TrainedWidth(Record):
     width: int
     """Query/key width K of the head."""
     required: Number
-    """Smallest width that preserves the attention within ``tolerance`` nats; NaN if it was not finite."""
+    """Smallest width that preserves the attention within ``tolerance`` nats; NaN if inputs are not finite."""
 
 
 class HeadDimPlan(Record):
-    """Query/key width from which on wider heads gain almost no rank at random weights."""
+    """Plan with K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
     format: Literal["rankwise-plan"] = "rankwise-plan"
     schema_version: Literal[2] = 2
     complete: bool = True
     """False if the plan was interrupted before all trials were done."""
     tokens: int
-    """Length T of a sequence."""
+    """Number of tokens T per sequence."""
     mask: str
     inputs: str
-    """Token states: "orthonormal", "given", or a description."""
+    """Source of the token states: "orthonormal", "given" (passed by the user), or a description."""
     positions: str = "none"
     temperature: float = 0.0
-    """Temperature in units of √K; 0 is hardmax."""
+    """Softmax temperature in units of √K; 0 is hardmax."""
     delta: float = 1e-2
-    """Threshold of the singular values that count, at temperatures above 0."""
+    """Threshold δ: at temperatures above 0, the rank counts singular values ≥ δ."""
     tolerance: float
-    """Minimum gain in rank/T per unit of width; for trained heads, KL divergence in nats."""
+    """Gain in rank/T per unit of width that K* stays below; for trained heads, KL divergence in nats."""
     trials: int
     seed: int = 0
     curve: list[tuple[int, Number, Number]] = Field(min_length=1)
-    """(K, mean rank/T, standard deviation of rank/T over trials), K ascending."""
+    """Points (K, mean rank/T, standard deviation of rank/T over trials), with the width K ascending."""
     barrier: Number
-    """`rankwise.theory.rank_barrier`: expected rank of hardmax with uniform winners, not divided by T."""
+    """Expected rank (not divided by T) of hardmax with random winners: `rankwise.theory.rank_barrier`."""
     head_dim: int
-    """K*: gains stay below the tolerance from here on; the widest width tried if not ``saturated``."""
+    """K*: from this width on, gains stay below the tolerance; the widest width tried if not ``saturated``."""
     interval: tuple[int, int]
-    """95 % bootstrap interval of K* over trials."""
+    """95 % bootstrap interval of K*, by resampling the trials."""
     saturated: bool
-    """True if the gain stays below the tolerance within the widths tried."""
+    """True if gains stay below the tolerance from K* on; False if rank/T still grows at the widest width."""
     fall: tuple[int, int, Number] | None = None
-    """(K, K', lost rank/T): largest significant decrease of the mean; None if there is none."""
+    """(K, K', lost rank/T): largest significant fall of mean rank/T, from K to K'; None if there is none."""
     heads: int | None = None
     kv_heads: int | None = None
     width: int | None = None
     """Model width D."""
     costs: list[QKCost] = Field(default_factory=list)
-    """Costs at the present K, at K* and at the upper end of its interval; empty without heads."""
+    """Costs at the present width, at K* and at the upper end of the interval of K*; empty without heads."""
     trained: list[TrainedWidth] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     about: dict[str, str] = Field(default_factory=dict)
-    """Command, time, versions and machine."""
+    """Command, time, versions and machine that produced the plan."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON and return the path; in an existing folder, write ``plan.json``.
+        """Write the plan as JSON and return the path; into a folder, write the file ``plan.json``.
 
         Raises:
             InputError: if the file cannot be written.
@@ -91,7 +91,7 @@ class HeadDimPlan(Record):
 
     @classmethod
     def load(cls, path: str | Path) -> "HeadDimPlan":
-        """Read a plan from its file or from the folder with ``plan.json``; convert schema version 1.
+        """Read a plan from a JSON file or from a folder with ``plan.json``; convert schema version 1.
 
         Raises:
             InputError: if the file cannot be read.
@@ -100,7 +100,7 @@ class HeadDimPlan(Record):
         return load_record(path, cls, "plan.json", upgrade=_upgraded)
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the plan as one HTML file and return the path; in a folder, write ``index.html``.
+        """Write the plan as one HTML file and return the path; into a folder, write ``index.html``.
 
         Raises:
             InputError: if the file cannot be written.
@@ -119,9 +119,9 @@ _REMOVED = (
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert version 1: keep the curve of the layer with the largest K*; remove law, prices and advice.
+    """Convert schema version 1: keep the curve of the layer with the largest K*, and drop removed fields.
 
-    Damaged content is returned unchanged; validation then names its first wrong field.
+    Damaged content is returned unchanged, so that validation names its first wrong field.
     """
     if content.get("schema_version") != 1:
         return content

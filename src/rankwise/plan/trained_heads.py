@@ -1,4 +1,4 @@
-"""Query/key widths that the heads of a trained model require."""
+"""Measure the query/key widths that the heads of a trained model require."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,19 +14,19 @@ from rankwise.tracing import HeadId, capture
 
 
 def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedWidth]:
-    """Return the smallest query/key width that preserves the attention of each softmax head on these tokens.
+    """Return the smallest query/key width that preserves the attention of each softmax head on `batches`.
 
-    Formula: `rankwise.measures.required_head_dim` of the moments of all batches, as in an audit.
-    Range: [0, K]. It holds for these tokens: other text can require more. Use several tokens per channel.
-    Cost: one run of the model, O(T K²) per head and sequence, and O(K³) per head.
+    Formula: `rankwise.measures.required_head_dim`, from second moments of queries and keys over all batches.
+    Range: 0 to the width K of the head. Other tokens can require more width. Use several tokens per channel.
+    Cost: one run of the model, O(T K²) per head and sequence of T tokens, and O(K³) per head.
 
     Args:
         model: model with softmax attention.
-        batches: dicts or tensors that the model takes.
+        batches: inputs of the model, dicts or tensors.
         tolerance: allowed KL divergence of attention rows, in nats, to second order.
 
     Returns:
-        One record per head of each attention of a sequence with itself; empty if the model has none.
+        One record per head of each self-attention; empty if the model has no softmax self-attention.
 
     Examples:
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

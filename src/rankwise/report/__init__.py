@@ -1,4 +1,4 @@
-"""Show audits, comparisons, plans, compressions and certificates: console, page and notebook."""
+"""Show results (audits, comparisons, plans, compressions, certificates) on console, page and in notebooks."""
 
 from typing import TYPE_CHECKING
 

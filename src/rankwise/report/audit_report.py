@@ -1,4 +1,4 @@
-"""Describe an audit: verdict, findings, heads, token states, importance, and where the numbers come from."""
+"""Build the report on an audit: verdict, findings, heads, token states, importance and provenance."""
 
 import json
 import math
@@ -32,19 +32,19 @@ from rankwise.report.head_details import opening_head, pack_attention_maps, pack
 from rankwise.report.heatmap_grid import Grid, grids_of
 
 LEAST_MAP_BYTES = 30_000
-"""Bytes that attention maps may take even if the page is too large without them."""
+"""Bytes that attention maps may always take, even on a page that is too large without them."""
 FEW_POINTS = 32
-"""Points of a spectrum on a page that would be too large with more."""
+"""Number of points per spectrum on a page that is too large with more points."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
 _IF_ROOM = ("required_head_dim",)
-"""Columns left out if importance or a baseline add columns: 80 characters have no room for all."""
+"""Measures left out of console tables if importance or a baseline adds columns: lines have 80 characters."""
 _REFERENCE_COLUMNS = {"null": "hardmax_rank", "random": "random_rank", "uniform": "uniform_rank"}
 
 
 def audit_document(audit: Audit) -> Document:
-    """Describe an audit: verdict, findings, heads, token states, importance, origin."""
+    """Return the report on an audit, with the data of the interactive parts of its page."""
     grids = grids_of(audit.heads)
     targets = find_targets(audit.findings, audit)
     findings = finding_items(audit.findings, targets, grids)
@@ -129,7 +129,7 @@ def audit_document(audit: Audit) -> Document:
 
 
 def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
-    """Return the few numbers to know first: name, number, and what to compare it to."""
+    """Return the key numbers of an audit, as (name, number, what to compare it with)."""
     heads, layers = audit.heads, audit.layers
     facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
     mixing = [head for head in heads if RANK.applies_to(head)]
@@ -153,13 +153,13 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
 
 
 def _heads_of(findings: Sequence[Finding], code: str) -> int:
-    """Count the heads that findings of a code mark; in older files each finding has one head."""
+    """Return the number of heads in findings with a code; old findings store a count, or have one head."""
     counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
     return int(sum(filter(math.isfinite, counts)))
 
 
 def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
-    """Return a row per layer; properties that all layers share are facts next to the title."""
+    """Return a table with one row per layer of a grid; properties shared by all layers are in its facts."""
     mine = [heads[index] for index in grid.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
     lengths = {format_number(head.tokens, 0) for head in mine}
@@ -179,7 +179,8 @@ def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     columns["rank\nshare"] = _mean_rank_share
     for name, field in _REFERENCE_COLUMNS.items():
         known = any(math.isfinite(getattr(head, field)) for head in mine)
-        if name == "null" or (known and not any(head.baseline for head in mine)):  # there is room for either
+        # A table of 80 characters has room for these references or for a baseline, not for both.
+        if name == "null" or (known and not any(head.baseline for head in mine)):
             columns[f"{name}\nshare"] = partial(_mean_share, field)
     crowded = any(head.baseline or head.importance for head in mine)
     for measure in _CONSOLE_HEADS:
@@ -212,12 +213,12 @@ def _layer_number(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> str:
 
 
 def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
-    """Return the mean rank share, or its range if estimates only bound some ranks."""
+    """Return the mean of rank/min(T, S) as text, or its range if estimates only bound some ranks."""
     rank = mean(map(RANK.value, heads))
     if all(math.isfinite(RANK.value(head)) or not head.estimated for head in heads):
         return ("≈" if any(head.estimated for head in heads) else "") + format_number(rank, 2)
     if any(RANK.shown_field(head) != RANK.name for head in heads):
-        return format_number(rank, 2)  # the interval of a relative rank is not recorded
+        return format_number(rank, 2)  # audits do not store bounds of a relative rank
     ends = (mean(share(h.least_rank, h) for h in heads), mean(share(h.most_rank, h) for h in heads))
     return "–".join(format_number(end, 2) for end in ends)
 
@@ -254,7 +255,7 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
 
 
 def _importance(audit: Audit, *, has_scatter: bool) -> Section:
-    """Return the section on the cost of removing heads and blocks; empty without importance."""
+    """Return the section on the costs of removing heads and blocks; it is empty if none were measured."""
     importance = audit.importance
     if importance is None:
         return Section("importance", "Importance")
@@ -309,7 +310,7 @@ def _cost(importance: ImportanceRecord, cost: float) -> str:
 
 
 def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
-    """Return the axis title and the rank correlation of each measure with the cost of removal."""
+    """Return axis title and rank correlations for the scatter plot of measures against the removal cost."""
     values = {column.name: column.values for column in columns if column.meaning}
     if audit.importance is None or COST not in values:
         return None
@@ -325,7 +326,7 @@ def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
 
 
 def _head_costs(audit: Audit) -> dict[str, Any] | None:
-    """Return the cost of removing each head, exact and estimated; None without importance."""
+    """Return the exact and the estimated cost of removing each head; None if no cost was measured."""
     importance = audit.importance
     if importance is None:
         return None
@@ -352,7 +353,7 @@ def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
 
 
 def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    """Return a grid as the page reads it: title, facts that its heads share, cells and layout."""
+    """Return a grid as a dictionary for the page: title, facts that all heads share, cells and layout."""
     mine = [heads[index] for index in grid.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
     masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
@@ -371,7 +372,7 @@ def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 
 def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Return a list per property, one entry per head; texts as positions in a list of different texts."""
+    """Return one list per property, with an entry per head; texts are indices into lists of unique texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     plain = {"layer": "layer", "head": "head", "full_rank": "smaller", "nearest": "nearest_head"}
     plain |= {"sequences": "sequences", "nonfinite": "nonfinite"}

@@ -1,4 +1,4 @@
-"""Describe the differences of two audits, and a history of audits."""
+"""Build the reports on a comparison of two audits and on a history of audits."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ from rankwise.report.format import SEVERITIES, count, model_name, title
 from rankwise.report.heatmap_grid import make_grids
 
 MOST_CELLS = 2**15
-"""Cells of all maps of a comparison: the maps of the measures that changed most come first."""
+"""Maximum number of cells of all maps of a comparison; measures that changed most are drawn first."""
 MOST_CHANGES, MOST_PLACES, MOST_FINDINGS = 50, 10, 60
 _OUTCOMES = {
     "new": "Only in the second audit.",
@@ -35,14 +35,14 @@ _FIRST = {
     "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
     "states": ("relative_spread", "effective_rank"),
 }
-"""Measures of the first columns of the tables of layers."""
+"""Measures in the first columns of the tables of layers; the console shows only these columns."""
 _HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
 _HISTORY_STATES = [m for m in LAYER_MEASURES if m.name in ("relative_spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 
 
 def comparison_document(comparison: Comparison) -> Document:
-    """Describe a comparison: structure, findings, maps of the changes of heads, layers, largest changes."""
+    """Return the report on a comparison: structure, findings, maps of changes, layers, largest changes."""
     maps, omitted = _maps(comparison)
     only = [
         (f"Only in the audit {when}", _places(places))
@@ -105,7 +105,7 @@ def _totals(comparison: Comparison) -> Table:
 
 
 def finding_lists(comparison: Comparison) -> list[Items]:
-    """List findings by what became of them; unchanged ones are folded."""
+    """Return one list of findings per outcome, such as new or resolved; the unchanged list is folded."""
     outcomes = grouped(comparison.findings, attrgetter("outcome"))
     return [
         Items(
@@ -141,9 +141,9 @@ def _places(places: Sequence[HeadId]) -> str:
 
 
 def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
-    """Draw each measure of heads that changed, the most changed first, and list the measures left out."""
+    """Draw the change of each measure, the largest change first, and list the measures without a map."""
     changed: dict[str, dict[HeadId, Change]] = {}
-    # sorted by size, so that the first change decides the order of measures
+    # changes are sorted by size, so that measures are in the order of their largest change
     for change in comparison.changes:
         if change.where.head is not None:
             changed.setdefault(change.measure, {})[change.where] = change
@@ -172,7 +172,7 @@ def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
 
 
 def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
-    """Return a cell: the root of the size of a change with its sign, so that small changes can be seen."""
+    """Return the cell of a head: the signed square root of its change, so that small changes are visible."""
     where, change = f"layer {head.layer}, head {head.head}", changed.get(head)
     if change is None:
         return MapCell(0.0, "", f"{where}: the same")
@@ -184,7 +184,7 @@ def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
 
 
 def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
-    """Return a row per layer and a column per measure that changed anywhere."""
+    """Return a table with one row per layer and one column per measure that changed in any layer."""
     mine = [change for change in changes if change.of == of]
     known: Sequence[Measure] = HEAD_MEASURES if of == "heads" else LAYER_MEASURES
     moved = {change.measure for change in mine if change.change}
@@ -238,7 +238,7 @@ def _changes(changes: Sequence[Change]) -> Table:
 
 
 def history_document(history: History, links: Mapping[str, str] | None = None) -> Document:
-    """Describe a history: curves over the steps, audits with links to pages, what became of findings."""
+    """Return the report on a history: curves over steps, a table of audits, and changes of findings."""
     names = [model_name(name) for name in history.names]
     between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
     numbered = "The audits are numbered, as their names contain no steps. " if history.counted else ""
@@ -266,7 +266,7 @@ def history_document(history: History, links: Mapping[str, str] | None = None) -
 
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
-    """Draw a figure per measure, stack and, for costs of different losses, quantity."""
+    """Draw one figure per measure and stack; costs of different losses have one figure per loss."""
     known = {measure.name: measure for measure in measures}
     lines: dict[tuple[str, str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():
@@ -313,9 +313,9 @@ def _audit_cells(audit: Audit) -> list[str]:
 
 
 def finding_marks(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Return findings of audits by code and layer, with the sign of the most severe one per audit.
+    """Return pairs of a code with its layer, and one sign per audit for the most severe finding.
 
-    Findings that some audits do not have come first.
+    Findings that are missing in some audits come first.
     """
     rows: dict[tuple[str, str, int], dict[int, str]] = {}
     for at, own in enumerate(findings):

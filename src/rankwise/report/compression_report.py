@@ -1,4 +1,4 @@
-"""Describe a compression."""
+"""Build the report on a compression."""
 
 import html
 import json
@@ -14,7 +14,7 @@ from rankwise.report.figures import MapCell, cell_map
 
 
 def compression_document(record: Compression) -> Document:
-    """Describe a compression: its cost and savings, the width left of each head, layers, and next steps."""
+    """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
     figures = [_width_map(record)] if record.heads else []
     if record.curves and record.kl > 0:
         figures.append(_curve(record))
@@ -110,7 +110,7 @@ def _pair(name: str, before: int, after: int) -> list[str]:
 
 
 def _width_map(record: Compression) -> Figure:
-    """Draw the remaining width of each head: layers as rows, key heads as columns, removed heads as 0."""
+    """Draw the remaining width of each head: layers as rows, key heads as columns, 0 for removed heads."""
     shown = [head for head in record.heads if head.part != "heads"] or record.heads
     sites = list(dict.fromkeys(head.site for head in shown))
     columns = list(range(max(head.head for head in shown) + 1))

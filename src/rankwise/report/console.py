@@ -1,4 +1,4 @@
-"""Print a document on a console, with signs spelled out where the console has no Unicode."""
+"""Print a report on a console; signs such as σ are spelled out if the console has no Unicode."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,11 +19,11 @@ from rankwise.report.format import SEVERITIES, count, is_command, strip_control
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
 MOST_OF_A_KIND = 3
-"""Number of findings of one severity and code that are printed before the others are only counted."""
+"""Number of findings printed per severity and code; the console only counts further findings."""
 _LEAST_NAME = 16
-"""Characters of a column of names that are never broken over lines."""
+"""Number of characters up to which names are never wrapped, even on a narrow console."""
 _SHORT_TITLE = 12
-"""Characters of a column title that is not wrapped."""
+"""Maximum number of characters of a column title that is not wrapped."""
 _ASCII = str.maketrans(
     {"–": "-", "·": "|", "…": "...", "→": "->", "×": "x", "−": "-", "‖": "|"}
     | {"μ": "mu", "δ": "delta", "σ": "sigma", "λ": "lambda"}
@@ -31,11 +31,11 @@ _ASCII = str.maketrans(
 
 
 def print_document(document: Document, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print a document: title, verdict, actions, the tables of its sections, and notes.
+    """Print a report: title, verdict, actions, tables of the sections, and notes.
 
     Args:
-        document: what to print.
-        console: where to print; the standard output by default.
+        document: report to print.
+        console: rich console to print on; standard output by default.
         verbose: print every finding with its meaning and its remedy, and all rows of the tables.
     """
     with ascii_fallback(console or Console()) as out:
@@ -62,15 +62,15 @@ def print_document(document: Document, console: Console | None = None, *, verbos
 
 
 def document_text(document: Document, width: int = 100) -> str:
-    """Return what `print_document` prints, without colors, in lines of at most `width` characters."""
-    file = StringIO()  # in Jupyter, rich would display the text and write nothing
+    """Return the text that `print_document` prints, without colors, in lines of up to `width` characters."""
+    file = StringIO()  # by default, rich in Jupyter displays text and does not write it to a file
     print_document(document, Console(file=file, width=width, color_system=None, force_jupyter=False))
     return file.getvalue()
 
 
 @contextmanager
 def ascii_fallback(console: Console) -> Iterator[Console]:
-    """Yield a console that spells out signs which the encoding of `console` does not have."""
+    """Yield a console whose output spells out signs, such as σ, that the encoding of `console` lacks."""
     if not console.options.ascii_only:
         yield console
         return
@@ -81,7 +81,7 @@ def ascii_fallback(console: Console) -> Iterator[Console]:
 
 
 def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
-    """Join the parts that are not empty, each a string or a string with its style; markup is not read."""
+    """Join nonempty parts, each a string or a pair (string, style); rich markup in them has no effect."""
     pairs = [part if isinstance(part, tuple) else (part, "") for part in parts]
     return Text(separator).join(Text(strip_control(words), style) for words, style in pairs if words)
 
@@ -159,7 +159,7 @@ def _print_table(table: Table, console: Console, verbose: bool) -> None:
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
-    """Return a table that never wraps numbers; on a narrow console, sentences and then names are wrapped."""
+    """Return a rich table that never wraps numbers; if narrow, it wraps sentences first, then names."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     texts = [[strip_control(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
     for at, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):

@@ -1,4 +1,4 @@
-"""The content of a report: six functions build a `Document`; console, page and notebook show it."""
+"""Define `Document`, the content of a report, which the console and the page show."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,13 @@ from rankwise._internals.records import grouped
 from rankwise.auditing.records import SEVERITY_ORDER, Severity, Verdict
 
 _LONGEST_NAME = 24
-"""Characters above which a cell is a sentence, which may be wrapped."""
+"""Number of characters above which a table cell counts as a sentence, which may be wrapped."""
 _NUMBER = re.compile(r"[≈+\-−–<|]?\s?[\d–]")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell of a table that has more than text."""
+    """Table cell with a hover text, a link or bold type, in addition to its text."""
 
     text: str
     hover: str = ""
@@ -25,27 +25,27 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of text; a line break in a column title is for the console."""
+    """Table of text; line breaks in column titles have an effect on the console only."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
     facts: str = ""
-    """Properties that all rows share, printed next to the title."""
+    """Properties that all rows share, shown next to the title."""
     note: str = ""
-    """Explanation of the columns, printed below the table."""
+    """Explanation of the columns, shown below the table."""
     console_rows: int | None = None
-    """Number of rows on the console; None: all."""
+    """Maximum number of rows on the console; None for all rows."""
     console_columns: int | None = None
-    """Number of columns on the console, from the first; None: all."""
+    """Number of columns on the console, from the left; None for all columns."""
     redrawn: bool = False
-    """True if scripts of the page draw a table that has more columns."""
+    """True if a script of the page draws this table itself, with more columns."""
 
 
 def column_kinds(
     columns: int, rows: Sequence[Sequence[str | Cell]]
 ) -> list[Literal["number", "name", "sentence"]]:
-    """Return the kind of each column: numbers are aligned to the right, sentences may be wrapped."""
+    """Return the kind of each column: numbers are aligned to the right, and sentences may be wrapped."""
     texts = [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in rows]
     cells = [[row[at] for row in texts if row[at]] for at in range(columns)]
     return [
@@ -60,7 +60,7 @@ def column_kinds(
 
 @dataclass(frozen=True)
 class Figure:
-    """Plotly figure without colors: `meta` of a trace names its series, shade or scale."""
+    """Plotly figure without colors: `meta` of a trace names the series, shade or scale to color it by."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Item:
-    """A finding, or what became of a finding in another audit."""
+    """Entry in a list of findings: a finding, or the change of a finding between two audits."""
 
     severity: Severity
     code: str
@@ -80,16 +80,16 @@ class Item:
     meaning: str
     remedy: str = ""
     site: str = ""
-    """Module, if the place is ambiguous."""
+    """Name of the module, if the place is ambiguous."""
     link: str = ""
-    """Element of the page that shows the place; empty without a link."""
+    """Id of the page element that shows the place; empty without a link."""
     number: int | None = None
-    """Index among the findings of the audit, by which scripts find it."""
+    """Index of the finding in the audit, by which scripts of the page find it."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """List of findings under one title; if `folded`, the page hides and the console only counts them."""
+    """List of findings under one title. If `folded`, the page hides it and the console prints only counts."""
 
     title: str
     items: Sequence[Item]
@@ -98,7 +98,7 @@ class Items:
 
     @property
     def kinds(self) -> list[tuple[Severity, str, list[Item]]]:
-        """Items of the same severity and code, the most severe first."""
+        """Items grouped by severity and code, the most severe first."""
         kinds = grouped(self.items, lambda item: (item.severity, item.code))
         found = [(severity, code, items) for (severity, code), items in kinds.items()]
         return sorted(found, key=lambda kind: SEVERITY_ORDER[kind[0]])
@@ -106,7 +106,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Section:
-    """Part of a document; the page links to it by `name`."""
+    """Section of a report; the page links to it by `name`."""
 
     name: str
     title: str
@@ -115,17 +115,17 @@ class Section:
     lists: Sequence[Items] = ()
     figures: Sequence[Figure] = ()
     choice: str = ""
-    """Label of a menu by which the page shows the figures of one title at a time; empty: it shows all."""
+    """Label of a menu by which the page shows figures of one title at a time; if empty, it shows them all."""
     tables: Sequence[Table] = ()
     code: str = ""
     on_console: bool = True
     include: str = ""
-    """Template of an interactive part of the page."""
+    """File name of the template for an interactive part of the page, if there is one."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A report: title, verdict, sections, and where its numbers come from."""
+    """Report with a title, verdict, sections, and the origin of the numbers."""
 
     command: str
     heading: str
@@ -137,13 +137,14 @@ class Document:
     origin: Sequence[tuple[str, str]] = ()
     complete: bool = True
     highlights: Sequence[tuple[str, str, str]] = ()
-    """The few numbers to know first, each with a name and with what to compare it to; on the page only."""
+    """Key numbers at the top of the page, as (name, number, value to compare it with); not on the console."""
     data: Callable[[int], Mapping[str, Any]] = lambda excess: {}
-    """Returns what included templates and scripts read, given the bytes by which the page is too large."""
+    """Function that returns data for templates and scripts; its argument is the page's excess size in bytes.
+    """
 
 
 def nonempty(*sections: Section) -> list[Section]:
-    """Return the sections that show something, without their tables that have no rows."""
+    """Return the sections that have content, without their empty tables."""
     found = [
         replace(section, tables=[table for table in section.tables if table.rows]) for section in sections
     ]

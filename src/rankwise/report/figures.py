@@ -1,4 +1,4 @@
-"""Figures as Plotly dictionaries without colors, which the page and notebooks add."""
+"""Draw figures as Plotly dictionaries without colors; page and notebooks add the colors."""
 
 import html
 import math
@@ -14,11 +14,11 @@ from rankwise.report.head_columns import Column
 from rankwise.report.heatmap_grid import Grid, Row
 
 _MOST_NUMBERS = 16
-"""Rows and columns up to which a cell has room for its number."""
+"""Maximum number of rows and of columns of a heat map that shows numbers in its cells."""
 _LEAST_HEIGHT = 68
-"""Pixels that a map of one row needs for the label at the pointer."""
+"""Minimum height of a heat map in pixels: room for the label at the pointer in a map of one row."""
 _EDGE = 0.53
-"""Distance from the center of the last cell to the end of an axis, beyond the border that an outline has."""
+"""Distance from the center of the last cell to the end of an axis: 0.5, and room for an outline."""
 
 _MOST_TICKS = 8
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -27,7 +27,7 @@ _SEVERITY_SYMBOLS: dict[Severity, str] = {"error": "diamond", "warning": "triang
 
 @dataclass(frozen=True)
 class MapCell:
-    """Cell of a heat map: a number, the text inside and the text at the pointer."""
+    """Cell of a heat map: its number, the text in the cell, and the text at the mouse pointer."""
 
     value: float
     text: str
@@ -45,9 +45,9 @@ def cell_map(
     scale: str = "ramp",
     caption: str = "",
 ) -> Figure:
-    """Draw a heat map of named rows and columns; the scale is `ramp`, or `signed` for numbers around 0.
+    """Draw a heat map with named rows and columns; scale `signed` is for numbers around 0, `ramp` for others.
 
-    The text of cells without a number is always shown, of other cells if there is room.
+    The text of a cell without a number is always shown; other texts are shown if the cells have room.
     """
     roomy = has_room(rows, columns)
     values = [[cell.value if cell and math.isfinite(cell.value) else None for cell in row] for row in cells]
@@ -70,12 +70,12 @@ def cell_map(
 
 
 def has_room(rows: Sequence[object], columns: Sequence[object]) -> bool:
-    """Return whether the cells of a heat map have room for their numbers."""
+    """Return True if a heat map is small enough to show numbers in its cells."""
     return len(columns) <= _MOST_NUMBERS and len(rows) <= _MOST_NUMBERS
 
 
 def map_layout(rows: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Return the layout of a heat map: heads at the top, layers at the left, at most 24 names each."""
+    """Return the layout of a heat map: heads at the top (up to 16 names), layers at the left (up to 24)."""
     height = 34 if len(rows) <= 12 else 24 if len(rows) <= 24 else 16
     x_step, y_step = 1 + (len(columns) - 1) // 16, 1 + (len(rows) - 1) // 24
     shared = {"showgrid": False, "zeroline": False, "fixedrange": True, "ticks": "", "automargin": True}
@@ -107,7 +107,7 @@ def step_curves(
     names: Sequence[str],
     caption: str = "",
 ) -> Figure:
-    """Draw lines of (value, standard deviation) over steps, or over named audits without steps."""
+    """Draw one curve per line of (value, standard deviation), over training steps or over named audits."""
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -142,7 +142,7 @@ def _rounded(value: float) -> float | None:
 
 
 def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
-    """Draw one number of every head of a grid; hatched if it is not informative."""
+    """Draw one measure of the heads of a grid; a cell is hatched if the measure is not informative."""
 
     def cell(index: int) -> MapCell:
         where = f"layer {heads[index].layer}, head {heads[index].head}: {column.short_title}"
@@ -164,7 +164,7 @@ def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:
 
 
 def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[str, Any]]:
-    """Return traces of small signs in the corners of cells whose head has a finding, one per severity."""
+    """Return one trace per severity: small signs in the corners of cells whose head has a finding."""
     places = {
         index: (x, y) for y, row in enumerate(grid.cells) for x, index in enumerate(row) if index is not None
     }
@@ -174,7 +174,7 @@ def severity_signs(grid: Grid, severities: Mapping[int, Severity]) -> list[dict[
         if points:
             where = {"x": [x + 0.34 for x, _ in points], "y": [y - 0.3 for _, y in points]}
             look = {"marker": {"symbol": symbol, "size": 7}, "meta": {"severity": severity}}
-            whole = {"hoverinfo": "skip", "cliponaxis": False}  # not cut at the last column
+            whole = {"hoverinfo": "skip", "cliponaxis": False}  # signs at the border are not cut off
             traces.append({"type": "scatter", "mode": "markers", **whole, **where, **look})
     return traces
 
@@ -188,7 +188,7 @@ def banded_line(
     lower: Sequence[float],
     hover: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Return traces of a line with a band around it: upper edge, filled lower edge, line."""
+    """Return three traces: the upper edge of a band, its filled lower edge, and the line in the band."""
     base: dict[str, Any] = {"type": "scatter", "x": list(x)}
     edge = base | {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
     marker = {"symbol": _SYMBOLS[series % len(_SYMBOLS)], "size": 3 if len(x) > 16 else 6}
@@ -201,7 +201,7 @@ def banded_line(
 
 
 def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure:
-    """Draw a measure of the token states against depth: a line per stack, ± one standard deviation."""
+    """Draw a measure of token states against depth: a line per stack of blocks, ± 1 standard deviation."""
     stacks = grouped(layers, lambda layer: layer.stack)
     data: list[dict[str, Any]] = []
     for series, (stack, own) in enumerate(stacks.items()):
@@ -216,7 +216,7 @@ def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure
             [_state_hover(measure, layer) for layer in mine],
         )
     deepest = max(layer.layer for layer in layers)
-    step = 1 + deepest // _MOST_TICKS  # whole blocks: an automatic axis would count halves
+    step = 1 + deepest // _MOST_TICKS  # whole numbers: automatic ticks can be at half blocks
     scale = {"range": [0, 1.03]} if measure.name == "relative_spread" else {"rangemode": "tozero"}
     layout = {
         "height": 260,
@@ -228,7 +228,7 @@ def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure
 
 
 def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
-    """Return an edge of the band: within the range of the measure, on the line if the spread is unknown."""
+    """Return the upper (`side` 1) or lower (`side` −1) edge of the band, within the range of the measure."""
     spread = layer.std.get(measure.name, math.nan)
     value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
     low, high = measure.ends(layer)
@@ -246,10 +246,10 @@ def _state_hover(measure: LayerMeasure, layer: LayerRecord) -> str:
 
 
 def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[Figure]:
-    """Draw how far each token of the first sequence belongs to each head, a map per TSSA layer.
+    """Draw memberships, how far each token of the first sequence belongs to each head, per TSSA layer.
 
-    A layer of a text is heads by tokens. A layer of a picture is its heads side by side, each with the tokens
-    at their place in the picture. Layers whose heads do not have the same tokens are left out.
+    A layer of a text model is drawn as heads by tokens. A layer of an image model is drawn as one image per
+    head, side by side. Layers whose heads have different tokens are left out.
     """
     figures = []
     for grid in grids:

@@ -1,4 +1,4 @@
-"""Link each finding to its place in the report: heads and the measure to show, or token states."""
+"""Link each finding to its place in the report: to heads and a measure, or to the token states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,24 +20,24 @@ _ALIASES = dict.fromkeys(NULLS, "numerical_rank")
 
 @dataclass(frozen=True)
 class Target:
-    """Place in the report that a finding leads to."""
+    """Place in the report to which a finding is linked."""
 
     section: Literal["heads", "states", "uncaptured", "provenance"]
     heads: tuple[int, ...] = ()
-    """Indices of the heads to mark; the page scrolls to the first."""
+    """Indices of the heads that the page marks; the page scrolls to the first one."""
     measure: str = ""
-    """Measure to show; empty: the measure that the reader chose."""
+    """Measure that the heat map shows; if empty, the measure that the reader chose last."""
     stack: str = ""
     layer: int | None = None
     about: str = ""
-    """Subject of the finding, if it is more than one head."""
+    """Name of the group of heads, if the finding is about several heads; otherwise empty."""
 
 
 def find_targets(findings: Sequence[Finding], audit: Audit) -> list[Target]:
-    """Return the place of each finding.
+    """Return the place in the report for each finding.
 
-    It is the token states if the finding is about them; else its heads, or all heads of its layer, site or
-    stack; else the section with the details.
+    A finding about token states is linked to the token states. Other findings are linked to their heads, or
+    to all heads of their layer, site or stack. Findings without heads are linked to a section of details.
     """
     layers = HeadIndex([head.id for head in audit.heads])
     return [_target(finding, audit, layers) for finding in findings]
@@ -64,7 +64,7 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
 
 
 def _subject(finding: Finding, heads: Sequence[int]) -> str:
-    """Name the subject of a finding on several heads; the card shows one head."""
+    """Return the name of the heads of a finding if there are several: the page's card shows only one head."""
     if about(finding.code) == "group" or len(heads) < 2:
         return ""
     if about(finding.code) == "model":
@@ -73,7 +73,7 @@ def _subject(finding: Finding, heads: Sequence[int]) -> str:
 
 
 def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
-    """Return whether evidence or site, a block that wrote a state, are about token states."""
+    """Return True if the evidence is about token states, or if the site is a block that wrote a state."""
     where = finding.where
     known = [state.site for state in audit.layers if (state.stack, state.layer) == (where.stack, where.layer)]
     evident = about(finding.code) == "stack" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
@@ -90,7 +90,7 @@ def _measure(finding: Finding) -> str:
 def finding_items(
     findings: Sequence[Finding], targets: Sequence[Target], grids: Sequence[Grid]
 ) -> list[Item]:
-    """Return the findings as items that link to their places on the page."""
+    """Return the findings as list items with links to their places on the page."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
     stacks = [grid.stack for grid in grids]
     return [
@@ -110,7 +110,7 @@ def finding_items(
 
 
 def severities_of(findings: Sequence[Finding], targets: Sequence[Target]) -> dict[int, Severity]:
-    """Return the severity of the worst finding of each head that has one, by the index of the head."""
+    """Return the worst severity per head, keyed by head index; only findings about a single head count."""
     found: dict[int, Severity] = {}
     for finding, target in zip(findings, targets, strict=True):
         for index in target.heads if finding.where.head is not None else ():

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them."""
+"""Format numbers and names for the readers of a report."""
 
 import math
 import re
@@ -12,10 +12,10 @@ SEVERITIES: dict[Severity, tuple[str, str]] = {
     "warning": ("warning", "warnings"),
     "info": ("note", "notes"),
 }
-"""Severities from the worst down, with their singular and plural."""
+"""Severities of findings, the most severe first, with their names in singular and plural."""
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
-"""Its value is the rank (of a matrix with signs, the relative rank) over min(T, S)."""
+"""Measure of rank/min(T, S) for a T×S mixing matrix; for matrices with signs, the rank is relative to σ₁."""
 
 _TITLES = {
     "relative_spread_layer_0": "μ/‖Y‖ of the input",
@@ -28,7 +28,7 @@ _TITLES = {
 
 
 def strip_control(name: str) -> str:
-    r"""Replace control characters, such as escape sequences, by a visible mark.
+    r"""Replace control characters, such as terminal escape sequences, with the visible mark �.
 
     Examples:
         >>> strip_control("layer\x1b[31m")
@@ -38,7 +38,7 @@ def strip_control(name: str) -> str:
 
 
 def title(measure: str) -> str:
-    """Return the name of a measure for readers.
+    """Return the name of a measure as it is shown to readers.
 
     Examples:
         >>> title("first_token_mass"), title("relative_spread")
@@ -48,7 +48,7 @@ def title(measure: str) -> str:
 
 
 def is_command(remedy: str) -> bool:
-    """Return whether a remedy is a command or a call of this package, not advice in words.
+    """Return True if a remedy is a command or a call of this package, False if it is advice in words.
 
     Examples:
         >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
@@ -58,7 +58,7 @@ def is_command(remedy: str) -> bool:
 
 
 def split_code(text: str) -> list[tuple[str, bool]]:
-    """Split a remedy into words and code: text in backticks, or a whole command.
+    """Split a remedy into pairs (text, True if it is code); code is text in backticks, or a whole command.
 
     Examples:
         >>> split_code("then `rankwise compare A B`"), split_code("rankwise plan --tokens 128")
@@ -70,13 +70,13 @@ def split_code(text: str) -> list[tuple[str, bool]]:
 
 
 GENERIC = {"model", "models", "output", "weights", "pretrained"}
-"""Folder names that do not identify a model; the name of the parent folder does."""
+"""Folder names too general to identify a model; the parent folder names the model instead."""
 STATES = {"final", "best", "last"}
-"""Folder names that identify one of several states of the model in the parent folder."""
+"""Folder names that identify a checkpoint only together with the name of the parent folder."""
 
 
 def model_name(name: str) -> str:
-    r"""Return the name of a model for a title: the last parts of a path, or the whole name on the Hub.
+    r"""Return a short model name for a title: the last parts of a path; names on the Hub are not shortened.
 
     Examples:
         >>> model_name("/me/runs/bert-a/checkpoint-500"), model_name("org/model"), model_name("./my-vit/")
@@ -96,7 +96,7 @@ def model_name(name: str) -> str:
 
 
 def count(number: int, singular: str, many: str = "") -> str:
-    """Return a count with its noun in singular or plural.
+    """Return a number followed by its noun in singular or plural.
 
     Examples:
         >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")
@@ -106,7 +106,7 @@ def count(number: int, singular: str, many: str = "") -> str:
 
 
 def round_for_page(value: float) -> float | None:
-    """Return a number with the 6 significant digits that pages hold; None if it is not finite.
+    """Round a number to the 6 significant digits that pages store; return None if it is not finite.
 
     Examples:
         >>> round_for_page(1 / 3), round_for_page(math.inf)

@@ -1,6 +1,6 @@
-"""Every number of a head as a column, with the marks that it is compared with; the table of token states.
+"""Build one column per measure of heads, with reference values, and the table of token states.
 
-Heat map, head card, table and CSV of a page read the columns of `head_columns`.
+Heat map, head card, table and CSV file of a page all read the columns of `head_columns`.
 """
 
 import math
@@ -16,7 +16,7 @@ from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.report.format import count, round_for_page
 
 INITIAL = "init_"
-"""Prefix of measures of the same head at initialization."""
+"""Prefix of the names of measures of the same head at initialization."""
 _NOTES = {
     "hardmax_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
     "model: its rows weigh many tokens. It does not bound the rank of a head.",
@@ -29,50 +29,50 @@ _NOTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One number of every head."""
+    """One measure of all heads of an audit, with all that is needed to show it."""
 
     name: str
-    """Name of the measure, to which findings refer."""
+    """Name of the measure, as findings refer to it."""
     share: bool = False
-    """True for a share of min(T, S), which the name in a CSV file contains."""
+    """True if values are divided by min(T, S); the name in a CSV file then ends in `_share`."""
     title: str
     short_title: str
-    """Title of a narrow column."""
+    """Title for a narrow column."""
     digits: int | None
-    """Decimals that are shown."""
+    """Number of decimals that are shown; None for three significant digits."""
     values: Sequence[float]
-    """One value per head; NaN where unknown."""
+    """One value per head; NaN if it is unknown."""
     spread: Sequence[float] = ()
-    """Standard deviations over sequences, if known."""
+    """Standard deviation per head over sequences; empty if unknown."""
     over_seeds: bool = False
-    """True if values and `spread` are means and deviations over seeds of the initialization."""
+    """True if values and `spread` are means and standard deviations over seeds of the initialization."""
     labels: Mapping[int, str] = field(default_factory=dict)
-    """Text instead of the number of a head, such as a range."""
+    """Text to show instead of the number, such as a range, by the index of the head."""
     meaning: str = ""
-    """Explanation next to its heat map; a column without one has no map."""
+    """Explanation next to the heat map of the measure; if empty, the measure has no heat map."""
     low: str = ""
     high: str = ""
-    """Meaning of the ends of the scale."""
+    """Words for the lower (`low`) and upper (`high`) end of the color scale."""
     limits: tuple[float, float] = (0.0, 1.0)
-    """Ends of the scale."""
+    """Values at the ends of the color scale."""
     undefined_for: frozenset[int] = frozenset()
-    """Heads for which the measure is not informative."""
+    """Indices of the heads for which the measure is not informative."""
     references: Sequence["Column"] = ()
-    """Columns to compare with, whose means are marks on its scale."""
+    """Columns to compare with, such as ranks of random heads; their means are marked on the color scale."""
     note: str = ""
-    """Meaning and limits of a reference."""
+    """Explanation of the values and their limits, if this column is a reference."""
 
     @property
     def beyond(self) -> list[float]:
-        """Values above the upper end of the scale."""
+        """Finite values above the upper end of the color scale."""
         return [value for value in self.values if math.isfinite(value) and value > self.limits[1]]
 
     def label(self, head: int) -> str:
-        """Return the text of a head's number."""
+        """Return the text that is shown for a head's number."""
         return self.labels.get(head) or format_number(self.values[head], self.digits)
 
     def data(self) -> dict[str, Any]:
-        """Return the column as the page's scripts read it."""
+        """Return the column as a dictionary that the scripts of the page read."""
         found: dict[str, Any] = {
             "name": self.name,
             "file_name": f"{self.name}_share" if self.share else self.name,
@@ -111,7 +111,7 @@ class Column:
 
 
 def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
-    """Return the columns of the heads of an audit, in the order in which they are shown."""
+    """Return one column per measure that some head has, each followed by its references, in display order."""
     columns: list[Column] = []
     for measure in HEAD_MEASURES:
         if measure.name.startswith(INITIAL) or not measure.known_in(heads):
@@ -123,7 +123,7 @@ def head_columns(heads: Sequence[HeadRecord]) -> list[Column]:
 
 
 def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
-    """Return a row of the table of measures as a column."""
+    """Return one measure of all heads as a column, with its reference columns."""
     references = [_at_initialization(measure, heads), *_reference_ranks(measure, heads)]
     return Column(
         name=measure.name,
@@ -132,7 +132,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         short_title=measure.head,
         digits=measure.digits,
         values=[measure.value(head) for head in heads],
-        # unknown for a share: the deviation of a rank includes the deviation of the lengths
+        # NaN for a share: a rank's standard deviation also contains the variation of the lengths
         spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
         labels={at: measure.formatted(head) for at, head in enumerate(heads) if measure.name in head.stderr},
         meaning=measure.meaning,
@@ -161,7 +161,7 @@ def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[
 
 
 def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
-    """Return the measure at initialization: mean and standard deviation over seeds."""
+    """Return the column of a measure at initialization: mean and standard deviation over random seeds."""
     pairs: list[tuple[float, float]] = []
     for head in heads:
         middle, std = math.nan, math.nan
@@ -185,9 +185,9 @@ def _at_initialization(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Col
 
 
 def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float]:
-    """Return the ends of a color scale: the range of the measure, or the values without far outliers.
+    """Return the ends of a color scale: the range of the measure, or of its values if that range is wide.
 
-    Values beyond `outer_fence` do not stretch the scale: they have its last color.
+    Values beyond `outer_fence` do not stretch the scale; they have the color of its end.
     """
     values = [value for record in records if math.isfinite(value := measure.value(record))]
     ends = [measure.ends(record) for record in records]
@@ -201,7 +201,7 @@ def color_limits(measure: Measure, records: Sequence[Any]) -> tuple[float, float
 
 
 def outer_fence(values: Sequence[float]) -> float:
-    """Return Tukey's outer fence, Q3 + 3 (Q3 − Q1); infinity for fewer than four values.
+    """Return Tukey's outer fence Q3 + 3 (Q3 − Q1) of the quartiles; infinity for fewer than four values.
 
     Examples:
         >>> outer_fence([1.0, 2.0, 3.0, 4.0, 100.0])
@@ -214,7 +214,7 @@ def outer_fence(values: Sequence[float]) -> float:
 
 
 def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
-    """Return the token states as columns of the page's table, each with its numbers and decimals."""
+    """Return the columns of the page's table of token states, as dictionaries with names and values."""
     counts = {
         "layer": "Blocks passed",
         "tokens": "Tokens",

@@ -1,4 +1,4 @@
-"""Pack spectra and attention maps of heads for a page, within a byte budget."""
+"""Encode singular values and attention maps of heads for a page, within a byte budget."""
 
 import base64
 import json
@@ -15,22 +15,23 @@ from rankwise.auditing.result import Audit
 from rankwise.report.format import RANK, round_for_page
 
 SMALLEST = 1e-12
-"""Share of the largest singular value below which float64 values are rounding noise, and are not drawn."""
+"""Ratio to the largest singular value below which values are float64 rounding noise, and are not drawn."""
 NONE = 65535
-"""Code of a singular value that is not drawn; other codes are −log₁₀ σᵢ/σ₁ in steps of 12/65534."""
+"""Code for a singular value that is not drawn. The code of σᵢ is −log₁₀(σᵢ/σ₁) in steps of 12/65534."""
 SPECTRA_BYTES = 200_000
-"""Byte budget for the spectra of a page: with more heads, each has fewer points, but at least 16."""
+"""Byte budget for the spectra of a page: with many heads, each spectrum has fewer points, but at least 16."""
 MAP_BYTES = 400_000
-"""Byte budget for the attention maps of a page. Above it, maps are stored at lower resolution; maps
+"""Byte budget for the attention maps of a page. Above it, maps are stored at lower resolution, and maps
 that still do not fit are only in audit.json."""
 RESOLUTIONS = ((128, 254), (128, 126), (128, 62), (128, 30), (64, 62), (64, 30), (64, 14), (32, 30), (32, 14))
-"""Most rows and columns of a map, and steps between its smallest and largest magnitude."""
+"""Resolutions to try, finest first: (maximum rows and columns of a map, number of steps of a value)."""
 
 
 def pack_spectra(spectra: Sequence[Sequence[float]], points: int = 64) -> dict[str, Any]:
-    """Pack singular values per head as shares of the largest, on a logarithmic scale.
+    """Encode the singular values of each head, divided by the largest, on a logarithmic scale.
 
-    `values` is base64 of little-endian uint16, one head after the other; `points` is their number per head.
+    `values` is base64 of the little-endian uint16 codes of all heads in sequence; `points` is the number of
+    codes per head.
     """
     most = min(points, max(16, SPECTRA_BYTES // (2 * max(len(spectra), 1))))
     packed = [_codes(spectrum, most) for spectrum in spectra]
@@ -56,10 +57,10 @@ def _code(share: float) -> int:
 def pack_attention_maps(
     audit: Audit, flagged: Sequence[int] = (), room: int | None = None
 ) -> tuple[dict[int, list[dict[str, Any]]], int]:
-    """Pack attention maps by the index of the head within a byte budget, and count the omitted maps.
+    """Return encoded attention maps by head index within a byte budget, and the number of omitted maps.
 
-    Values are square roots of shares of the largest magnitude, so that small weights remain visible. Maps of
-    flagged heads are kept first; maps of the second sequence are omitted first.
+    A value is encoded as the square root of its ratio to the largest magnitude, so that small weights remain
+    visible. Maps of `flagged` heads are kept first; maps of the second sequence are omitted first.
     """
     room = MAP_BYTES if room is None else room
     order = list(dict.fromkeys([*flagged, *range(len(audit.heads))]))
@@ -86,14 +87,14 @@ def pack_attention_maps(
 
 
 def _size(picture: dict[str, Any]) -> int:
-    """Return the characters that a map takes on the page."""
+    """Return the number of characters that a map takes on the page."""
     return len(json.dumps(picture)) + 2
 
 
 def coarser(picture: AttentionMap, side: int) -> AttentionMap:
-    """Return a map with at most `side` rows and columns: means over the same tokens as in `block_averages`.
+    """Return a map with at most `side` rows and columns: blocks of tokens are merged and averaged.
 
-    Blocks differ in size by one token, so that a mean over tokens is not a mean over cells.
+    Blocks can differ in size by one token, so that blocks are weighted by their number of tokens.
 
     Examples:
         >>> import numpy as np
@@ -110,7 +111,7 @@ def coarser(picture: AttentionMap, side: int) -> AttentionMap:
 
 
 def _merged(matrix: NDArray[np.float64], size: int, side: int) -> NDArray[np.float64]:
-    """Return rows that are means over larger blocks of the same tokens."""
+    """Return at most `side` rows: weighted averages over the rows (blocks of tokens) of `matrix`."""
     rows = len(matrix)
     if rows <= side:
         return matrix
@@ -137,7 +138,7 @@ def _packed(picture: AttentionMap, steps: int) -> dict[str, Any]:
 
 
 def opening_head(heads: Sequence[HeadRecord], flagged: Sequence[int]) -> int | None:
-    """Return the head to open first: with a map and a finding, a map, a finding, or of the lowest rank."""
+    """Return the head to open first, None without heads: prefer a map, then a finding, then a low rank."""
     ranks = [value if math.isfinite(value := RANK.value(head)) else math.inf for head in heads]
     lowest = sorted(range(len(heads)), key=ranks.__getitem__)
     mapped = [at for at in (*flagged, *lowest) if heads[at].attention_map is not None]

@@ -1,4 +1,4 @@
-"""Arrange heads in grids: one grid per kind of mixing site, layers as rows, heads as columns."""
+"""Arrange heads in grids with layers as rows and heads as columns, one grid per kind of mixer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from rankwise.auditing.records import HeadId, HeadRecord
 from rankwise.errors import RecordError
 
 MOST_CELLS = 2**20
-"""Cells of all grids; a model of 128 layers of 128 heads has 2¹⁴."""
+"""Maximum number of cells of all grids together; a model of 128 layers with 128 heads has 2¹⁴."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mixer of one layer; `cells` maps the number of a head to its index in the audit."""
+    """Heads of one mixer of one layer; `cells` maps the number of a head to its index in the audit."""
 
     layer: int
     site: str
@@ -22,34 +22,34 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """The mixers of a stack whose names differ in numbers only, such as the cross-attentions of a decoder."""
+    """Mixers of a stack whose module names differ only in numbers, such as a decoder's cross-attentions."""
 
     stack: str
     title: str
-    """Title, different for each grid of the audit."""
+    """Title that no other grid of the audit has."""
     pattern: str
-    """Name of the mixers, with `*` for numbers."""
+    """Module name of the mixers, with `*` in place of numbers."""
     cross: bool
     rows: tuple[Row, ...]
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Numbers of the heads, with gaps where channels were sampled."""
+        """Numbers of the heads, ascending, with gaps if only some channels were measured."""
         return tuple(sorted({number for row in self.rows for number in row.cells}))
 
     @property
     def indices(self) -> list[int]:
-        """Indices of its heads in the audit, row by row."""
+        """Indices of the heads in the audit, row by row."""
         return [index for row in self.rows for index in row.cells.values()]
 
     @property
     def cells(self) -> list[list[int | None]]:
-        """Index of the head of each cell, None for a gap."""
+        """Index in the audit of the head in each cell, row by row; None for a gap."""
         return [[row.cells.get(number) for number in self.columns] for row in self.rows]
 
     @property
     def row_names(self) -> list[str]:
-        """Layer of each row, with the end of the site's name where a layer has several rows."""
+        """Layer number of each row, followed by the end of the module name if the layer has several rows."""
         layers = Counter(row.layer for row in self.rows)
         return [
             str(row.layer) if layers[row.layer] == 1 else f"{row.layer} {row.site.rsplit('.', 1)[-1] or '–'}"
@@ -58,12 +58,13 @@ class Grid:
 
 
 def make_grids(heads: Sequence[HeadId], cross: Sequence[bool] = ()) -> list[Grid]:
-    """Return one grid per (stack, cross, site with masked numbers), in the order of first appearance.
+    """Return one grid per stack and module name without numbers, self-attention and cross-attention apart.
 
-    A grid has a row per layer, site and call, and another row if an address occurs again: no head is lost.
+    Grids are in the order of first appearance. A grid has one row per layer, site (module) and call. A head
+    whose address occurs twice gets another row, so that no head is lost.
 
     Raises:
-        RecordError: if there are over a million cells: no model has heads that are so far apart.
+        RecordError: if the grids have over a million cells, because only damaged files number heads that way.
     """
     grouped: dict[tuple[str, bool, str], dict[tuple[int, str, int, int], dict[int, int]]] = {}
     seen: Counter[tuple[HeadId, bool]] = Counter()
@@ -88,12 +89,12 @@ def make_grids(heads: Sequence[HeadId], cross: Sequence[bool] = ()) -> list[Grid
 
 
 def grids_of(heads: Sequence[HeadRecord]) -> list[Grid]:
-    """Arrange the heads of an audit."""
+    """Arrange the heads of an audit in grids, self-attention and cross-attention apart."""
     return make_grids([head.id for head in heads], [head.cross for head in heads])
 
 
 class HeadIndex:
-    """Finds the heads at an address among the thousands that an audit can have."""
+    """Index that finds the heads at an address quickly, because an audit can have thousands of heads."""
 
     def __init__(self, heads: Sequence[HeadId]) -> None:
         self._heads = heads
@@ -103,7 +104,7 @@ class HeadIndex:
                 self._near.setdefault((head.layer, number), []).append(index)
 
     def at(self, place: HeadId) -> list[int]:
-        """Return indices of the heads at a place; every head matches the parts that the place leaves open."""
+        """Return the indices of the heads at a place; parts of the place that are empty match every head."""
         near: Sequence[int] = range(len(self._heads))
         if place.layer is not None:
             near = self._near.get((place.layer, place.head), [])
@@ -113,7 +114,7 @@ class HeadIndex:
 
 
 def _titles(keys: list[tuple[str, bool, str]]) -> list[str]:
-    """Name grids by stack and cross-attention, and by as much of the site as makes the names unique."""
+    """Return a unique title per grid: the stack, "cross", and as much of the module name as needed."""
     plain = [f"{stack or pattern or 'model'}{', cross' if cross else ''}" for stack, cross, pattern in keys]
     named = [f"{title}, {key[2].rsplit('.', 1)[-1]}" for title, key in zip(plain, keys, strict=True)]
     whole = [f"{title}, {key[2]}" for title, key in zip(plain, keys, strict=True)]

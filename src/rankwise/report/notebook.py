@@ -1,4 +1,4 @@
-"""Show audits in notebooks: HTML without scripts, and the figures of the page as Plotly objects."""
+"""Show audits in notebooks: as HTML without scripts, and as Plotly figures."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Measure)
 MOST_ROWS, MOST_COLUMNS = 48, 64
-"""Layers and heads that a map shows; others are counted."""
+"""Maximum number of layers and of heads in a table of ranks; further layers and heads are only counted."""
 SCALE = "Viridis"
 """Color scale of every measure: neither end suggests good or bad."""
 COLORS = ("#1d5ba6", "#c2500f", "#0b7a5c", "#9a3b8c", "#7a6200", "#4a5563")
 _TALLEST = 1400
-"""Pixels of a figure at most."""
+"""Maximum height of a figure in pixels."""
 _COLUMNS = ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass")
 _MEASURES = [measure for measure in HEAD_MEASURES if measure.name in _COLUMNS]
 _CELL = "padding:0 .3em;text-align:right"
 
 
 def notebook_html(audit: Audit) -> str:
-    """Return an audit as HTML without scripts: a table of the layers, and the rank of every head as a color.
+    """Return an audit as HTML without scripts: a table of layers, with the rank of each head as a color.
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
@@ -98,7 +98,7 @@ def _colored(head: HeadRecord) -> str:
 
 
 def _block(value: float, title: str = "") -> str:
-    """Return a square of one hue, deeper for more; only an outline without a number."""
+    """Return a small square as HTML, darker for a larger value; an empty outline if the value is NaN."""
     known = math.isfinite(value)
     depth = min(max(value, 0.0), 1.0) if known else 0.0
     color = f"hsl(215,60%,{92 - 62 * depth:.0f}%)" if known else "transparent"
@@ -109,9 +109,9 @@ def _block(value: float, title: str = "") -> str:
 
 
 def plot_heads(audit: Audit, measure: str) -> "go.Figure":
-    """Draw a heat map of one measure of every head: a map per stack, layers as rows and heads as columns.
+    """Draw a heat map of one measure per grid of heads, with layers as rows and heads as columns.
 
-    The title counts the values beyond the color scale.
+    The title counts the values above the upper end of the color scale.
 
     Raises:
         InputError: if the measure is unknown, or the audit has no heads.
@@ -135,11 +135,11 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
 
 
 def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
-    """Draw measures of the token states through depth: a line per stack, one standard deviation around it.
+    """Draw measures of the token states against depth: a line per stack of blocks, ± 1 standard deviation.
 
     Args:
-        audit: the audit.
-        measure: name of a measure; by default the measures that the page draws.
+        audit: audit whose token states are drawn.
+        measure: name of one measure; by default, all measures that the page draws.
 
     Raises:
         InputError: if the measure is unknown, or the audit has no token states.
@@ -153,7 +153,7 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
 
 
 def _subplots(drawn: Sequence[Figure], rows: int, columns: int, heights: Sequence[int]) -> "go.Figure":
-    """Return the figures of a page as subplots, in colors for a notebook."""
+    """Return page figures as subplots of one Plotly figure, in colors for a notebook."""
     from plotly.subplots import make_subplots
 
     titles = [escape(one.title) for one in drawn]

@@ -1,4 +1,4 @@
-"""Write a document as one HTML file that needs nothing else."""
+"""Write a document as one self-contained HTML file."""
 
 import base64
 import hashlib
@@ -17,20 +17,20 @@ from rankwise.report.document import Document, column_kinds
 from rankwise.report.format import SEVERITIES, split_code
 
 PAGE_BYTES = 1_990_000
-"""Size that a page with attention maps does not exceed."""
+"""Size in bytes above which a page stores fewer attention maps and fewer points of spectra."""
 CHART_FILE = "plotly-cartesian.min.js"
 CHART_VERSION = "4.1.1"
 CHART_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
-"""Digest of the file in npm's package `plotly.js-cartesian-dist-min` of that version."""
+"""SHA-256 digest of `CHART_FILE` in this version of the npm package `plotly.js-cartesian-dist-min`."""
 _SCRIPTS = ("theme.js", "save.js", "figures.js", "page.js")
 _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "page.js")
-"""Scripts of documents with interactive parts; constants of a script are read by the scripts after it."""
+"""Scripts of pages with interactive parts, in loading order: later scripts use constants of earlier ones."""
 
 
 def write_page(document: Document, path: Path) -> Path:
-    """Write a document as one HTML file, for an existing folder as `index.html` in it, and return its path.
+    """Write a document as one HTML file and return the path; into a folder, write `index.html`.
 
-    The file contains its scripts, styles and data; a policy forbids the browser to load anything else.
+    The file contains its scripts, styles and data; its security policy forbids loading anything else.
 
     Raises:
         InputError: if the file cannot be written.
@@ -40,7 +40,7 @@ def write_page(document: Document, path: Path) -> Path:
 
 
 def page_text(document: Document) -> str:
-    """Return the HTML of a document; it escapes all but the style and the scripts of this package."""
+    """Return the HTML of a document; all text is escaped, except this package's style and scripts."""
     text = _page_text(document, document.data(0))
     excess = len(text.encode()) - PAGE_BYTES
     return _page_text(document, document.data(excess)) if excess > 0 else text
@@ -82,22 +82,22 @@ def _environment() -> Environment:
 
 @cache
 def chart_script() -> str:
-    """Return the script of Plotly (1.5 MB: scatter, bar, heat map; no maps, no 3D), safe within its element.
+    """Return the script of Plotly (1.5 MB) with `</script` escaped, so that it can be embedded in HTML.
 
-    It is a third of the script that the Python package plotly embeds, in the same version
-    (docs/decisions/009-page-charts.md).
+    It draws scatter plots, bars and heat maps only. It has a third of the size of the script in the Python
+    package plotly, in the same version (docs/decisions/009-page-charts.md).
     """
     path = resources.files("rankwise.report") / "vendor" / CHART_FILE
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script").replace("\r\n", "\n")
 
 
 def template_text(name: str) -> str:
-    """Return the text of a file among the templates."""
+    """Return the text of a file in the folder `templates`."""
     return (resources.files("rankwise.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def script_hash(script: str) -> str:
-    """Return the name of a script in the policy of a page: a digest of exactly the text between the tags."""
+    """Return the digest of exactly the text in a script tag; the page's security policy allows it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

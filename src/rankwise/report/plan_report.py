@@ -1,4 +1,4 @@
-"""Describe a plan of head widths."""
+"""Build the report on a plan of the query/key width of heads."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ _SPREAD = "± one standard deviation over trials."
 
 
 def plan_document(plan: HeadDimPlan) -> Document:
-    """Describe a plan: K*, rank against width, costs, and widths that trained heads require."""
+    """Return the report on a plan: K*, rank against width, costs, and widths that trained heads require."""
     return Document(
         command="Rankwise plan",
         heading=f"Head width for {plan.tokens:,} tokens",
@@ -63,7 +63,7 @@ def _setting_words(plan: HeadDimPlan) -> str:
 
 
 def _figure(plan: HeadDimPlan) -> Figure:
-    """Draw rank/T against K: the curve with its spread, the barrier, and K*."""
+    """Draw rank/T against query/key width K: the mean with its spread, the hardmax barrier, and K*."""
     widths = [width for width, _, _ in plan.curve]
     barrier, star = plan.barrier / plan.tokens, plan.head_dim
     dashed = {"type": "scatter", "mode": "lines", "hoverinfo": "text", "meta": {"muted": True}}

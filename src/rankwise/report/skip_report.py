@@ -1,4 +1,4 @@
-"""Describe λ-skips that were added or fitted, and their certificate."""
+"""Build the reports on λ-skips, skip connections λx + f(x) around a mixer f, and on their certificates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from rankwise.skips.certificate import SkipCertificate, StackCertificate
 def skip_document(
     scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> Document:
-    """Describe λ-skips before and after a fit: λ of each site, μ/‖Y‖ by layer (`collapse`), and `loss`."""
+    """Return the report on λ-skips before and after a fit: λ per site, spread μ/‖Y‖ by layer, and loss."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
     states = report["collapse"]
     times = (", before", ", after") if len(states) > 1 else ("",)
@@ -36,7 +36,7 @@ def skip_document(
 
 
 def certificate_document(certificate: SkipCertificate) -> Document:
-    """Describe a certificate: what each layer keeps, and the |λ| that each bound requires."""
+    """Return the report on a certificate: the spread μ that each layer keeps, the |λ| each bound needs."""
     root = f"√a = {certificate.a**0.5:.2f}"
     measured = "lambda_value", "norm", "kept", "kept_lower_bound", "mixing_share", "mixing_norm", "value_norm"
     least = "min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"
