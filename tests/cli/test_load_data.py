@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.cli import load_model
-from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_text, parse_dataset, read_rows, read_text
+from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_text, parse_dataset, read_text
 from rankwise.errors import InputError
 
 
@@ -50,12 +50,13 @@ def test_texts_that_cannot_be_read(content: bytes, says: str, tmp_path: Path) ->
         read_text(write(tmp_path, content, "a b.txt"))
 
 
-@pytest.mark.parametrize("read", [read_text, read_rows, load_text])
-def test_missing_files_and_folders(read, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no\.txt: expected a text file, got no such file\. Check the path"):
-        read(tmp_path / "no.txt")
+@pytest.mark.parametrize("name", ["no.txt", "no.jsonl"])
+def test_missing_files_and_folders(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{name}: expected a text file, got no such file\. Check the path"):
+        load_text(tmp_path / name)
+    (tmp_path / name).mkdir()
     with pytest.raises(InputError, match="expected a text file, got a folder"):
-        read(tmp_path)
+        load_text(tmp_path / name)
 
 
 ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
@@ -78,15 +79,15 @@ def test_rows_come_in_order_without_blank_lines(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"text": ', r"r\.jsonl, line 2: expected a JSON object.*got no JSON"),
+        (b'{"text": "a"}\n\n{"text": ', r"r\.jsonl, line 3: expected a JSON object .*got no JSON"),
         (b'"a"', r"line 1: expected a JSON object such as .*, got type str\. Write one object per line"),
-        (b'{"txt": "a"}', r"expected a field 'text', got the fields 'txt'\. Did you mean txt\?"),
-        (b"{}", r"got the fields none\. Name the field 'text'"),
-        (b'{"text": 7}', r"expected text, got type int in 'text'"),
+        (b'{"txt": "a"}', "line 1: .*, got the fields 'txt'"),
+        (b"{}", "got the fields none"),
+        (b'{"text": 7}', "got type int in 'text'"),
         (b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON .*nested too deeply"),
         (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", r"line 1: expected a JSON object.*got no JSON"),
         (b'{"text": "\\ud800"}', r"line 1: expected a JSON object.*got no JSON"),
-        (b"\n\n", r"expected JSON objects, one per line, got an empty file"),
+        (b"\n\n", r"r\.jsonl: expected a JSON object such as .*, got an empty file"),
         (b'{"text": "\xff"}', r"byte 0xFF at offset 10"),
         (gzip.compress(ROWS, mtime=0)[:-9], r"expected a whole gzip file, got a broken one"),
     ],

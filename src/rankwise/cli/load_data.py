@@ -159,9 +159,7 @@ def load_text(path: str | Path) -> str | list[str]:
         ...
         rankwise.errors.InputError: missing.txt: expected a text file, got no such file. Check the path.
     """
-    if not str(path).lower().endswith((".jsonl", ".jsonl.gz")):
-        return read_text(path)
-    return [row_text(row, where) for where, row in read_rows(path)]
+    return _read_rows(path) if str(path).lower().endswith((".jsonl", ".jsonl.gz")) else read_text(path)
 
 
 def read_text(path: str | Path) -> str:
@@ -173,8 +171,8 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def read_rows(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects of a JSON Lines file, gzipped or not, each with its place for error messages."""
+def _read_rows(path: str | Path) -> list[str]:
+    """Return the field `text` of each row of a JSON Lines file, gzipped or not; blank lines do not count."""
     raw = readable_file(path, "a text file")
     if raw.startswith(GZIP):
         try:
@@ -182,36 +180,30 @@ def read_rows(path: str | Path) -> list[tuple[str, dict[str, Any]]]:
         except (OSError, EOFError, zlib.error) as error:
             got, fix = f"a broken one ({error})", "Download or pack it again."
             raise InputError(str(path), expected="a whole gzip file", got=got, fix=fix) from error
-    rows: list[tuple[str, dict[str, Any]]] = []
+    texts: list[str] = []
+    expected, fix = 'a JSON object such as {"text": "Once upon a time"}', "Write one object per line."
     for number, line in enumerate(_decode(raw, path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row: Any
         try:
-            row = parse_json(line)
-            got = f"type {type(row).__name__}"
+            texts += [_row_text(line)] if line.strip() else []
         except ValueError as error:
-            row, got = None, f"no JSON ({error})"
-        if not isinstance(row, dict):
-            expected = 'a JSON object such as {"text": "Once upon a time"}'
-            raise InputError(where, expected=expected, got=got, fix="Write one object per line.")
-        rows.append((where, row))
-    if not rows:
-        expected = "JSON objects, one per line"
-        raise InputError(str(path), expected=expected, got="an empty file", fix="Add a row or more.")
-    return rows
+            raise InputError(f"{path}, line {number}", expected=expected, got=str(error), fix=fix) from error
+    if not texts:
+        raise InputError(str(path), expected=expected, got="an empty file", fix=fix)
+    return texts
 
 
-def row_text(row: Mapping[str, Any], where: str) -> str:
-    """Return the field `text` of a row; raise InputError with the row's place if there is none."""
+def _row_text(line: str) -> str:
+    """Return the text of a row; otherwise raise ValueError with a description of the row."""
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"type {type(row).__name__}")
     if "text" not in row:
-        fields = ", ".join(map(repr, row)) or "none"
-        fix = did_you_mean("text", row) or "Name the field 'text'."
-        raise InputError(where, expected="a field 'text'", got=f"the fields {fields}", fix=fix)
+        raise ValueError(f"the fields {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(row["text"], str):
-        got = f"type {type(row['text']).__name__} in 'text'"
-        raise InputError(where, expected="text", got=got, fix="Rename the field that holds the text.")
+        raise ValueError(f"type {type(row['text']).__name__} in 'text'")
     return row["text"]
 
 
@@ -299,7 +291,7 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
 
 
 def _open_dataset(name: str, config: str, split: str) -> Any:
-    from datasets import Dataset, get_dataset_split_names, load_dataset
+    from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
 
     path = Path(name)
     splits: Mapping[str, Any]
@@ -310,8 +302,11 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
             raise InputError(name, expected=expected, got=f"{suffix or 'no'} ending", fix="Convert it.")
         # Not load_dataset("json", …): it asks the Hub, and waits for it without a network.
         splits = {"train": getattr(Dataset, f"from_{READERS[suffix]}")(name)}
+    elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        saved = load_from_disk(name)
+        splits = {"train": saved} if isinstance(saved, Dataset) else saved
     elif path.is_dir():
-        splits = open_folder(path, config)
+        splits = load_dataset(name, config or None)
     elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # meant as a path
         raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     else:
@@ -324,16 +319,6 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
         fix = did_you_mean(split, splits)
         raise InputError(name, expected=f"a split {split!r}", got=", ".join(splits), fix=fix)
     return splits[split]
-
-
-def open_folder(path: Path, config: str = "") -> Mapping[str, Any]:
-    """Return the splits of a folder that `datasets` reads or has written."""
-    from datasets import Dataset, load_dataset, load_from_disk
-
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        saved = load_from_disk(str(path))
-        return {"train": saved} if isinstance(saved, Dataset) else saved
-    return load_dataset(str(path), config or None)
 
 
 def _preferred_split(names: Iterable[str]) -> str:

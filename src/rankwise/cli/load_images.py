@@ -56,16 +56,13 @@ def find_images(folder: str | Path) -> list[Path]:
     expected = "a folder of pictures"
     if not folder.is_dir():
         raise InputError(str(folder), expected=expected, got="no such folder", fix="Check the path.")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    pictures = sorted(path for path in files if _is_picture(path.relative_to(folder)))
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    shown = [path for path in files if not any(part.startswith(".") for part in path.parts)]
+    pictures = sorted(folder / path for path in shown if path.suffix.lower() in SUFFIXES)
     if not pictures:
         fix = f"Pass a folder with files that end in {', '.join(SUFFIXES)}."
         raise InputError(str(folder), expected=expected, got=f"{len(files)} files, none a picture", fix=fix)
     return pictures
-
-
-def _is_picture(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.parts)
 
 
 def open_image(path: Path, mode: str = "RGB") -> Any:
