@@ -1,6 +1,7 @@
 """Keys and values out of one latent: laws of the factors, and decoders at work with caches of latents."""
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import CACHED, VOCABULARY, bert, ids, in_steps, llama, output, qwen3
+from tests.compression.compression_cases import (
+    CACHED,
+    SIZES,
+    VOCABULARY,
+    Make,
+    bigcode,
+    gpt2,
+    ids,
+    in_steps,
+    llama,
+    made,
+    neox,
+    opt,
+    output,
+    qwen3,
+)
 from torch import nn
 
 import rankwise as rw
 from rankwise._internals.rotary import apply_rope
 from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
+    LatentCache,
     LatentLayer,
+    LatentProjection,
     LatentState,
     latent_layers,
 )
@@ -26,9 +44,13 @@ from rankwise.compression.kv_solve import (
     ranks_for_tolerance,
     weighted_svd,
 )
+from rankwise.compression.part import Job, solve_part
+from rankwise.compression.qk_modules import narrow_projections
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"parts": ("kv",)}
+CLOSE = torch.finfo(torch.float32).eps ** 0.5
+"""Of the largest logit: what a trial allows two ways to compute one model."""
 
 
 # --- laws -----------------------------------------------------------------------------------------------
@@ -117,22 +139,57 @@ def test_moments_know_neither_the_order_of_sequences_nor_padding() -> None:
 # --- models ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", CACHED)
-def test_a_full_latent_in_any_basis_is_the_model(family: str) -> None:
-    model, batch = CACHED[family](), ids(3, 14)
+NARROW = [("qk", "gpt2", gpt2), ("qk", "opt", opt), ("qk", "bigcode", bigcode)]
+NARROW += [("rotary", "llama", llama), ("rotary", "neox", neox)]
+
+
+@pytest.mark.parametrize(("part", "family", "make"), [*(("", *case) for case in CACHED.items()), *NARROW])
+def test_a_full_latent_in_any_basis_is_the_model(part: str, family: str, make: Make) -> None:
+    """Also a latent of keys that were narrowed before, with all channels in another basis."""
+    model, batch = make(), ids(3, 14)
     mask = torch.ones(3, 14, dtype=torch.long)
     mask[0, :4] = mask[1, :1] = 0
     batch["attention_mask"] = mask
-    batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if not part:
+        batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     before = output(model, batch)
+    changes = []
+    if part:
+        changes.append(solve_part(part, Job(model, [ids(8, 30)], [ids(4, 30, 1)], keep=1.0)).change)
+        changes[0].apply()
     layers, reasons = find_cached_layers(model, ids(2, 9))
     assert not reasons
-    full_latents(model, layers, seed=3).apply()
-    close = {"rtol": 0, "atol": 1e-4 * float(before.abs().max())}
-    assert torch.allclose(output(model, batch)[mask.bool()], before[mask.bool()], **close)
+    assert all(layer.key.endswith(".narrow") == bool(part) for layer in layers)
+    changes.append(full_latents(model, layers, seed=3))
+    changes[-1].apply()
     stepped, cache = in_steps(model, batch)
-    assert torch.allclose(stepped[mask.bool()], before[mask.bool()], **close)
+    for after in (output(model, batch), stepped):
+        assert float((after - before)[mask.bool()].abs().max()) < CLOSE * float(before.abs().max())
+    assert all(isinstance(one, LatentCache) for one in cache.layers)
     assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in layers]
+    for change in reversed(changes):
+        change.undo()
+    assert torch.equal(output(model, batch), before)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("part", "family", "make"), [NARROW[0], NARROW[1], NARROW[3]])
+def test_the_latent_reads_the_channels_that_are_left_and_no_others(
+    part: str, family: str, make: Make
+) -> None:
+    model: Any = make()
+    done = rw.compress(model, [ids(8, 30)], keep={part: 0.5, "kv": 0.5})
+    narrow, latents = dict(narrow_projections(model)), latent_layers(model)
+    assert any(layer.key_width for layer in latents)
+    for layer in latents:
+        projection = narrow[layer.path(layer.key).removesuffix(".narrow")]
+        assert isinstance(projection.narrow, LatentProjection)
+        places = sum(count for _, count in layer.key_places) or layer.full // 2
+        assert places == sum(head.width for head in done.heads if head.site == layer.module)
+        with pytest.raises(CompressionError, match="read out of a latent"):
+            projection.widened()
+    cache = in_steps(model, ids(2, 12))[1]
+    assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in done.latents]
 
 
 def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> None:
@@ -266,41 +323,35 @@ def test_a_tolerance_is_a_sum_of_nats() -> None:
     assert ranks[0] < ranks[1]
 
 
-def test_what_cannot_be_done_is_refused_with_the_reason() -> None:
-    from transformers import MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+    "factor": 2.0,
+}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "(dynamic) changes with the length": ("Llama", "ForCausalLM", {"rope_parameters": DYNAMIC}),
+    "(longrope) changes with the length": ("Llama", "ForCausalLM", {"rope_parameters": LONG}),
+    "a window of fixed length": ("Mistral", "ForCausalLM", {"sliding_window": 8, "num_key_value_heads": 2}),
+    "does not generate": ("Bert", "Model", {}),
+    "encoder-decoder": ("T5", "ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
+}
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    more = {"vocab_size": VOCABULARY, "intermediate_size": 48}
-    window = MistralForCausalLM(MistralConfig(sliding_window=8, **sizes, **more)).eval()
-    t5 = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    long = llama()
-    long.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    long = type(long)(long.config).eval()
-    lengthened = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    lengthened |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
-    longrope = llama()
-    longrope.config.rope_parameters = lengthened
-    longrope = type(longrope)(longrope.config).eval()
-    for model, said in (
-        (longrope, "changes with the length"),
-        (window, "a window of fixed length"),
-        (bert(), "does not generate"),
-        (T5ForConditionalGeneration(t5).eval(), "encoder-decoder"),
-        (long, "changes with the length"),
-    ):
-        with pytest.raises(CompressionError, match=said):
-            rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
-        assert not latent_layers(model)
-    model = llama()
-    with pytest.raises(CompressionError, match="Give more text"):
-        rw.compress(model, [ids(1, 3)], keep=0.5, **QUICK)
-    with pytest.raises(CompressionError, match="Keep more"):
-        rw.compress(model, [ids(8, 30)], keep=0.01, **QUICK)
-    done = rw.compress(model, [ids(1, 20)], keep=0.5, calibrate=5, **QUICK)
-    assert any("do not have full rank" in note for note in done.notes)
-    assert any("closed form" in note for note in done.notes)
-    with pytest.raises(CompressionError, match="not compressed yet"):
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_done_is_refused_with_the_reason(said: str) -> None:
+    name, ending, more = REFUSED[said]
+    model = made(name, ending, **SIZES, **more)
+    with pytest.raises(CompressionError, match=re.escape(said)):
         rw.compress(model, [ids(8, 30)], keep=0.5, **QUICK)
+    assert not latent_layers(model)
+
+
+def test_too_few_bytes_are_refused() -> None:
+    with pytest.raises(CompressionError, match="Keep more"):
+        rw.compress(llama(), [ids(8, 30)], keep=0.01, **QUICK)
 
 
 class ToyAttention(nn.Module):
