@@ -1,16 +1,26 @@
 """Factors, attention KL and widths against dense oracles."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compression.compression_cases import bigcode, ids
+from tests.compression.compression_cases import SIZES, bert, bigcode, ids, made
 
 import rankwise as rw
 from rankwise.compression.layers import Factors, rank_notes
-from rankwise.compression.qk_modules import narrow_linear
+from rankwise.compression.qk_find import find_projections
+from rankwise.compression.qk_modules import narrow_linear, replace_cache_layer
 from rankwise.compression.qk_solve import hull, widths_for_tolerance, widths_under_budget
-from rankwise.compression.qk_statistics import Sample, divergence, layer_divergence, width_curves
+from rankwise.compression.qk_statistics import (
+    Sample,
+    collect_statistics,
+    divergence,
+    layer_divergence,
+    width_curves,
+)
+from rankwise.compression.rotary_solve import Order, pair_widths
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases, logit_bases
 
@@ -157,3 +167,69 @@ def test_second_moments_of_several_widths_share_one_note_on_rank() -> None:
     assert rank_notes([full, full], "keys", 9) == []
     [note] = rank_notes([full, singular, full.expand(2, 3, 3)], "keys", 9)
     assert note.startswith("1 second moments of keys do not have full rank on 9 tokens")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_narrow_projection_keeps_its_mode_and_what_trains(frozen: bool) -> None:
+    layer = torch.nn.Linear(6, 4).train(frozen).requires_grad_(not frozen)
+    heads = [(torch.arange(4), torch.eye(4, dtype=torch.float64)[:, :2], [0, 1])]
+    narrow = narrow_linear(layer, heads)
+    assert all(module.training == frozen for module in narrow.modules())
+    assert {parameter.requires_grad for parameter in narrow.parameters()} == {not frozen}
+
+
+def test_only_an_empty_growing_cache_layer_is_replaced() -> None:
+    from transformers import BertConfig, DynamicCache, EncoderDecoderCache, StaticCache
+
+    def kept(cache: object, at: int = 0) -> list[str]:
+        attention = torch.nn.Module()
+        attention.layer_idx = at
+        replace_cache_layer(attention, (), {"past_key_values": cache}, lambda: "new")
+        layers = getattr(cache, "self_attention_cache", cache).layers
+        return [one if isinstance(one, str) else type(one).__name__ for one in layers]
+
+    assert kept(DynamicCache()) == ["new"]
+    assert kept(DynamicCache(), at=1) == []  # the layer before it has no place yet
+    config = BertConfig(num_hidden_layers=2)
+    assert kept(DynamicCache(config=config), at=1) == ["DynamicLayer", "new"]
+    both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    assert kept(both) == ["new"]
+    assert not both.cross_attention_cache.layers
+    full = DynamicCache()
+    full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    assert kept(full) == ["DynamicLayer"]
+    assert kept(StaticCache(config=config, max_cache_len=4)) == ["StaticLayer"] * 2
+
+
+def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
+    orders = [[Order([0, 1, 2], [2, 4, 6], [0.3, 0.1, 0.0]), Order([2, 1, 0], [2, 4, 6], [0.2, 0.1, 0.0])]]
+    assert pair_widths(orders, keep=0.5) == [[4, 2]]
+    assert pair_widths(orders, keep=0.45) == [[2, 2]]  # 5 channels: 3 and 2
+    assert pair_widths(orders, None, tolerance=0.2) == [[4, 2]]  # the hull asks for 3 and 2
+    assert pair_widths(orders, None, tolerance=1.0) == [[2, 2]]
+
+
+def test_calibration_that_is_no_better_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def worse(layer: Any, start: Factors, steps: int, seed: int, on_step: Any) -> Factors:
+        on_step(steps)
+        return Factors(start.query * (layer.found.layer == 1), start.key, start.kept)
+
+    monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", worse)
+    plain = rw.compress(bert(), [ids()], keep=0.5)
+    done = rw.compress(bert(), [ids()], keep=0.5, calibrate=3)
+    assert done.complete
+    assert done.kl == plain.kl
+    assert [head.kl_calibrated for head in done.heads] == [head.kl for head in plain.heads]
+
+
+def test_a_layer_that_runs_twice_is_seen_twice_call_by_call() -> None:
+    moments = []
+    for attention in ("sdpa", "eager"):  # shown by fused attention, and read off the linear layers
+        model = made("Albert", "Model", **SIZES, embedding_size=16, attn_implementation=attention)
+        (found,), reasons = find_projections(model, ids())
+        assert not reasons
+        (layer,) = collect_statistics(model, [found], [ids()])
+        assert (len(layer.samples), layer.tokens) == (2, 2 * 4 * 24)
+        assert not torch.allclose(*(sample.query for sample in layer.samples))
+        moments.append(torch.stack([layer.query_moments, layer.key_moments]))
+    assert torch.allclose(*moments, rtol=1e-4, atol=1e-4 * float(moments[0].abs().max()))
