@@ -9,17 +9,21 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise._internals.forward import Batch, device_of
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
-from rankwise.errors import SkipError, did_you_mean, one_of
+from rankwise.errors import SkipError, did_you_mean, instance_of, one_of
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
 from rankwise.skips.locate import NOTES, SkipSite, find_sites, skip_sites
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
+TOKENS, DECODER_TOKENS = 8, 6
+"""Tokens of an example; other numbers, so that the two sequences differ."""
+WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+"""Classes that do not synchronize parameters added after wrapping."""
 
 
 class Skips(Mapping[str, nn.Parameter]):
@@ -140,9 +144,26 @@ def add_missing_skips(
         example = example_for(model) if example is None else example
         found, missed = find_sites(model, example)
         if not found:
-            raise _no_residual(model, missed)
-        wanted = [sites] if isinstance(sites, str) else sites
-        chosen = match_sites(found, None if wanted is None else [*(site.name for site, _ in kept), *wanted])
+            got = "none: no sum x + f(x) in which f mixes tokens"
+            if missed:
+                got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+            raise SkipError(
+                f"model {type(model).__name__}",
+                expected="residual connections around mixers",
+                got=got,
+                fix="A block must compute x + f(x), and its example have two tokens or more; put what "
+                "computes f into a module of its own.",
+            )
+        names = {site.name for site, _ in kept}
+        if lost := names - {site.name for site in found}:
+            raise SkipError(
+                "`example`",
+                expected="a batch on which every λ-skip of the model runs",
+                got=f"one on which {min(lost)!r} does not",
+                fix="Pass a batch of the kind the λ-skips were added with.",
+            )
+        names |= {site.name for site in match_sites(found, sites)}
+        chosen = [site for site in found if site.name in names]
         for site in chosen:
             install(model, site, learnable=learnable, per=per)
         verify(model, example, chosen, found)
@@ -202,30 +223,23 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
     if read == site.write:
         module.register_forward_pre_hook(ScaleArgument(site.parameter, read), with_kwargs=True)
         return
-    held = ThreadSlot()
-    if scope is not None:
-        around, source, hold = (
-            model.get_submodule(scope),
-            model.get_submodule(read.module),
-            HoldResidual(read, held),
-        )
-        around.register_forward_pre_hook(Scope(held))  # before any hook of the same module that reads
-        if read.argument is None:
-            source.register_forward_hook(hold, with_kwargs=True)
-        else:
-            source.register_forward_pre_hook(hold, with_kwargs=True)
-    add = AddResidual(site.parameter, site.write.key, read if scope is None else held)
-    module.register_forward_hook(add, with_kwargs=True)
-    if scope is not None:
-        around.register_forward_hook(Scope(held), always_call=True)
+    if scope is None:
+        module.register_forward_hook(AddResidual(site.parameter, site.write.key, read), with_kwargs=True)
+        return
+    held, around, source = ThreadSlot(), model.get_submodule(scope), model.get_submodule(read.module)
+    around.register_forward_pre_hook(Scope(held))  # before any hook of the same module that reads
+    register = source.register_forward_hook if read.argument is None else source.register_forward_pre_hook
+    register(HoldResidual(read, held), with_kwargs=True)
+    module.register_forward_hook(AddResidual(site.parameter, site.write.key, held), with_kwargs=True)
+    around.register_forward_hook(Scope(held), always_call=True)
 
 
-def match_sites(found: list[SkipSite], sites: Iterable[str] | None) -> list[SkipSite]:
+def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
     """Return the sites that match names with wildcards, or are in modules that match; None matches all."""
     if sites is None:
         return found
     chosen: set[str] = set()
-    for pattern in list(sites) or [""]:
+    for pattern in [sites] if isinstance(sites, str) else list(sites) or [""]:
         parts = pattern.count(".") + 1
         # the site, or the module around it whose name has as many parts as the pattern
         cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
@@ -265,48 +279,22 @@ def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
             f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
             f"module, and cannot be stepped over ({len(dropping)} sites)"
         )
-    for name in missed:
-        notes.append(f"the residual connection in {name} has no λ: no module reads or gives its parts")
-    return notes
-
-
-def _no_residual(model: nn.Module, missed: list[str]) -> SkipError:
-    got = "none: no sum x + f(x) in which f mixes tokens"
-    if missed:
-        got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
-    return SkipError(
-        f"model {type(model).__name__}",
-        expected="residual connections around mixers",
-        got=got,
-        fix="A block must compute x + f(x), and its example have two tokens or more; put what computes f "
-        "into a module of its own.",
-    )
+    known = "no module reads or gives its parts"
+    return notes + [f"the residual connection in {name} has no λ: {known}" for name in missed]
 
 
 # --- models and examples ---------------------------------------------------------------------------------
 
-TOKENS = 8
-OTHER_TOKENS = 6
-"""Tokens of a decoder: another number, so that the two sequences differ."""
-
-
-WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-"""Classes that do not synchronize parameters added after wrapping."""
-
 
 def check_traceable(model: object) -> None:
     """Raise if hooks cannot change a model: compiled, wrapped, split, or in inference mode."""
-    if not isinstance(model, nn.Module):
-        raise SkipError(
-            "`model`",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            fix="Pass the model itself, for example `pipeline.model`.",
-        )
+    fix = "Pass the model itself, for example `pipeline.model`."
+    model = instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
+    subject = f"model {type(model).__name__}"
     scripted = isinstance(model, torch.jit.ScriptModule)
     if scripted or any(is_compiled(module) for module in model.modules()):
         raise SkipError(
-            f"model {type(model).__name__}",
+            subject,
             expected="a module that is not compiled yet",
             got="one that is compiled or scripted",
             fix="Add the skips first, then call torch.compile on the model.",
@@ -314,24 +302,23 @@ def check_traceable(model: object) -> None:
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     for wrapper in sorted(names & WRAPPERS):
         raise SkipError(
-            f"model {type(model).__name__}",
+            subject,
             expected="a module that is not wrapped yet",
             got=f"one wrapped by {wrapper}",
             fix="Add the skips to the model itself first, then wrap it.",
         )
     placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
     if placed or split_modules(model):
+        mesh = f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else ""
         raise SkipError(
-            f"model {type(model).__name__}",
+            subject,
             expected="a model whose weights are plain tensors, whole in this process",
-            got=f"{len(placed)} DTensor weights, such as {placed[0]!r}"
-            if placed
-            else "layers split by a plan",
+            got=mesh or "layers split by a plan",
             fix="Add or certify the skips on the model before it is parallelised, or load it without a plan.",
         )
     if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
         raise SkipError(
-            f"model {type(model).__name__}",
+            subject,
             expected="a model outside of torch.inference_mode(), where derivatives can be taken",
             got="inference mode, or parameters made in it",
             fix="Build the model and call this outside of it; torch.no_grad() is allowed.",
@@ -340,48 +327,32 @@ def check_traceable(model: object) -> None:
 
 def example_for(model: nn.Module) -> Batch:
     """Return a small batch for a model of transformers: token ids, or an image of noise."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     reads = str(getattr(model, "main_input_name", ""))
-    if config is not None and reads == "input_ids":
-        return _ids(model, config)
+    device = device_of(model)
     if config is not None and reads == "pixel_values":
-        return {"pixel_values": _noise(model, _picture(config))}
-    raise SkipError(
-        f"model {type(model).__name__}",
-        expected="an example of what it reads, to see where its residual connections are",
-        got="none, and it does not say what it reads" if not reads else f"none; it reads {reads}",
-        fix="Pass one small batch: `rw.add_lambda_skip(model, example=batch)`, a dict, a tuple or a tensor.",
-    )
-
-
-def _ids(model: nn.Module, config: Any) -> dict[str, Tensor]:
+        config = getattr(config, "vision_config", config)
+        size = getattr(config, "image_size", 224)
+        sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+        shape = (1, int(getattr(config, "num_channels", 3)), *map(int, sides))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        return {"pixel_values": noise.to(device, next(dtypes, torch.float32))}
+    if config is None or reads != "input_ids":
+        raise SkipError(
+            f"model {type(model).__name__}",
+            expected="an example of what it reads, to see where its residual connections are",
+            got=f"none; it reads {reads}" if reads else "none, and it does not say what it reads",
+            fix="Pass a small batch, `rw.add_lambda_skip(model, example=batch)`: a dict, a tuple or a tensor.",
+        )
     text = getattr(config, "get_text_config", lambda: config)()
     most = int(getattr(text, "vocab_size", 0) or 64)
     special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask", "image")}
     plain = [token for token in range(min(most, 64)) if token not in special] or [0]
-    ids = [plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]
-    device = device_of(model)
-    example = {"input_ids": torch.tensor([ids], device=device)}
+    ids = torch.tensor([[plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]], device=device)
+    example = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):
-        example["decoder_input_ids"] = torch.tensor([ids[:OTHER_TOKENS]], device=device)
+        example["decoder_input_ids"] = ids[:, :DECODER_TOKENS]
     if "attention_mask" in inspect.signature(model.forward).parameters:
-        example["attention_mask"] = torch.ones_like(example["input_ids"])
+        example["attention_mask"] = torch.ones_like(ids)
     return example
-
-
-def _picture(config: Any) -> tuple[int, ...]:
-    config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", 224)
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return (1, int(getattr(config, "num_channels", 3)), int(height), int(width))
-
-
-def _noise(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(device_of(model), _dtype(model))
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(
-        (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32
-    )

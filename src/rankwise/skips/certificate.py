@@ -143,14 +143,8 @@ def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
         return content
     known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
     for part, kind in (("layers", LayerCertificate), ("stacks", StackCertificate)):
-        if isinstance(known.get(part), list):
-            known[part] = [_renamed(one, kind) for one in known[part]]
+        for at, one in enumerate(known[part] if isinstance(known.get(part), list) else ()):
+            if isinstance(one, dict):  # anything else stays, for the error about it
+                new = {RENAMED.get(name, name): value for name, value in one.items()}
+                known[part][at] = {name: value for name, value in new.items() if name in kind.model_fields}
     return known | {"schema_version": 2}
-
-
-def _renamed(one: Any, kind: type[Record]) -> Any:
-    """Return a layer or stack with the current names; what is not an object stays, for the error about it."""
-    if not isinstance(one, dict):
-        return one
-    new = {RENAMED.get(name, name): value for name, value in one.items()}
-    return {name: value for name, value in new.items() if name in kind.model_fields}

@@ -2,8 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import eval_mode, run_model
 from rankwise.errors import InputError, SkipError
-from rankwise.skips.add import Skips, skips_of
+from rankwise.skips.add import skips_of
 
 TextBatch = Mapping[str, Tensor]
 """``input_ids`` and, optionally, ``attention_mask``."""
@@ -20,6 +19,7 @@ MASKED = 0.15
 """Fraction of tokens that are masked."""
 IGNORED = -100
 """Label that transformers leaves out of losses."""
+HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
 @dataclass
@@ -55,42 +55,51 @@ def fit_skips(
     Raises:
         InputError: if ``lr`` is not a finite number above 0.
         SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
-            is not finite, also after the last step; then λ is restored.
+            is not finite, also after the last step. After any error λ is restored.
     """
     check_rate("`lr`", lr)
     skips = skips_of(model)
     start = {name: value.detach().clone() for name, value in skips.items()}
     groups = skip_parameter_groups(model, only_skips=True)
-    result = Fit(scales={name: [float(value.mean())] for name, value in start.items()})
-    with _only_learning(model, [scale for group in groups for scale in group["params"]]):
-        optimiser = torch.optim.Adam(groups, lr=lr)
-        try:
+    learning = {id(scale): scale for group in groups for scale in group["params"]}
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    losses: list[float] = []
+    try:
+        for parameter, _ in required:
+            parameter.requires_grad_(id(parameter) in learning)
+        optimizer = torch.optim.Adam(groups, lr=lr)
+        with eval_mode(model), torch.enable_grad():
             for step in range(steps):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 loss = _finite_loss(model, batches[step % len(batches)], mask_token, step)
-                result.losses.append(loss.item())
+                losses.append(loss.item())
                 loss.backward()
-                optimiser.step()
-                _check_finite(skips, step + 1)
+                optimizer.step()
+                for name, value in skips.items():
+                    _check_finite(f"λ of {name!r} after step {step + 1}", value.detach())
                 if on_step is not None:
                     on_step(step + 1, loss.item())
             if steps:  # no later step checks the last one
                 with torch.no_grad():
                     _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
-        except SkipError:
-            with torch.no_grad():
-                for name, value in skips.items():
-                    value.copy_(start[name])
-            raise
-    for name, value in skips.items():
-        result.scales[name].append(float(value.detach().mean()))
-    return result
+    except Exception:
+        with torch.no_grad():
+            for name, value in skips.items():
+                value.copy_(start[name])
+        raise
+    finally:
+        for parameter, learns in required:
+            parameter.requires_grad_(learns)
+        for scale in learning.values():
+            scale.grad = None
+    scales = {name: [float(one.detach().mean()) for one in (start[name], skips[name])] for name in skips}
+    return Fit(losses, scales)
 
 
 def skip_parameter_groups(
     model: nn.Module, weight_decay: float = 0.01, lr: float | None = None, only_skips: bool = False
 ) -> list[dict[str, Any]]:
-    """Split a model's parameters for an optimiser: its λ without weight decay, all others with it.
+    """Split a model's parameters for an optimizer: its λ without weight decay, all others with it.
 
     Args:
         model: a model with λ-skips.
@@ -120,16 +129,13 @@ def skip_parameter_groups(
             got="none",
             fix="Put them in with `rw.add_lambda_skip(model, learnable=True)`.",
         )
-    first: dict[str, Any] = {"params": scales, "weight_decay": 0.0}
-    if lr is not None:
-        first["lr"] = lr
-    taken = {id(scale) for scale in scales}
-    others = [
-        parameter
-        for parameter in model.parameters()
-        if id(parameter) not in taken and parameter.requires_grad
-    ]
-    return [first] if only_skips else [first, {"params": others, "weight_decay": weight_decay}]
+    rate = {} if lr is None else {"lr": lr}
+    groups: list[dict[str, Any]] = [{"params": scales, "weight_decay": 0.0, **rate}]
+    if not only_skips:
+        known = {id(scale) for scale in scales}
+        others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
+        groups.append({"params": others, "weight_decay": weight_decay})
+    return groups
 
 
 def check_rate(subject: str, lr: float) -> None:
@@ -138,29 +144,6 @@ def check_rate(subject: str, lr: float) -> None:
         raise InputError(
             subject, expected="a finite number above 0", got=f"{lr:g}", fix="0.02 is the default; try less."
         )
-
-
-def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
-    loss = loss_of(model, batch, mask_token)
-    if not math.isfinite(loss.item()):
-        raise _lost(f"loss after step {done}" if done else "loss before the first step", loss.item())
-    return loss
-
-
-def _check_finite(skips: Skips, done: int) -> None:
-    for name, value in skips.items():
-        broken = value.detach()[~value.detach().isfinite()]
-        if len(broken):
-            raise _lost(f"λ of {name!r} after step {done}", broken[0].item())
-
-
-def _lost(subject: str, got: float) -> SkipError:
-    return SkipError(
-        subject,
-        expected="a finite number",
-        got=f"{got:g}",
-        fix="Use a lower learning rate; the λ are as they were before.",
-    )
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
@@ -172,21 +155,48 @@ def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | 
         mask_token: as in `fit_skips`.
 
     Raises:
-        SkipError: as `loss_of`.
+        SkipError: if the model has no loss, or a batch has no token to predict.
     """
     with eval_mode(model), torch.no_grad():
-        losses = [loss_of(model, batch, mask_token).item() for batch in batches]
-    return sum(losses) / len(losses)
+        return sum(loss_of(model, batch, mask_token).item() for batch in batches) / len(batches)
+
+
+def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
+    loss = loss_of(model, batch, mask_token)
+    _check_finite(f"loss after step {done}" if done else "loss before the first step", loss.detach())
+    return loss
+
+
+def _check_finite(subject: str, value: Tensor) -> None:
+    broken = value[~value.isfinite()]
+    if broken.numel():
+        fix = "Use a lower learning rate; the λ are as they were before."
+        raise SkipError(subject, expected="a finite number", got=f"{broken.flatten()[0]:g}", fix=fix)
 
 
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
     """Return the loss on a batch: of next tokens, masked tokens, or (encoder-decoders) the same text."""
-    check_learnable(model, mask_token)
+    name = type(model).__name__
+    masked = name.endswith("ForMaskedLM")
+    if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
+        raise SkipError(
+            f"model {name}",
+            expected="a language model of transformers with its head, which has a loss",
+            got="none",
+            fix="Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters.",
+        )
+    if masked and mask_token is None:
+        raise SkipError(
+            f"model {name}",
+            expected="the id of the mask token",
+            got="none",
+            fix="Use a tokenizer that has a mask token.",
+        )
     inputs = dict(batch)
     labels = inputs["input_ids"].clone()
     real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(labels).bool()
     labels[~real] = IGNORED
-    if _masked(model):
+    if masked:
         generator = torch.Generator().manual_seed(0)
         hidden = torch.rand(labels.shape, generator=generator).to(labels.device) < MASKED
         hidden &= real
@@ -194,15 +204,7 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
         hidden |= real & ~hidden.any(1, keepdim=True) & (torch.arange(real.shape[1]).to(first) == first)
         inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
         labels[~hidden] = IGNORED
-    _check_labels(model, labels, real)
-    loss = run_model(model, inputs | {"labels": labels}).loss
-    assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
-    return loss
-
-
-def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
-    """Raise if no token is predicted; a causal model predicts none at the first position."""
-    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # which predicts none at the first position
     if not bool((labels[:, int(causal) :] != IGNORED).any()):
         raise SkipError(
             "batch",
@@ -210,43 +212,6 @@ def _check_labels(model: nn.Module, labels: Tensor, real: Tensor) -> None:
             got="no real token, all are padding" if not bool(real.any()) else "one real token a sequence",
             fix="Leave it out; `attention_mask` is 1 at real tokens.",
         )
-
-
-def check_learnable(model: nn.Module, mask_token: int | None = None) -> None:
-    """Raise if a model has no language-model loss."""
-    name = type(model).__name__
-    heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-    if not name.endswith(heads) or "labels" not in inspect.signature(model.forward).parameters:
-        raise SkipError(
-            f"model {name}",
-            expected="a language model of transformers with its head, which has a loss",
-            got="none",
-            fix="Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters.",
-        )
-    if _masked(model) and mask_token is None:
-        raise SkipError(
-            f"model {name}",
-            expected="the id of the mask token",
-            got="none",
-            fix="Use a tokenizer that has a mask token.",
-        )
-
-
-def _masked(model: nn.Module) -> bool:
-    return type(model).__name__.endswith("ForMaskedLM")
-
-
-@contextmanager
-def _only_learning(model: nn.Module, wanted: list[Any]) -> Iterator[None]:
-    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(scale) for scale in wanted}
-    try:
-        for parameter, _ in kept:
-            parameter.requires_grad_(id(parameter) in chosen)
-        with eval_mode(model), torch.enable_grad():
-            yield
-    finally:
-        for parameter, learns in kept:
-            parameter.requires_grad_(learns)
-            if id(parameter) in chosen:
-                parameter.grad = None
+    loss = run_model(model, inputs | {"labels": labels}).loss
+    assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
+    return loss

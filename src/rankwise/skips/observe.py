@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, Change, run_model
+from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
 from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
@@ -22,8 +23,7 @@ from rankwise.tracing import RecordedCall, record_calls
 MASKS = ("attention_mask", "decoder_attention_mask")
 ROUNDINGS = 8
 """A norm of D channels may be off by eight times √D roundings of float32, in which norms compute."""
-EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
-OnSum = Callable[[SumName, Tensor, Tensor, Tensor], None]
+OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
 Lambdas = Mapping[str, Tensor | float]
 """λ by name of the site."""
 
@@ -71,14 +71,17 @@ def observe(
 ) -> list[ObservedSkip]:
     """Run a batch with these λ, and return every sum of the sites in the order of the forward pass."""
     seen: list[ObservedSkip] = []
-    of_sum = {name: site for site in sites for name in site.sums}
 
-    def note(name: SumName, x: Tensor, branch: Tensor, total: Tensor) -> None:
-        site = of_sum[name]
+    def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
         if x.shape != branch.shape or x.shape[-1] != site.width:
-            raise _other_sums(site)
-        read, other, both = (as_batch(value, site.axis) for value in (x, branch, total))
-        seen.append(ObservedSkip(site, read, other, both, _mask(batch, read, site), Norm("none")))
+            raise SkipError(
+                f"site {site.name!r}",
+                expected="a batch with the same sums as the example that the skips were added with",
+                got="other sums",
+                fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
+            )
+        x, branch, total = (as_batch(value, site.axis) for value in (x, branch, total))
+        seen.append(ObservedSkip(site, x, branch, total, _mask(batch, x, site), Norm("none")))
 
     norms = {site.norm for site in sites} - {""}
     with (
@@ -88,7 +91,8 @@ def observe(
         torch.no_grad(),
     ):
         run_model(model, batch)
-    missing = {site.name for site in sites} - {added.site.name for added in seen}
+    by_site = grouped(seen, lambda added: added.site.name)
+    missing = {site.name for site in sites} - set(by_site)
     if missing:
         raise SkipError(
             f"site {min(missing)!r}",
@@ -96,13 +100,12 @@ def observe(
             got="one on which it does not",
             fix="Pass a batch of the kind the skips were added with.",
         )
-    found: dict[str, Norm] = {}
-    for added in seen:
-        before = found.get(added.site.name)
-        if before is None or before.kind != "unknown":  # one unknown norm of several calls decides
-            found[added.site.name] = _norm_behind(added, calls)
-    for added in seen:
-        added.norm = found[added.site.name]
+    for several in by_site.values():
+        found = [_norm_behind(added, calls) for added in several]
+        unknown = (norm for norm in found if norm.kind == "unknown")  # one of several calls decides
+        norm = next(unknown, found[-1])
+        for added in several:
+            added.norm = norm
     return seen
 
 
@@ -112,7 +115,7 @@ def with_lambdas(
 ) -> Iterator[None]:
     """Context manager that runs a model with other λ, of hooks and of `LambdaSkip`; it writes no weight.
 
-    λ of other sites stay. ``on_sum`` is called with name, x, f(x) and λx + f(x) of each sum.
+    λ of other sites stay. ``on_sum`` is called with site, x, f(x) and λx + f(x) of each sum.
     """
     scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
@@ -151,13 +154,10 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
     found = {}
     for site in sites:
         module = model.get_submodule(site.write.module)
-        own = dict(module.named_parameters(recurse=False)).get(site.parameter)
-        if own is not None:
-            found[site.name] = own.detach()
-        else:
-            found[site.name] = (
-                module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
-            ).reshape(-1)
+        value = getattr(module, site.parameter, None)
+        if value is None:
+            value = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
+        found[site.name] = value.detach().reshape(-1)
     return found
 
 
@@ -166,7 +166,7 @@ def scaled_sums(
 ) -> dict[SumName, SumChange]:
     """Return the replacement of each sum of the sites by λx + f(x)."""
     return {
-        name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, name))
+        name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, site))
         for site in sites
         if site.name in lambdas
         for name in site.sums
@@ -188,9 +188,9 @@ def check_tokens(batch: Batch) -> None:
     """Raise if a sequence of a batch has no real token."""
     for name in MASKS:
         value = batch.get(name) if isinstance(batch, Mapping) else None
-        if not isinstance(value, Tensor) or value.dim() != 2:
-            continue
-        empty = int((value.bool().sum(-1) == 0).sum())
+        empty = 0
+        if isinstance(value, Tensor) and value.dim() == 2:
+            empty = int((value.bool().sum(-1) == 0).sum())
         if empty:
             raise SkipError(
                 f"`{name}` of the batch",
@@ -198,98 +198,6 @@ def check_tokens(batch: Batch) -> None:
                 got=f"{empty} of {len(value)} sequences that are all padding",
                 fix="Leave them out.",
             )
-
-
-def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
-    """Return LayerNorm (``centre``) or RMSNorm of rows, without gain and bias; rows of zeros stay."""
-    rows = rows - rows.mean(-1, keepdim=True) if centre else rows
-    size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
-    return rows / torch.where(size > 0, size, 1.0)
-
-
-def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
-    site = added.site
-    if site.read_by:
-        return Norm("unknown", reason=f"the function {site.read_by} reads the sum outside of any module")
-    if not site.norm:
-        return Norm("none")
-    total = added.total.transpose(0, 1) if site.axis == 0 and added.total.dim() == 3 else added.total
-    for call in (call for call in calls if call.name == site.norm):
-        values = (*call.args, *call.kwargs.values())
-        if any(isinstance(value, Tensor) and _equal(value, total) for value in values):
-            return read_norm(call.module, total, call.output)
-    return Norm("unknown", reason=f"{site.norm} was not given the sum as it is")
-
-
-def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
-    """Return LayerNorm or RMSNorm if the output of a module is γ∘N(row; ε) + β of each row, up to rounding.
-
-    γ and β are attributes of the module, and γ may be 1 + the weight; any other norm is unknown. ε is an
-    attribute, or else read off the lengths of the rows.
-    """
-    output = output[0] if isinstance(output, tuple) and output else output
-    width, weight, bias = rows.shape[-1], getattr(module, "weight", None), getattr(module, "bias", None)
-    own = [value.detach().double() if isinstance(value, Tensor) else None for value in (weight, bias)]
-    fits = all(value is None or value.shape == (width,) for value in own)
-    if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
-        finite = rows.isfinite().all(-1)  # rows of padding may be anything
-        read, out = rows.double()[finite], output.detach().reshape(rows.shape).double()[finite]
-        gain, shift = (rows.new_ones(width).double() if own[0] is None else own[0]), own[1]
-        out = out if shift is None else out - shift
-        largest = 0.0 if shift is None else shift.abs()
-        known: list[tuple[float, Norm]] = []
-        for centre in (True, False):
-            centred = read - read.mean(-1, keepdim=True) if centre else read
-            lost = ROUNDINGS * width**0.5 * torch.finfo(torch.float32).eps * _amplified(read, centred)
-            for scale in (gain, 1 + gain):
-                eps = _eps(module, out, scale * normed(read, centre, 0.0), centred, rows.dtype)
-                ideal = normed(read, centre, eps)
-                allowed = lost * (scale.abs() * (ideal.abs() + 1) + largest)
-                # Norms compute in float32; the gain and the bias may be applied in the dtype of the output.
-                allowed = allowed + 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + largest)
-                error = (out - scale * ideal).abs()
-                if bool(scale.any()) and bool((error <= allowed).all()):
-                    kind: Literal["LayerNorm", "RMSNorm"] = "LayerNorm" if centre else "RMSNorm"
-                    known.append((float(error.sum()), Norm(kind, eps, scale)))
-        if known:  # in bfloat16 two may fit
-            return min(known, key=lambda one: one[0])[1]
-    reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
-    return Norm("unknown", reason=reason)
-
-
-def _eps(module: nn.Module, out: Tensor, ideal: Tensor, rows: Tensor, dtype: torch.dtype) -> float:
-    """Return ε of a norm: an attribute (None is ε of the dtype), or by how much rows are too short."""
-    for name in EPS_NAMES:
-        value = getattr(module, name, 0)
-        if value is None or isinstance(value, float):
-            return torch.finfo(dtype).eps if value is None else value
-    share = ((out * ideal).sum(-1) / ideal.square().sum(-1)).square()
-    eps = rows.square().mean(-1) * (1 / share - 1)
-    eps = eps[eps.isfinite()]
-    return max(float(eps.median()), 0.0) if len(eps) else 0.0
-
-
-def _amplified(rows: Tensor, centred: Tensor) -> Tensor:
-    """Return by what factor rounding errors of a row grow if its mean is subtracted."""
-    size = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    left = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
-    return torch.where(left > 0, size / torch.where(left > 0, left, 1.0), 1.0).clamp(min=1)
-
-
-def _equal(value: Tensor, total: Tensor) -> bool:
-    if value.numel() != total.numel() or value.shape[-1:] != total.shape[-1:]:
-        return False
-    rows = value.reshape(total.shape)
-    return torch.equal(rows.double().nan_to_num(0.0, 0.0, 0.0), total.double().nan_to_num(0.0, 0.0, 0.0))
-
-
-def _other_sums(site: SkipSite) -> SkipError:
-    return SkipError(
-        f"site {site.name!r}",
-        expected="a batch on which the model takes the same sums as on the example its skips were added with",
-        got="other sums",
-        fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
-    )
 
 
 def as_batch(value: Tensor, axis: int) -> Tensor:
@@ -304,10 +212,85 @@ def _mask(batch: Batch, tokens: Tensor, site: SkipSite) -> Tensor:
     """Return True for real tokens, by the mask of the batch for sequences of this length."""
     given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
     decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in given
-    for name in reversed(MASKS) if decodes else MASKS[:1]:
-        value = given.get(name)
-        if isinstance(value, Tensor) and value.shape == tokens.shape[:2]:
-            return value.bool()
-        if decodes:
-            break
+    value = given.get(MASKS[decodes])
+    if isinstance(value, Tensor) and value.shape == tokens.shape[:2]:
+        return value.bool()
     return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+# --- norms -----------------------------------------------------------------------------------------------
+
+
+def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
+    """Return LayerNorm (``centre``) or RMSNorm of rows, without gain and bias; rows of zeros stay."""
+    rows = rows - rows.mean(-1, keepdim=True) if centre else rows
+    size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    return rows / torch.where(size > 0, size, 1.0)
+
+
+def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
+    site, total = added.site, added.total
+    if site.read_by:
+        return Norm("unknown", reason=f"the function {site.read_by} reads the sum outside of any module")
+    if not site.norm:
+        return Norm("none")
+    total = total.transpose(0, 1) if site.axis == 0 and total.dim() == 3 else total
+    wanted = total.double().nan_to_num(0.0, 0.0, 0.0)
+    for call in (call for call in calls if call.name == site.norm):
+        for value in (*call.args, *call.kwargs.values()):
+            alike = isinstance(value, Tensor) and value.numel() == total.numel()
+            if not alike or value.shape[-1:] != total.shape[-1:]:
+                continue
+            if torch.equal(value.reshape(total.shape).double().nan_to_num(0.0, 0.0, 0.0), wanted):
+                return read_norm(call.module, total, call.output)
+    return Norm("unknown", reason=f"{site.norm} was not given the sum as it is")
+
+
+def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
+    """Return LayerNorm or RMSNorm if the output of a module is γ∘N(row; ε) + β of each row, up to rounding.
+
+    γ and β are attributes of the module, and γ may be 1 + the weight; any other norm is unknown. ε is an
+    attribute, or else read off the lengths of the rows.
+    """
+    output = output[0] if isinstance(output, tuple) and output else output
+    gain, shift = rows.new_ones(rows.shape[-1]).double(), rows.new_zeros(rows.shape[-1]).double()
+    if isinstance(weight := getattr(module, "weight", None), Tensor):
+        gain = weight.detach().double()
+    if isinstance(bias := getattr(module, "bias", None), Tensor):
+        shift = bias.detach().double()
+    fits = gain.shape == shift.shape == rows.shape[-1:]
+    known: list[tuple[float, Norm]] = []
+    if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
+        finite = rows.isfinite().all(-1)  # rows of padding may be anything
+        read, out = rows.double()[finite], output.detach().reshape(rows.shape).double()[finite] - shift
+        for centre in (True, False):
+            centred = read - read.mean(-1, keepdim=True) if centre else read
+            # by what factor rounding errors of a row grow if its mean is subtracted
+            size, left = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (read, centred))
+            grown = torch.where(left > 0, size / torch.where(left > 0, left, 1.0), 1.0).clamp(min=1)
+            lost = ROUNDINGS * rows.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps * grown
+            for scale in (gain, 1 + gain):
+                eps = _eps(module, out, scale * normed(read, centre, 0.0), centred, rows.dtype)
+                ideal = normed(read, centre, eps)
+                allowed = lost * (scale.abs() * (ideal.abs() + 1) + shift.abs())
+                # Norms compute in float32; the gain and the bias may be applied in the dtype of the output.
+                allowed += 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + shift.abs())
+                error = (out - scale * ideal).abs()
+                if bool(scale.any()) and bool((error <= allowed).all()):
+                    known.append((float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale)))
+    if known:  # in bfloat16 two may fit
+        return min(known, key=lambda one: one[0])[1]
+    reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
+    return Norm("unknown", reason=reason)
+
+
+def _eps(module: nn.Module, out: Tensor, ideal: Tensor, rows: Tensor, dtype: torch.dtype) -> float:
+    """Return ε of a norm: an attribute (None is ε of the dtype), or by how much rows are too short."""
+    for name in ("eps", "variance_epsilon", "epsilon", "norm_eps"):
+        value = getattr(module, name, 0)
+        if value is None or isinstance(value, float):
+            return torch.finfo(dtype).eps if value is None else value
+    share = ((out * ideal).sum(-1) / ideal.square().sum(-1)).square()
+    eps = rows.square().mean(-1) * (1 / share - 1)
+    eps = eps[eps.isfinite()]
+    return max(float(eps.median()), 0.0) if len(eps) else 0.0

@@ -3,11 +3,12 @@
 import hashlib
 import re
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
+T = TypeVar("T")
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -73,19 +75,24 @@ def save_skips(
             fix="Put them in with `rw.add_lambda_skip(model)`.",
         )
     numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
-    _check_finite(numbers, f"{type(model).__name__}")
+    _check_finite(numbers, type(model).__name__)
     facts = SkipFacts(
         model_class=_class(model),
         per="channel" if any(scale.numel() > 1 for scale in skips.values()) else "layer",
         learnable=any(scale.requires_grad for scale in skips.values()),
         sites={name: site.width for name, site in skips.sites.items()},
-        parameters=_digest(model, skips),
+        parameters=_digest(model),
         fitted=fitted or {},
     )
-    folder = Path(folder)
-    described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
-    written = write_file(folder / NUMBERS, lambda partial: _save(numbers, partial), "skips")
-    return written, described
+
+    def write_numbers(path: Path) -> None:
+        try:
+            save_file(numbers, path)
+        except SafetensorError as error:  # safetensors raises this on a full disk
+            raise OSError(str(error)) from error
+
+    described = write_file(Path(folder) / FACTS, facts.model_dump_json(indent=1), "skips")
+    return write_file(Path(folder) / NUMBERS, write_numbers, "skips"), described
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
@@ -103,19 +110,19 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         UserWarning: if the files do not describe the parameters of their model.
     """
     folder = Path(folder)
-    facts, numbers = _read_facts(folder / FACTS), _read_numbers(folder / NUMBERS)
+    facts = _read(folder / FACTS, lambda path: SkipFacts.model_validate(parse_json(path.read_text("utf-8"))))
+    numbers = _read(folder / NUMBERS, load_file)
     _check(model, facts, numbers, folder)
     skips = add_lambda_skip(
         model, learnable=facts.learnable, per=facts.per, sites=list(facts.sites), example=example
     )
-    if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
-        remove_lambda_skip(model)
-        raise _another(model, facts, folder, "sites of other names or widths")
-    with torch.no_grad():
-        for name, parameter in skips.items():
-            parameter.copy_(numbers[name])
     try:
-        _check_finite(dict(skips), str(folder))  # finite in float64 may be infinite in the dtype of λ
+        if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
+            raise _another(model, folder, "sites of other names or widths")
+        with torch.no_grad():
+            for name, parameter in skips.items():
+                parameter.copy_(numbers[name])
+        _check_finite(skips, str(folder))  # finite in float64 may be infinite in the dtype of λ
     except SkipError:
         remove_lambda_skip(model)
         raise
@@ -130,9 +137,7 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
         folder: folder, or a name on the Hub, which has none.
         example: batch to run, as in `add_lambda_skip`.
     """
-    if not has_skips(folder):
-        return None
-    return load_skips(model, folder, example)
+    return load_skips(model, folder, example) if has_skips(folder) else None
 
 
 def has_skips(folder: str | Path) -> bool:
@@ -140,9 +145,9 @@ def has_skips(folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
 
 
-def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folder: Path) -> None:
+def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], folder: Path) -> None:
     if facts.model_class != _class(model):
-        raise _another(model, facts, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
+        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
     missing = set(facts.sites) ^ set(numbers)
     if missing:
         raise SkipError(
@@ -153,14 +158,14 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folde
         )
     for name, value in numbers.items():
         if value.dtype not in DTYPES:
-            raise _another(model, facts, folder, f"λ of {value.dtype} for {name!r}")
+            raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
     _check_finite(numbers, str(folder))
     modules = dict(model.named_modules())
     for name, width in facts.sites.items():
         if name not in modules and re.sub(r"_\d+$", "", name) not in modules:
-            raise _another(model, facts, folder, f"a site {name!r}", did_you_mean(name, modules))
+            raise _another(model, folder, f"a site {name!r}", did_you_mean(name, modules))
         if numbers[name].shape not in ((1,), (width,)):
-            raise _another(model, facts, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
+            raise _another(model, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
     if not facts.parameters:
         warnings.warn(
             f"{folder / FACTS} does not say what parameters its model had: λ may be those of another one; "
@@ -168,33 +173,30 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: dict[str, Tensor], folde
             UserWarning,
             stacklevel=3,
         )
-    elif facts.parameters != _digest(model, skips_of(model)):
-        raise _another(model, facts, folder, "λ of one whose parameters have other names or shapes")
+    elif facts.parameters != _digest(model):
+        raise _another(model, folder, "λ of one whose parameters have other names or shapes")
 
 
-def _check_finite(numbers: dict[str, Tensor], where: str) -> None:
-    broken = [name for name, value in numbers.items() if not bool(value.isfinite().all())]
-    if broken:
-        raise SkipError(
-            f"λ of {broken[0]!r} in {where}",
-            expected="finite numbers",
-            got="NaN or infinity",
-            fix="Fit them again with a lower learning rate.",
-        )
+def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
+    for name, value in numbers.items():
+        if not bool(value.isfinite().all()):
+            raise SkipError(
+                f"λ of {name!r} in {where}",
+                expected="finite numbers",
+                got="NaN or infinity",
+                fix="Fit them again with a lower learning rate.",
+            )
 
 
-def _digest(model: nn.Module, skips: Skips) -> str:
+def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, tied names included."""
-    scales = {id(scale) for scale in skips.values()}
-    shapes = sorted(
-        (name, *parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if id(parameter) not in scales
-    )
+    scales = {id(scale) for scale in skips_of(model).values()}
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = sorted((name, *parameter.shape) for name, parameter in named if id(parameter) not in scales)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
-def _another(model: nn.Module, facts: SkipFacts, folder: Path, got: str, fix: str = "") -> SkipError:
+def _another(model: nn.Module, folder: Path, got: str, fix: str = "") -> SkipError:
     return SkipError(
         f"skips in {folder}",
         expected=f"λ of a {type(model).__name__} with the residual mixers of this model",
@@ -207,32 +209,14 @@ def _class(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def _save(numbers: dict[str, Tensor], path: Path) -> None:
+def _read(path: Path, reader: Callable[[Path], T]) -> T:
     try:
-        save_file(numbers, path)
-    except SafetensorError as error:  # safetensors raises this on a full disk
-        raise OSError(str(error)) from error
-
-
-def _read_facts(path: Path) -> SkipFacts:
-    try:
-        return SkipFacts.model_validate(parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _read_numbers(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> SkipError:
-    gone = isinstance(error, FileNotFoundError)
-    return SkipError(
-        f"skips {path}",
-        expected="a file that `save_skips` wrote",
-        got="no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}",
-        fix="Check the folder." if gone else "Save the skips again.",
-    )
+        return reader(path)
+    except (OSError, ValueError, SafetensorError) as error:  # pydantic's is a ValueError
+        gone = isinstance(error, FileNotFoundError)
+        raise SkipError(
+            f"skips {path}",
+            expected="a file that `save_skips` wrote",
+            got="no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="Check the folder." if gone else "Save the skips again.",
+        ) from error
