@@ -296,10 +296,10 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             InputError,
             "--learn-on a --text b: expect",
         ),
-        ("tiny", ("--certify", "--lr", -1), InputError, "--lr: expected a finite number above 0, got -1"),
-        ("tiny", ("--certify", "--lr", "inf"), InputError, "--lr: expected a finite number above 0, got inf"),
+        ("tiny", ("--certify", "--lr", -1), InputError, "--lr: expected a number in (0, ∞), got -1"),
+        ("tiny", ("--certify", "--lr", "inf"), InputError, "--lr: expected a number in (0, ∞), got inf"),
         ("tiny", (*FIT, "--sequences", 1, "--certify"), InputError, "two sequences or more"),
-        ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "loss after step 1: expected a finite number"),
+        ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "loss after step 1: expected finite numbers"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "Use a lower learning rate"),
         ("some", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "--init: expected a finite number"),
         (

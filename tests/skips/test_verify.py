@@ -49,8 +49,7 @@ class OffScale(SkipHook):
     """A hook that acts with some multiple of any λ but 1."""
 
     def __init__(self, hook: SkipHook, by: float) -> None:
-        super().__init__(hook.parameter)
-        self.hook, self.by = hook, by
+        self.hook, self.by, self.parameter = hook, by, hook.parameter
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         scale = module._parameters[self.parameter]
@@ -73,7 +72,7 @@ def spoil(model: nn.Module, site: SkipSite, by: float) -> None:
     module = model.get_submodule(site.write.module)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for number, hook in hooks.items():
-            if isinstance(hook, SkipHook) and hook.parameter == site.parameter:
+            if isinstance(hook, SkipHook) and getattr(hook, "parameter", "") == site.parameter:
                 hooks[number] = OffScale(hook, by)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rankwise.cli.options import BatchSize, Device, Dtype, Revision, Sequences, Tokens, TrustRemoteCode
-from rankwise.errors import InputError, one_of
+from rankwise.errors import InputError, in_range, one_of
 
 if TYPE_CHECKING:
     from rankwise.cli.load_data import LoadedData
@@ -120,9 +120,9 @@ def _check(
 ) -> None:
     """Refuse before the model is loaded."""
     from rankwise.skips.certify import check_share
-    from rankwise.skips.fit import check_rate
+    from rankwise.skips.fit import RATE
 
-    check_rate("--lr", lr)
+    in_range("--lr", lr, "(0, inf)", fix=RATE)
     check_share(share)
     if per is not None:
         one_of("--per", per, ("layer", "channel"))

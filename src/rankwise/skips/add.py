@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, device_of
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
@@ -134,11 +134,9 @@ def add_missing_skips(
     kept = [(site, parameter_of(model, site)) for site in skip_sites(model)]
     if kept and (per == "channel") != any(parameter.numel() > 1 for _, parameter in kept):
         raise SkipError(
-            f"`per={per!r}`",
-            expected="the kind of λ that the model has at other sites",
-            got="the other kind",
-            fix="Use the other `per`, or call `rw.remove_lambda_skip(model)` first.",
-        )
+            f"`per={per!r}`", expected="the kind of λ that the model has at other sites",
+            got="the other kind", fix="Use the other `per`, or call `rw.remove_lambda_skip(model)` first.",
+        )  # fmt: skip
     remove_lambda_skip(model, missing_ok=True)
     try:
         example = example_for(model) if example is None else example
@@ -148,12 +146,10 @@ def add_missing_skips(
             if missed:
                 got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
             raise SkipError(
-                f"model {type(model).__name__}",
-                expected="residual connections around mixers",
-                got=got,
+                f"model {type(model).__name__}", expected="residual connections around mixers", got=got,
                 fix="A block must compute x + f(x), and its example have two tokens or more; put what "
                 "computes f into a module of its own.",
-            )
+            )  # fmt: skip
         names = {site.name for site, _ in kept}
         if lost := names - {site.name for site in found}:
             raise SkipError(
@@ -192,14 +188,8 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
     Raises:
         SkipError: if the model has no λ-skips.
     """
-    sites = skip_sites(model)
-    if not sites and not missing_ok:
-        raise SkipError(
-            f"model {type(model).__name__}",
-            expected="a model with λ-skips",
-            got="one without",
-            fix="Put them in with `rw.add_lambda_skip(model)`.",
-        )
+    if not missing_ok:
+        check_skips(model)
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
         for site in vars(module).pop(NOTES, ()):
@@ -210,6 +200,20 @@ def skips_of(model: nn.Module) -> Skips:
     """Return the λ-skips of a model, or of a copy of it; they may be empty."""
     sites = skip_sites(model)
     return Skips(model, sites, _notes(sites, ()))
+
+
+def check_skips(model: nn.Module) -> None:
+    """Raise if a model has no λ-skips."""
+    if not skip_sites(model):
+        fix = "Put them in with `rw.add_lambda_skip(model)`."
+        name = type(model).__name__
+        raise SkipError(f"model {name}", expected="a model with λ-skips", got="one without", fix=fix)
+
+
+def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
+    """Raise if a number is not finite."""
+    if not bool(value.isfinite().all()):
+        raise SkipError(subject, expected="finite numbers", got=f"NaN or infinity{where}", fix=fix)
 
 
 def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
@@ -246,11 +250,9 @@ def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> lis
         matching = [site for site, name in cut.items() if fnmatchcase(name, pattern)]
         if not matching:
             raise SkipError(
-                f"site {pattern!r}",
-                expected="the name of a residual mixer, or of a module around one",
-                got="none of that name",
-                fix=did_you_mean(pattern, set(cut.values())),
-            )
+                f"site {pattern!r}", expected="the name of a residual mixer, or of a module around one",
+                got="none of that name", fix=did_you_mean(pattern, set(cut.values())),
+            )  # fmt: skip
         chosen.update(matching)
     return [site for site in found if site.name in chosen]
 
@@ -286,43 +288,41 @@ def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
 # --- models and examples ---------------------------------------------------------------------------------
 
 
-def check_traceable(model: object) -> None:
+def check_traceable(model: Any) -> None:
     """Raise if hooks cannot change a model: compiled, wrapped, split, or in inference mode."""
     fix = "Pass the model itself, for example `pipeline.model`."
-    model = instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
-    subject = f"model {type(model).__name__}"
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
     scripted = isinstance(model, torch.jit.ScriptModule)
-    if scripted or any(is_compiled(module) for module in model.modules()):
-        raise SkipError(
-            subject,
-            expected="a module that is not compiled yet",
-            got="one that is compiled or scripted",
-            fix="Add the skips first, then call torch.compile on the model.",
-        )
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    for wrapper in sorted(names & WRAPPERS):
-        raise SkipError(
-            subject,
-            expected="a module that is not wrapped yet",
-            got=f"one wrapped by {wrapper}",
-            fix="Add the skips to the model itself first, then wrap it.",
-        )
+    wrapper = min(names & WRAPPERS, default=None)
     placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
-    if placed or split_modules(model):
-        mesh = f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else ""
-        raise SkipError(
-            subject,
-            expected="a model whose weights are plain tensors, whole in this process",
-            got=mesh or "layers split by a plan",
-            fix="Add or certify the skips on the model before it is parallelised, or load it without a plan.",
-        )
-    if torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters()):
-        raise SkipError(
-            subject,
-            expected="a model outside of torch.inference_mode(), where derivatives can be taken",
-            got="inference mode, or parameters made in it",
-            fix="Build the model and call this outside of it; torch.no_grad() is allowed.",
-        )
+    frozen = any(parameter.is_inference() for parameter in model.parameters())
+    refusals = (
+        (
+            scripted or any(is_compiled(module) for module in model.modules()),
+            "a module that is not compiled yet", "one that is compiled or scripted",
+            "Add the skips first, then call torch.compile on the model.",
+        ),
+        (
+            wrapper, "a module that is not wrapped yet", f"one wrapped by {wrapper}",
+            "Add the skips to the model itself first, then wrap it.",
+        ),
+        (
+            placed or split_modules(model),
+            "a model whose weights are plain tensors, whole in this process",
+            f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else "layers split by a plan",
+            "Add or certify the skips on the model before it is parallelised, or load it without a plan.",
+        ),
+        (
+            torch.is_inference_mode_enabled() or frozen,
+            "a model outside of torch.inference_mode(), where derivatives can be taken",
+            "inference mode, or parameters made in it",
+            "Build the model and call this outside of it; torch.no_grad() is allowed.",
+        ),
+    )  # fmt: skip
+    for wrong, expected, got, fix in refusals:
+        if wrong:
+            raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 
 
 def example_for(model: nn.Module) -> Batch:
@@ -343,7 +343,7 @@ def example_for(model: nn.Module) -> Batch:
             f"model {type(model).__name__}",
             expected="an example of what it reads, to see where its residual connections are",
             got=f"none; it reads {reads}" if reads else "none, and it does not say what it reads",
-            fix="Pass a small batch, `rw.add_lambda_skip(model, example=batch)`: a dict, a tuple or a tensor.",
+            fix="Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`.",
         )
     text = getattr(config, "get_text_config", lambda: config)()
     most = int(getattr(text, "vocab_size", 0) or 64)

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch
+from rankwise._internals.forward import Batch, tensors_of
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
-from rankwise.skips.add import check_traceable
+from rankwise.skips.add import check_finite, check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import (
     Lambdas,
     ObservedSkip,
     as_batch,
-    check_tokens,
     lambdas_of,
     observe,
     sites_in,
@@ -76,7 +75,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     """
     check_traceable(model)
     check_share(a)
-    check_tokens(batch)
+    _check_tokens(batch)  # rows of padding alone may be NaN in the search for sites
     sites, missed = sites_in(model, batch)
     if sites:
         return certify_sites(model, batch, sites, a)
@@ -87,38 +86,48 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
 
 def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: float) -> SkipCertificate:
     """Return the certificate of some sites of a model."""
-    check_tokens(batch)
+    _check_tokens(batch)
     lambdas = lambdas_of(model, sites)
     for name, value in lambdas.items():
-        fix = "Set it, or fit it again with a lower learning rate."
-        _check_finite(f"λ of {name!r}", "a finite number", value, "", fix)
+        check_finite(f"λ of {name!r}", value, "Set it, or fit it again with a lower learning rate.")
     seen = observe(model, batch, sites, lambdas)
     if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
         raise SkipError(
-            "`batch`",
-            expected="two real tokens in a sequence, or more",
-            got="one at most",
+            "`batch`", expected="two real tokens in a sequence, or more", got="one at most",
             fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
-        )
+        )  # fmt: skip
     for added in seen:
         for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
             fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
             subject = f"states at {added.site.name!r}"
-            _check_finite(subject, "finite numbers", value[added.mask], f" in the {what}", fix)
-    mixings = _mixings(model, batch, sites, lambdas)
+            check_finite(subject, value[added.mask], fix, f" in the {what}")
+    mixings = _mixings(model, batch, sites, lambdas, len(seen))
     layers, unlike = [], {}
     for added, mixing in zip(seen, mixings, strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
         layers.append(layer)
     stacks = _stacks(seen, layers)
-    notes = [*_notes(layers, stacks, seen, unlike), *_padding_notes(batch)]
+    notes = _notes(layers, stacks, seen, unlike)
+    for name, value in tensors_of(batch).items():
+        # names and signs vary in torch's own layers, so their masks are not read
+        if name.endswith("key_padding_mask") and bool(value.any()):
+            notes.append(
+                f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one "
+                "length without padding"
+            )
     sequences = max(added.x.shape[0] for added in seen)
     return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=stacks, notes=notes)
 
 
-def _check_finite(subject: str, expected: str, value: Tensor, where: str, fix: str) -> None:
-    if not bool(value.isfinite().all()):
-        raise SkipError(subject, expected=expected, got=f"NaN or infinity{where}", fix=fix)
+def _check_tokens(batch: Batch) -> None:
+    for mask in ("attention_mask", "decoder_attention_mask"):
+        value = tensors_of(batch).get(mask)
+        empty = 0 if value is None or value.dim() != 2 else int((~value.bool().any(-1)).sum())
+        if value is not None and empty:
+            raise SkipError(
+                f"`{mask}` of the batch", expected="a real token in every sequence",
+                got=f"{empty} of {len(value)} sequences that are all padding", fix="Leave them out.",
+            )  # fmt: skip
 
 
 # --- mixers ----------------------------------------------------------------------------------------------
@@ -139,17 +148,17 @@ class _Mixing:
 
 
 def _mixings(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas, count: int
 ) -> list[_Mixing | None]:
     """Return the mixer of each observed skip; None if its branch has no captured mixer, or several."""
     mixers: list[MixerSite] = []
     # Copies: a gate or a gain applied in place would otherwise pass for a part of the weights.
-    recording = record_calls(model, _has_matrix, copy=True)
+    recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
     try:
         with recording as recorded, capture(model, on_mixer=mixers.append, values=True):
             seen = observe(model, batch, sites, lambdas)  # without hooks, which add to outputs of projections
     except CaptureError:
-        mixers, seen, recorded = [], observe(model, batch, sites, lambdas), []
+        return [None] * count
     calls = [call for call in recorded if _of_rows(call)]
     behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
     for mixer in mixers:
@@ -166,8 +175,10 @@ def _mixings(
     return found
 
 
-def _has_matrix(_name: str, module: nn.Module) -> bool:
-    return getattr(getattr(module, "weight", None), "ndim", 0) == 2
+def _weight(module: nn.Module) -> Tensor | None:
+    """Return the matrix of a module, or None."""
+    weight = getattr(module, "weight", None)
+    return weight.detach() if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _of_rows(call: RecordedCall) -> bool:
@@ -248,11 +259,11 @@ def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
     A sum of K products in float32 or finer may be off by 8√K roundings of the sum of magnitudes, and by
     two roundings of the output dtype.
     """
-    weight, bias = (getattr(call.module, name, None) for name in ("weight", "bias"))
-    assert isinstance(weight, Tensor)  # only such modules are recorded
+    weight, bias = _weight(call.module), getattr(call.module, "bias", None)
+    assert weight is not None  # only such modules are recorded
     given, gave = call.args[0].double(), call.output.double()
     shift = bias.detach().double() if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
-    for matrix in (weight.detach().double(), weight.detach().double().mT):
+    for matrix in (weight.double(), weight.double().mT):
         if matrix.shape != (gave.shape[-1], given.shape[-1]) or shift.shape != gave.shape[-1:]:
             continue
         own = torch.finfo(call.output.dtype).eps
@@ -273,16 +284,13 @@ class _Sum:
         self.scale, self.mask, self.norm = scale, added.mask, added.norm
         self.y, self.b = (x.double().masked_fill(~added.mask[..., None], 0) for x in (added.x, added.branch))
         self.after = scale.to(self.y) * self.y + self.b
+        self.rows = self.y - self.y.mean(-1, keepdim=True) if added.norm.centre else self.y
         self.several = added.mask.sum(-1) > 1  # nothing is stated about sequences of one token
         self.common = bool((scale == scale.flatten()[0]).all())
         """True if λ is one number."""
+        self.gain = self.largest(_size(self.b) / _size(self.y))
         kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
         self.kind: NormKind = kinds.get(added.norm.kind, "none")
-
-    @property
-    def gain(self) -> float:
-        """The largest ‖B‖_F/‖Y‖_F of a sequence."""
-        return self.largest(_size(self.b) / _size(self.y))
 
     def least(self, values: Tensor) -> float:
         return float(values[self.several].min())
@@ -318,21 +326,13 @@ def _layer(
     if known:
         proved |= _proved(sum_, before, mixing, a)
     certificate = LayerCertificate(
-        site=added.site.name,
-        lambda_value=float(scale.flatten()[scale.abs().argmin()]),
-        norm=norm.kind,
-        norm_gain=gain,
-        spread_in=sum_.mean(before),
-        spread_out=sum_.mean(ends) if known else None,
-        kept=sum_.least(kept) if known else None,
-        relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
+        site=added.site.name, lambda_value=float(scale.flatten()[scale.abs().argmin()]), norm=norm.kind,
+        norm_gain=gain, spread_in=sum_.mean(before), spread_out=sum_.mean(ends) if known else None,
+        kept=sum_.least(kept) if known else None, relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
         relative_spread_out=sum_.mean(spread(after, mask) / _size(after)),
-        mixing_share=sum_.mean(_size(b) / _size(after)),
-        mixing_norm=None if mixing is None else mixing.norm,
-        value_norm=None if mixing is None else mixing.value_norm,
-        **paper,
-        **proved,
-    )
+        mixing_share=sum_.mean(_size(b) / _size(after)), mixing_norm=None if mixing is None else mixing.norm,
+        value_norm=None if mixing is None else mixing.value_norm, **paper, **proved,
+    )  # fmt: skip
     return certificate, unlike
 
 
@@ -382,16 +382,11 @@ def _unlike(sum_: _Sum, mixing: _Mixing | None) -> str:
     if mixing.unlike:
         return mixing.unlike
     assert mixing.value_norm is not None  # known if the mixer is like the paper's
-    if any(bool(((_lengths(rows)[sum_.mask] - 1).abs() > SPHERE).any()) for rows in (sum_.y, _rows(sum_))):
+    if any(bool(((_lengths(rows)[sum_.mask] - 1).abs() > SPHERE).any()) for rows in (sum_.y, sum_.rows)):
         return "the states it reads do not lie on the sphere of the norm"
     if sum_.gain > (1 + ROUNDING) * mixing.norm * mixing.value_norm:
         return "the mixer gives more than its matrix and weights can"
     return ""
-
-
-def _rows(sum_: _Sum) -> Tensor:
-    """Return the rows of Y, centered if the norm centers them."""
-    return sum_.y - sum_.y.mean(-1, keepdim=True) if sum_.norm.centre else sum_.y
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -402,7 +397,7 @@ def _lengths(rows: Tensor) -> Tensor:
 def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, Any]:
     """Return the least |λ| of Theorem 4.1, with the strength of docs/proofs/skip-bound.md."""
     size = sum_.largest((_lengths(sum_.y).square().sum(-1) / sum_.mask.sum(-1).clamp(min=1)).sqrt())
-    shortest = float(_lengths(_rows(sum_))[sum_.mask].min())
+    shortest = float(_lengths(sum_.rows)[sum_.mask].min())
     product = max(mixing.norm * (mixing.value_norm or 0.0), sum_.gain)  # of equal numbers the unrounded one
     strength = mixing_strength(product, sum_.norm.eps, size, shortest)
     tokens, width = int(sum_.mask.sum(-1).max()), sum_.y.shape[-1]
@@ -436,16 +431,13 @@ def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) ->
         mus, some = ends / spread(first.x, first.mask), bool(apart.any())
         names = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
         least = {name: [getattr(layer, name) for _, layer in inside] for name in names}
-        found.append(
-            StackCertificate(
-                stack=stack,
-                layers=len(inside),
-                kept=float(shares[apart].mean()) if some else None,
-                kept_mu=float(mus[apart].mean()) if some and last.norm.kind != "unknown" else None,
-                left_out=int((several & equal).sum()),
-                **{name: None if None in values else max(values) for name, values in least.items()},
-            )
-        )
+        certificate = StackCertificate(
+            stack=stack, layers=len(inside), left_out=int((several & equal).sum()),
+            kept=float(shares[apart].mean()) if some else None,
+            kept_mu=float(mus[apart].mean()) if some and last.norm.kind != "unknown" else None,
+            **{name: None if None in values else max(values) for name, values in least.items()},
+        )  # fmt: skip
+        found.append(certificate)
     return found
 
 
@@ -490,15 +482,4 @@ def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
     return [
         f"{what} at {sites[0]}{f' and {len(sites) - 1} more' if sites[1:] else ''}: {reason}"
         for reason, sites in grouped(reasons, lambda site: reasons[site]).items()
-    ]
-
-
-def _padding_notes(batch: Batch) -> list[str]:
-    """Return a note for each padding mask of torch's own layers: names and signs vary, so it is not read."""
-    given = batch if isinstance(batch, Mapping) else {}
-    return [
-        f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one length "
-        "without padding"
-        for name, value in given.items()
-        if name.endswith("key_padding_mask") and isinstance(value, Tensor) and bool(value.any())
     ]

@@ -339,9 +339,19 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
     """
     record = ForwardRecord()
     calls = ModuleCalls(model, on_enter=record.enter, on_leave=record.leave)
-    given = map_tensors(example, _with_gradient)
-    with probe_mode(model), differentiable(model), calls.following(), SumRecorder(calls.running, record):
-        output = run_model(model, given)
+
+    def learning(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
+
+    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with probe_mode(model), calls.following(), SumRecorder(calls.running, record):
+            output = run_model(model, map_tensors(example, learning))
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     found = [one for sum_ in record.sums if (one := _residual(sum_, record.sums)) is not None]
     if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
         raise _not_finite("the output of the model")
@@ -356,10 +366,6 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
         ]
         dropped.update(sum_.name for sum_ in ([outer.sum] if len(inside) > 1 else inside))
     return [residual for residual in found if residual.sum.name not in dropped], record
-
-
-def _with_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
 def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
@@ -450,19 +456,6 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
     with eval_mode(model), preserve_random_state(model), torch.enable_grad():
         torch.manual_seed(0)
         yield
-
-
-@contextmanager
-def differentiable(model: nn.Module) -> Iterator[None]:
-    """Context manager in which frozen weights require gradients."""
-    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def tensors_in(output: Any) -> list[Tensor]:

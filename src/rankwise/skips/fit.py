@@ -1,7 +1,6 @@
 """Fit the λ of a language model on text, with all other parameters frozen."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import eval_mode, run_model
-from rankwise.errors import InputError, SkipError
-from rankwise.skips.add import skips_of
+from rankwise.errors import SkipError, in_range
+from rankwise.skips.add import check_finite, skips_of
 
 TextBatch = Mapping[str, Tensor]
 """``input_ids`` and, optionally, ``attention_mask``."""
@@ -19,6 +18,8 @@ MASKED = 0.15
 """Fraction of tokens that are masked."""
 IGNORED = -100
 """Label that transformers leaves out of losses."""
+RATE = "0.02 is the default; try less."
+LOWER = "Use a lower learning rate; the λ are as they were before."
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
@@ -53,11 +54,11 @@ def fit_skips(
         on_step: called with the number of finished steps and the loss.
 
     Raises:
-        InputError: if ``lr`` is not a finite number above 0.
+        InputError: if ``lr`` is not in (0, ∞).
         SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
             is not finite, also after the last step. After any error λ is restored.
     """
-    check_rate("`lr`", lr)
+    in_range("`lr`", lr, "(0, inf)", fix=RATE)
     skips = skips_of(model)
     start = {name: value.detach().clone() for name, value in skips.items()}
     groups = skip_parameter_groups(model, only_skips=True)
@@ -76,7 +77,7 @@ def fit_skips(
                 loss.backward()
                 optimizer.step()
                 for name, value in skips.items():
-                    _check_finite(f"λ of {name!r} after step {step + 1}", value.detach())
+                    check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
                 if on_step is not None:
                     on_step(step + 1, loss.item())
             if steps:  # no later step checks the last one
@@ -124,11 +125,9 @@ def skip_parameter_groups(
     scales = [scale for scale in skips_of(model).values() if scale.requires_grad]
     if not scales:
         raise SkipError(
-            f"model {type(model).__name__}",
-            expected="λ-skips that can learn",
-            got="none",
+            f"model {type(model).__name__}", expected="λ-skips that can learn", got="none",
             fix="Put them in with `rw.add_lambda_skip(model, learnable=True)`.",
-        )
+        )  # fmt: skip
     rate = {} if lr is None else {"lr": lr}
     groups: list[dict[str, Any]] = [{"params": scales, "weight_decay": 0.0, **rate}]
     if not only_skips:
@@ -136,14 +135,6 @@ def skip_parameter_groups(
         others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
         groups.append({"params": others, "weight_decay": weight_decay})
     return groups
-
-
-def check_rate(subject: str, lr: float) -> None:
-    """Raise if a learning rate is not a finite number above 0."""
-    if not 0 < lr < math.inf:
-        raise InputError(
-            subject, expected="a finite number above 0", got=f"{lr:g}", fix="0.02 is the default; try less."
-        )
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
@@ -163,15 +154,9 @@ def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | 
 
 def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
     loss = loss_of(model, batch, mask_token)
-    _check_finite(f"loss after step {done}" if done else "loss before the first step", loss.detach())
+    subject = f"loss after step {done}" if done else "loss before the first step"
+    check_finite(subject, loss.detach(), LOWER)
     return loss
-
-
-def _check_finite(subject: str, value: Tensor) -> None:
-    broken = value[~value.isfinite()]
-    if broken.numel():
-        fix = "Use a lower learning rate; the λ are as they were before."
-        raise SkipError(subject, expected="a finite number", got=f"{broken.flatten()[0]:g}", fix=fix)
 
 
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
@@ -187,11 +172,9 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
         )
     if masked and mask_token is None:
         raise SkipError(
-            f"model {name}",
-            expected="the id of the mask token",
-            got="none",
+            f"model {name}", expected="the id of the mask token", got="none",
             fix="Use a tokenizer that has a mask token.",
-        )
+        )  # fmt: skip
     inputs = dict(batch)
     labels = inputs["input_ids"].clone()
     real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(labels).bool()

@@ -34,13 +34,13 @@ class Port:
         return args[position] if position is not None and position < len(args) else None
 
 
+@dataclass
 class HeldTensor:
     """State x of a skip connection, held from a module that reads it to the module that adds it."""
 
-    def __init__(self) -> None:
-        self.residual: Tensor | None = None
-        self.open = False
-        """True while the module that takes the sum runs; a state read outside of it is not added."""
+    residual: Tensor | None = None
+    open: bool = False
+    """True while the module that takes the sum runs; a state read outside of it is not added."""
 
 
 class ThreadSlot(threading.local):
@@ -62,16 +62,13 @@ def recomputing():
 class SkipHook:
     """Base class of the hooks of a λ-skip."""
 
-    def __init__(self, parameter: str = "") -> None:
-        self.parameter = parameter
 
-
+@dataclass(eq=False)
 class ScaleArgument(SkipHook):
     """Before a module: multiply the argument that it adds unchanged by λ."""
 
-    def __init__(self, parameter: str, port: Port) -> None:
-        super().__init__(parameter)
-        self.port = port
+    parameter: str
+    port: Port
 
     @no_type_check
     def __call__(self, module, args, kwargs):
@@ -86,15 +83,16 @@ class ScaleArgument(SkipHook):
         return (*args[:position], scaled, *args[position + 1 :]), kwargs
 
 
+@dataclass(eq=False)
 class AddResidual(SkipHook):
     """After a module: add (λ − 1)·x to an item of its output, the sum x + f(x) or the branch f(x).
 
     x is an argument of the same call, or the state in the slot.
     """
 
-    def __init__(self, parameter: str, key: Key, source: Port | ThreadSlot) -> None:
-        super().__init__(parameter)
-        self.key, self.source = key, source
+    parameter: str
+    key: Key
+    source: Port | ThreadSlot
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
@@ -119,12 +117,12 @@ class AddResidual(SkipHook):
         return with_value(output, self.key, total)
 
 
+@dataclass(eq=False)
 class HoldResidual(SkipHook):
     """Before a module that receives x, or after a module that returns x: hold x."""
 
-    def __init__(self, port: Port, held: ThreadSlot) -> None:
-        super().__init__()
-        self.port, self.held = port, held
+    port: Port
+    held: ThreadSlot
 
     @no_type_check
     def __call__(self, module, args, kwargs, *output):
@@ -134,12 +132,11 @@ class HoldResidual(SkipHook):
             slot.residual = self.port.read(args, kwargs, output)
 
 
+@dataclass(eq=False)
 class Scope(SkipHook):
     """Before the module in which x is read and added: open the slot; after it: close the slot."""
 
-    def __init__(self, held: ThreadSlot) -> None:
-        super().__init__()
-        self.held = held
+    held: ThreadSlot
 
     @no_type_check
     def __call__(self, module, args, *output):

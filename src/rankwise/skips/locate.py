@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -122,8 +122,8 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     every = all(reader is not None for _, reader in located)
     calls: dict[SkipSite, list[SumName]] = {}
     for site, reader in located:
-        if reader is not None and (reader.inside or every):
-            site = replace(site, norm=reader.module, read_by=reader.function)
+        if reader is not None and (every or reader[2]):
+            site = replace(site, norm=reader[0], read_by=reader[1])
         calls.setdefault(site, []).extend(site.sums)
     sites, taken = [], Counter[str]()
     for site, sums in calls.items():
@@ -134,22 +134,13 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     return sites, missed
 
 
-class _Reader(NamedTuple):
-    """The only reader of a sum that returns states."""
+def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
+    """Return module, or else function, of the only reader of a sum that returns states; None in most blocks.
 
-    module: str
-    function: str
-    """Name of the function, if no module reads the sum."""
-    inside: bool
-    """True if the reader is in the module that takes the sum; otherwise it may be the norm after a stack."""
-
-
-def _reader(sum_: Sum, record: ForwardRecord) -> _Reader | None:
-    """Return the only reader of the sum of a residual connection; None in most blocks.
-
-    It is None if the sum is read and also added to, or is read only by products with a matrix, by functions
-    with smaller outputs (a mean over tokens), or not at all: then the sum is the state. If the sum is only
-    added to, x + f(x) + g(x), it is the reader of the whole sum.
+    The last item is True if it is inside the module that takes the sum; otherwise it may be the norm after a
+    stack. None: the sum is read and also added to, or is read only by products with a matrix, by functions
+    with smaller outputs (a mean over tokens), or not at all. Then the sum is the state. If the sum is only
+    added to, x + f(x) + g(x), the reader of the whole sum is returned.
     """
     same = record.same_numbers(sum_.result)
     uses = [use for tensor in same for use in record.uses.get(tensor, ()) if use.returns == "other"]
@@ -165,8 +156,8 @@ def _reader(sum_: Sum, record: ForwardRecord) -> _Reader | None:
     alone = [call for call in given if all(call.serial in use.running for use in uses)]
     for call in sorted(alone, key=lambda call: call.serial, reverse=True):
         if any(isinstance(value, Tensor) and value.numel() == size for _, value in items(call.output)):
-            return _Reader(call.name, "", inside)
-    return _Reader("", reads[0].function, inside)
+            return call.name, "", inside
+    return "", reads[0].function, inside
 
 
 # --- ways to add λ, the most exact first: read, write, scope ----------------------------------------------

@@ -1,7 +1,7 @@
 """Run a model with other λ and observe the state, the branch, the sum and the norm of each λ-skip."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,13 +14,13 @@ from rankwise._internals.forward import Batch, Change, run_model
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
+from rankwise.importance.losses import real_tokens
 from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.skips.hooks import SkipHook
 from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.tracing import RecordedCall, record_calls
 
-MASKS = ("attention_mask", "decoder_attention_mask")
 ROUNDINGS = 8
 """A norm of D channels may be off by eight times √D roundings of float32, in which norms compute."""
 OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
@@ -81,7 +81,10 @@ def observe(
                 fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
             )
         x, branch, total = (as_batch(value, site.axis) for value in (x, branch, total))
-        seen.append(ObservedSkip(site, x, branch, total, _mask(batch, x, site), Norm("none")))
+        names = batch if isinstance(batch, Mapping) else {}
+        decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in names
+        mask = real_tokens(batch, x.shape[:2], decodes).to(x.device)
+        seen.append(ObservedSkip(site, x, branch, total, mask, Norm("none")))
 
     norms = {site.norm for site in sites} - {""}
     with (
@@ -95,11 +98,9 @@ def observe(
     missing = {site.name for site in sites} - set(by_site)
     if missing:
         raise SkipError(
-            f"site {min(missing)!r}",
-            expected="a batch on which every residual mixer runs",
-            got="one on which it does not",
-            fix="Pass a batch of the kind the skips were added with.",
-        )
+            f"site {min(missing)!r}", expected="a batch on which every residual mixer runs",
+            got="one on which it does not", fix="Pass a batch of the kind the skips were added with.",
+        )  # fmt: skip
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
         unknown = (norm for norm in found if norm.kind == "unknown")  # one of several calls decides
@@ -122,11 +123,9 @@ def with_lambdas(
         yield
 
 
-@contextmanager
-def without_skips(model: nn.Module) -> Iterator[None]:
-    """Context manager that turns off the hooks of λ-skips."""
-    with without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook)):
-        yield
+def without_skips(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context manager that turns off the hooks of λ-skips."""
+    return without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook))
 
 
 @contextmanager
@@ -184,38 +183,12 @@ def scaled_sum(
     return total
 
 
-def check_tokens(batch: Batch) -> None:
-    """Raise if a sequence of a batch has no real token."""
-    for name in MASKS:
-        value = batch.get(name) if isinstance(batch, Mapping) else None
-        empty = 0
-        if isinstance(value, Tensor) and value.dim() == 2:
-            empty = int((value.bool().sum(-1) == 0).sum())
-        if empty:
-            raise SkipError(
-                f"`{name}` of the batch",
-                expected="a real token in every sequence",
-                got=f"{empty} of {len(value)} sequences that are all padding",
-                fix="Leave them out.",
-            )
-
-
 def as_batch(value: Tensor, axis: int) -> Tensor:
     """Return states as (B, T, D), from (B, T, D), (T, B, D) or (T, D)."""
     value = value.detach()
     if value.dim() == 2:
         return value[None]
     return value.transpose(0, 1) if axis == 0 else value
-
-
-def _mask(batch: Batch, tokens: Tensor, site: SkipSite) -> Tensor:
-    """Return True for real tokens, by the mask of the batch for sequences of this length."""
-    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {}
-    decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in given
-    value = given.get(MASKS[decodes])
-    if isinstance(value, Tensor) and value.shape == tokens.shape[:2]:
-        return value.bool()
-    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
 # --- norms -----------------------------------------------------------------------------------------------

@@ -122,14 +122,10 @@ def _choose(model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite
     ]
     known = [value for value in least if value is not None and math.isfinite(value)]
     return LambdaChoice(
-        stack=stack,
-        sites=names,
-        value=best,
-        removes_collapse=removed,
-        tried=tried,
+        stack=stack, sites=names, value=best, removes_collapse=removed, tried=tried,
         proved=max(known) if known and len(known) == len(least) else None,
         mixing_share=sum(shares) / len(shares),
-    )
+    )  # fmt: skip
 
 
 def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
@@ -166,18 +162,34 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     collapsed = any(finding.code == "COLLAPSE" for finding in found)
     skips = bool(skip_sites(model) or _own(model))
     if collapsed or skips:
-        _check_runs(model, sample)
+        try:
+            with probe_mode(model), torch.no_grad():
+                run_model(model, sample)
+        except RankwiseError:
+            raise
+        except Exception as error:  # later errors have another cause
+            expected, got = f"a batch that {type(model).__name__} runs on", f"{type(error).__name__}: {error}"
+            fix = fix_hint(model, sample, error)
+            raise InputError("`batch`", expected=expected, got=got, fix=fix) from error
         check_traceable(model)
         sites, _ = sites_in(model, sample)
         looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
         notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        found += [
-            _suppressed(site, share)
-            for site, share in _shares(model, sample, sites).items()
-            if share < INACTIVE_TURN and not f"{site}.".startswith(tuple(blocks))
-        ]
+        for site, share in _shares(model, sample, sites).items():
+            if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
+                continue
+            meaning = (
+                f"The mixer at {site or 'the model itself'} barely changes its tokens: its output is "
+                f"{share:.1g} of the sum with its skip connection."
+            )
+            change = "set the weights of its output projection to 0"
+            suppressed = Finding(
+                code="INACTIVE_BLOCK", severity="warning", where=HeadId(site=site), meaning=meaning,
+                evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.format(change=change),
+            )  # fmt: skip
+            found.append(suppressed)
     if collapsed:
         found = [_advised(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
@@ -314,18 +326,6 @@ def _share(added: ObservedSkip) -> float:
     return float((part / whole)[added.mask].mean())
 
 
-def _suppressed(site: str, share: float) -> Finding:
-    return Finding(
-        code="INACTIVE_BLOCK",
-        severity="warning",
-        where=HeadId(site=site),
-        evidence={"mixer_share": share},
-        meaning=f"The mixer at {site or 'the model itself'} barely changes its tokens: its output is "
-        f"{share:.1g} of the sum with its skip connection.",
-        remedy=RULES["INACTIVE_BLOCK"].remedy.format(change="set the weights of its output projection to 0"),
-    )
-
-
 # --- arguments -------------------------------------------------------------------------------------------
 
 
@@ -341,26 +341,10 @@ def _check(audit: Any, model: object, batch: object) -> None:
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
         raise InputError(
-            "`audit`",
-            expected=f"an audit of a {kind}",
-            got=f"one of a {audit.provenance.model_class}",
+            "`audit`", expected=f"an audit of a {kind}", got=f"one of a {audit.provenance.model_class}",
             fix="Pass the model that was audited.",
-        )
+        )  # fmt: skip
     if not audit.complete:
         raise InputError(
             "`audit`", expected="a complete audit", got="one that was stopped", fix="Audit the model again."
         )
-
-
-def _check_runs(model: nn.Module, batch: Batch) -> None:
-    """Raise an `InputError` if the model does not run on a batch: later errors have another cause."""
-    try:
-        with probe_mode(model), torch.no_grad():
-            run_model(model, batch)
-    except RankwiseError:
-        raise
-    except Exception as error:
-        name, got = type(model).__name__, f"{type(error).__name__}: {error}"
-        raise InputError(
-            "`batch`", expected=f"a batch that {name} runs on", got=got, fix=fix_hint(model, batch, error)
-        ) from error

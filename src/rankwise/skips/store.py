@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
-from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
+from rankwise.skips.add import (
+    Skips,
+    add_lambda_skip,
+    check_finite,
+    check_skips,
+    remove_lambda_skip,
+    skips_of,
+)  # fmt: skip
 
 T = TypeVar("T")
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
@@ -66,14 +73,8 @@ def save_skips(
         ...     rw.skips.load_skips(layer, folder, example=x)
         Skips({dropout1: 2})
     """
+    check_skips(model)
     skips = skips_of(model)
-    if not skips:
-        raise SkipError(
-            f"model {type(model).__name__}",
-            expected="a model with λ-skips",
-            got="one without",
-            fix="Put them in with `rw.add_lambda_skip(model)`.",
-        )
     numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
     _check_finite(numbers, type(model).__name__)
     facts = SkipFacts(
@@ -150,12 +151,9 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], fo
         raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
     missing = set(facts.sites) ^ set(numbers)
     if missing:
-        raise SkipError(
-            f"skips in {folder}",
-            expected=f"{FACTS} and {NUMBERS} that name the same sites",
-            got=f"a difference in {sorted(missing)[0]!r}",
-            fix="Copy both files from the same save.",
-        )
+        expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
+        fix = "Copy both files from the same save."
+        raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
     for name, value in numbers.items():
         if value.dtype not in DTYPES:
             raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
@@ -179,13 +177,8 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], fo
 
 def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
     for name, value in numbers.items():
-        if not bool(value.isfinite().all()):
-            raise SkipError(
-                f"λ of {name!r} in {where}",
-                expected="finite numbers",
-                got="NaN or infinity",
-                fix="Fit them again with a lower learning rate.",
-            )
+        fix = "Fit them again with a lower learning rate."
+        check_finite(f"λ of {name!r} in {where}", value.detach(), fix)
 
 
 def _digest(model: nn.Module) -> str:

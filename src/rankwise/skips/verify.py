@@ -138,9 +138,7 @@ def _difference(wanted: Tensor, got: Tensor) -> Tensor:
 
 def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
     return SkipError(
-        f"λ-skips of {type(model).__name__}",
-        expected=wanted,
-        got=got,
+        f"λ-skips of {type(model).__name__}", expected=wanted, got=got,
         fix="This model uses its residuals in a way that hooks cannot follow; it is unchanged. Choose "
         "other `sites`, or write λ into its blocks.",
-    )
+    )  # fmt: skip
