@@ -11,6 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rankwise.cli.options import (
+    BatchSize,
+    Device,
+    Dtype,
+    Images,
+    Revision,
+    Seed,
+    Text,
+    Tokens,
+    TrustRemoteCode,
+)  # fmt: skip
+
 if TYPE_CHECKING:
     from rankwise.compression import Compression
 
@@ -42,12 +54,8 @@ keeps the finished layers.
 
 def command(
     model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
-    text: Annotated[
-        Path | None, typer.Option(help="Calibration text: a text file, or a .jsonl file of rows.")
-    ] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of images, for models that read images.")
-    ] = None,
+    text: Text = None,
+    images: Images = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,22 +77,20 @@ def command(
     calibrate: Annotated[
         int, typer.Option(help="Steps of Adam per layer of qk and rotary, such as 200.")
     ] = 0,
-    tokens: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 256,
+    tokens: Tokens = 256,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences for calibration; as many are held out.")
     ] = 32,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8,
+    batch_size: BatchSize = 8,
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")] = "auto",
-    device: Annotated[str, typer.Option(help="Device that runs the model.")] = "cpu",
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compress a model; see `HELP`."""
     from rankwise.cli.load_model import load_model
@@ -152,8 +158,7 @@ def command(
             copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
             record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
-        page = record.to_html(out / "index.html")
-        _show(record, [out, page])
+        _show(record, [("model", out), ("page", record.to_html(out / "index.html"))])
         if not record.complete:
             raise typer.Exit(130)
 
@@ -199,22 +204,15 @@ def _data(
     return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
-def _show(record: "Compression", written: list[Path]) -> None:
+def _show(record: "Compression", written: list[tuple[str, Path]]) -> None:
     """Print the record, without next steps if no model was written."""
-    from rich.console import Console
-
-    from rankwise.cli.output import print_path
-    from rankwise.report import print_document
+    from rankwise.cli.output import print_results
     from rankwise.report.compression_report import compression_document
 
-    console = Console()
     document = compression_document(record)
     if not written:
         document = replace(document, sections=[x for x in document.sections if x.name != "next"])
-    with suppress(BrokenPipeError):
-        print_document(document, console)
-        for kind, path in zip(("model", "page"), written, strict=False):
-            print_path(kind, path, console)
+    print_results(document, written)
 
 
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
