@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.compression.compression_cases import gpt2
+from tests.compression.test_compress_prices import TwoWidths
 from typer.testing import CliRunner, Result
 
 import rankwise as rw
@@ -61,7 +63,13 @@ def test_it_says_what_it_cost_and_writes_a_model(run: Run, monkeypatch: pytest.M
     by_head = [head.kl for head in record.heads]
     assert curve.points[2].kl == pytest.approx(sum(by_head) / len(by_head), rel=1e-3)  # kept: 4 of 8
     page = Path("half/index.html").read_text()
-    for said in ("Width left of each key head", "Price", "Gain", "rankwise.load_compressed", "is unchanged"):
+    for said in (
+        "Remaining width of each key head",
+        "Costs",
+        "Savings",
+        "rankwise.load_compressed",
+        "is unchanged",
+    ):
         assert said in page
     model = rw.load_compressed("half")
     assert sum(one.numel() for one in model.parameters()) == record.parameters_after
@@ -96,12 +104,73 @@ def test_the_next_steps_load_and_audit_the_model_whatever_its_folder_is_called(r
     assert audited.exit_code == 0, audited.output
 
 
+def next_steps(result: Result) -> list[str]:
+    starts = ("model = ", "rankwise audit ", "# back: ")
+    return [line for line in result.output.splitlines() if line.startswith(starts)]
+
+
+def test_the_next_steps_of_a_model_of_images_audit_it_on_images(run: Run) -> None:
+    import numpy as np
+    from PIL import Image
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, **sizes)).save_pretrained("model")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained("model")
+    Path("images").mkdir()
+    for number in range(8):
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(f"images/{number}.png")
+    done = run("model", "--images", "images", "--keep", 0.5, "--out", "less")
+    assert done.exit_code == 0, done.output
+    load, audit, _back = next_steps(done)
+    scope: dict[str, Any] = {"rankwise": rw}
+    exec(load, scope)
+    assert scope["model"].config.hidden_size == 32
+    _, *arguments = shlex.split(audit.replace("FOLDER", "images"), comments=True)
+    audited = CliRunner().invoke(app, [*arguments, "--out", "seen"])
+    assert audited.exit_code == 0, audited.output
+
+
+def test_the_next_steps_of_a_factory_do_not_audit(run: Run) -> None:
+    """The folder has no tokenizer."""
+    load, back = next_steps(run("own.py:build", "--keep", 0.5, "--out", "less"))
+    assert load == 'model = rankwise.load_compressed("less")'
+    assert back.startswith("# back: own.py:build")
+
+
+def test_the_next_steps_of_a_plain_module_pass_a_new_one(run: Run) -> None:
+    Path("plain.py").write_text(
+        "import torch\nfrom tests.compression.test_compress_prices import TwoWidths\n"
+        "def build():\n    torch.manual_seed(0)\n"
+        "    return TwoWidths().eval(), [torch.randn(6, 30, 32) for _ in range(2)]\n"
+    )
+    done = run("plain.py:build", "--keep", 0.5, "--out", "less")
+    assert done.exit_code == 0, done.output
+    load, _back = next_steps(done)
+    scope: dict[str, Any] = {"rankwise": rw, "model": TwoWidths()}
+    exec(load, scope)
+    assert sum(x.numel() for x in scope["model"].parameters()) == Compression.load("less").parameters_after
+
+
+def test_each_part_has_its_own_target(run: Run) -> None:
+    done = run(
+        "own.py:build", "--keep", "heads=0.75", "--tolerance", "qk=0.05", "--keep", "kv=0.5", "--out", "less"
+    )
+    assert done.exit_code == 0, done.output
+    record = Compression.load("less")
+    assert record.parts == ["heads", "qk", "kv"]
+    assert sum(head.width > 0 for head in record.heads if head.part == "heads") == 6
+    assert record.cache_bytes_after <= 0.5 * record.cache_bytes_before
+
+
 def test_without_a_model_there_are_no_next_steps_and_a_lower_share_writes_one(run: Run) -> None:
     few = ("own.py:build", "--parts", "heads", "--out", "new")
     done = run(*few, "--keep", 0.99)
     assert "lower --keep" in str(done.exception)
     assert "Nothing was written" in str(done.exception)
-    assert "Price" in done.output
+    assert "Costs" in done.output
     assert "load_compressed" not in done.output
     assert not Path("new").exists()
     done = run(*few, "--keep", 0.5)
@@ -150,6 +219,12 @@ def test_a_folder_of_transformers_is_compressed_and_audited(run: Run, tmp_path: 
         (("--keep", 0.5, "--tolerance", 0.1), "a share to keep or a tolerance, got both"),
         (("--parts", "heads,qqk"), "one of heads, qk, rotary, kv"),
         (("--out", "text.txt"), "a file"),
+        (("--keep", "half"), "--keep: expected a number, or PART=NUMBER, got half"),
+        (("--keep", "kv=0.5", "--keep", "kv=0.4"), "one PART=NUMBER per part, got kv=0.5 and kv=0.4"),
+        (("--tolerance", "0.1", "--tolerance", "kv=0.4"), "--tolerance: expected one number"),
+        (("--keep", "kv=0.5", "--parts", "kv"), "Omit --parts"),
+        (("--keep", "kv=0.5", "--tolerance", "0.1"), "`tolerance`: expected a mapping"),
+        (("--keep", "vk=0.5"), "one of heads, qk, rotary, kv, got 'vk'"),
     ],
 )
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.compression import Compression, LayerPrice
+from rankwise.compression import BudgetCurve, BudgetPoint, Compression, HeadWidth, LayerPrice
 from rankwise.errors import InputError, RecordError
+from rankwise.report.compression_report import compression_document
 
 RECORD = Compression(
     model="m", parts=["heads"], sequences=1, tokens=2, figures="held-out data", heads=[], kl=math.nan,
@@ -52,3 +53,29 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(RecordError, match=said):
             Compression.load(tmp_path)
+
+
+def test_every_curve_is_drawn() -> None:
+    heads = [
+        HeadWidth(
+            part="qk", stack="", site="a", layer=0, head=0, before=8, width=3, kl=0.2, kl_calibrated=0.2
+        )
+    ]
+    curves = [
+        BudgetCurve(method=name, points=[BudgetPoint(width=w, kl=kl / w) for w in (2, 4)])
+        for name, kl in (("closed form", 1.0), ("pairs <greedy>", 2.0))
+    ]
+    record = RECORD.model_copy(update={"heads": heads, "curves": curves, "kl": 0.2})
+    [figure] = [
+        x for part in compression_document(record).sections for x in part.figures if x.name == "curve"
+    ]
+    lines = [(trace["name"], trace["x"], trace["y"], trace["meta"]["series"]) for trace in figure.data]
+    assert lines == [
+        ("closed form", [2, 4], [0.5, 0.25], 0),
+        ("pairs &lt;greedy&gt;", [2, 4], [1.0, 0.5], 1),
+        ("this model", [3], [0.2], 2),
+    ]
+
+
+def test_a_record_that_no_command_wrote_has_no_next_steps() -> None:
+    assert all(section.name != "next" for section in compression_document(RECORD).sections)

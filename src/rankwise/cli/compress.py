@@ -134,7 +134,7 @@ def command(
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": subject.name,
             "folder": str(out),
-            "library": type(subject.model).__module__.partition(".")[0],
+            "library": _library(subject.model),
         }
         if subject.source:  # only then has the folder a tokenizer or an image processor
             about["data"] = "text" if images is None else "images"
@@ -161,6 +161,11 @@ def command(
         _show(record, [("model", out), ("page", record.to_html(out / "index.html"))])
         if not record.complete:
             raise typer.Exit(130)
+
+
+def _library(model: Any) -> str:
+    """Return the library whose `save_pretrained` writes a model; "torch" for other modules."""
+    return type(model).__module__.partition(".")[0] if hasattr(model, "save_pretrained") else "torch"
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

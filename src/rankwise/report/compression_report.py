@@ -4,6 +4,7 @@ import html
 import json
 import math
 import shlex
+from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
@@ -17,7 +18,7 @@ def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
     figures = [_width_map(record)] if record.heads else []
     if record.curves and record.kl > 0:
-        figures.append(_curve(record))
+        figures.append(_curves(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
     left = Table("Unchanged", ["attention layer", "why"], left_out)
     return Document(
@@ -27,8 +28,8 @@ def compression_document(record: Compression) -> Document:
         f"{record.tokens:,} tokens",
         verdict=Verdict(sentence=_headline(record)),
         sections=nonempty(
-            Section("costs", "Price and gain", tables=[_price(record), _gain(record)]),
-            Section("widths", "Where the width is", figures=figures),
+            Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
+            Section("widths", "Remaining widths", figures=figures),
             Section("layers", "Layers", tables=[_latents(record), _layers(record), left]),
             Section("next", "Next steps", code=_next_steps(record)),
         ),
@@ -49,29 +50,31 @@ def _headline(record: Compression) -> str:
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
     if record.latents:
         rank, channels = (mean(getattr(x, name) for x in record.latents) for name in ("rank", "before"))
-        words.append(f"keys and values out of latents of {rank:.1f} for {channels:.0f} channels on average")
+        words.append(
+            f"keys and values computed from latents of {rank:.1f} for {channels:.0f} channels on average"
+        )
     done = "; ".join(words)
-    price = (
+    cost = (
         f"attention KL {format_number(record.kl, 4)} nats"
         if math.isfinite(record.kl)
-        else f"error of the output {format_number(record.output_error, 4)}"
+        else f"relative error of the output {format_number(record.output_error, 4)}"
     )
-    gain = ""
+    saving = ""
     if record.parameters_before:
         saved = 1 - record.parameters_after / record.parameters_before
-        gain = f", {abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} parameters"
+        saving = f", {abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} parameters"
     if record.latents and record.cache_bytes_before:
-        gain += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
-    return f"{done[:1].upper()}{done[1:]}: {price} on {record.figures}{gain}."
+        saving += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
+    return f"{done[:1].upper()}{done[1:]}: {cost} on {record.figures}{saving}."
 
 
-def _price(record: Compression) -> Table:
+def _costs(record: Compression) -> Table:
     rows = [
         [name, "0", format_number(value, 4)]
         for name, value in (
             ("attention KL, nats", record.kl),
             ("KL of the outputs, nats", record.output_kl),
-            ("error of the output, ‖y′ − y‖/‖y‖", record.output_error),
+            ("relative error of the output, ‖y′ − y‖/‖y‖", record.output_error),
         )
         if math.isfinite(value)
     ]
@@ -82,7 +85,7 @@ def _price(record: Compression) -> Table:
     if record.metric:
         rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
     return Table(
-        "Price",
+        "Costs",
         ["", "before", "after"],
         rows,
         note=f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean "
@@ -90,7 +93,7 @@ def _price(record: Compression) -> Table:
     )
 
 
-def _gain(record: Compression) -> Table:
+def _savings(record: Compression) -> Table:
     rows = [_pair("parameters", record.parameters_before, record.parameters_after)]
     if record.cache_bytes_before:
         rows.append(_pair("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
@@ -98,11 +101,11 @@ def _gain(record: Compression) -> Table:
         ratio = f"{x.ratio:.2f} ({x.low:.2f} to {x.high:.2f})"
         rows.append([f"{x.phase}, {x.tokens} tokens, ms", f"{x.before:.2f}", f"{x.after:.2f}", ratio])
     note = (
-        "Latency is the median of rounds that take turns on this machine, with the 10th and 90th percentile "
+        "Latency is the median over rounds that alternate on this machine, with the 10th and 90th percentile "
         "of their ratio: a range that contains 1 shows no gain."
     )
     columns = ["", "before", "after", "after/before"]
-    return Table("Gain", columns, rows, note=note if record.latency else "Latency was not measured.")
+    return Table("Savings", columns, rows, note=note if record.latency else "Latency was not measured.")
 
 
 def _pair(name: str, before: int, after: int) -> list[str]:
@@ -118,11 +121,11 @@ def _width_map(record: Compression) -> Figure:
     names = {head.site: f"{head.stack} {head.layer}".strip() for head in shown}
     return cell_map(
         "widths",
-        "Width left of each key head",
+        "Remaining width of each key head",
         [[_width_cell(cells.get((site, number))) for number in columns] for site in sites],
         [names[site] for site in sites],
         [str(number) for number in columns],
-        caption="Darker: more of its width is left.",
+        caption="Darker: a larger share of the width remains.",
     )
 
 
@@ -135,26 +138,31 @@ def _width_cell(head: HeadWidth | None) -> MapCell | None:
     return MapCell(head.width / head.before, str(head.width), hover)
 
 
-def _curve(record: Compression) -> Figure:
-    points = [point for point in record.curves[0].points if point.kl > 0]
-    line = {
-        "type": "scatter", "mode": "lines+markers", "name": html.escape(record.curves[0].method),
-        "x": [point.width for point in points], "y": [point.kl for point in points], "meta": {"series": 0},
-    }  # fmt: skip
-    dot = {
+def _curves(record: Compression) -> Figure:
+    """Draw attention KL against mean width for each method, and the point of this model."""
+    traces: list[dict[str, Any]] = []
+    for curve in record.curves:
+        points = [point for point in curve.points if point.kl > 0]
+        traces.append({
+            "type": "scatter", "mode": "lines+markers", "name": html.escape(curve.method),
+            "x": [point.width for point in points], "y": [point.kl for point in points],
+        })  # fmt: skip
+    traces.append({
         "type": "scatter", "mode": "markers", "name": "this model", "x": [record.mean_width],
-        "y": [record.kl], "marker": {"size": 12, "symbol": "diamond"}, "meta": {"series": 1},
-    }  # fmt: skip
+        "y": [record.kl], "marker": {"size": 12, "symbol": "diamond"},
+    })  # fmt: skip
+    widths = sorted({width for trace in traces[:-1] for width in trace["x"]})
     layout = {
         "height": 320,
         "showlegend": True,
-        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}, "tickvals": line["x"]}
-        | {"ticktext": [f"{point.width:g}" for point in points]},
+        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}, "tickvals": widths}
+        | {"ticktext": [f"{width:g}" for width in widths]},
         "yaxis": {"type": "log", "title": {"text": "attention KL, nats"}, "automargin": True},
     }
     return Figure(
-        "curve", "Attention KL against mean width", [line, dot], layout,
-        f"The curve is on the calibration data, before calibration; this model is on {record.figures}.",
+        "curve", "Attention KL against mean width",
+        [trace | {"meta": {"series": number}} for number, trace in enumerate(traces)], layout,
+        f"Curves are on the calibration data, before calibration; this model is on {record.figures}.",
     )  # fmt: skip
 
 
@@ -189,14 +197,25 @@ def _layers(record: Compression) -> Table:
         "Layers",
         ["layer", "widths of its heads", "mean", "attention KL", "error of states"],
         rows,
-        note="Error of states: ‖y′ − y‖/‖y‖ behind the layer in the compressed model, first batch.",
+        note="Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch.",
     )
 
 
 def _next_steps(record: Compression) -> str:
-    folder = record.about.get("folder", "DIR")
-    return (
-        f"model = rankwise.load_compressed({json.dumps(folder, ensure_ascii=False)})\n"
-        f"rankwise audit {shlex.quote(folder)} --text FILE   # then: rankwise compare BEFORE AFTER\n"
-        f"# back: {record.about.get('source', 'the original')} is unchanged, load it instead"
-    )
+    """Return commands for the compressed model; empty if it was not written by `rankwise compress`."""
+    about = record.about
+    if "folder" not in about or "library" not in about:
+        return ""
+    folder, source = about["folder"], about.get("source", "the original")
+    quoted = json.dumps(folder, ensure_ascii=False)
+    lines = []
+    if about["library"] == "transformers":
+        lines.append(f"model = rankwise.load_compressed({quoted})")
+        if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(about.get("data", "")):
+            audit = f"rankwise audit {shlex.quote(folder)} {option}"
+            lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")
+    elif about["library"] == "torch":
+        lines.append(
+            f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
+        )
+    return "\n".join([*lines, f"# back: {source} is unchanged, load it instead"])
