@@ -1,4 +1,4 @@
-"""λ-skips in an existing model: add, remove, verify, certify, fit, save, load and recommend them."""
+"""Add λ-skips (skip connections λ·x + f(x)) to a model; remove, certify, fit, save and recommend them."""
 
 from typing import TYPE_CHECKING
 

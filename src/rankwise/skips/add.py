@@ -21,15 +21,15 @@ from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 TOKENS, DECODER_TOKENS = 8, 6
-"""Tokens of an example; other numbers, so that the two sequences differ."""
+"""Numbers of tokens of an example; they differ, so that the sequences of encoder and decoder differ."""
 WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-"""Classes that do not synchronize parameters added after wrapping."""
+"""Names of classes that do not synchronize parameters which are added after wrapping."""
 
 
 class Skips(Mapping[str, nn.Parameter]):
-    """Mapping from sites to the λ of a model: ``skips["h.0.attn"]`` is the parameter.
+    """Mapping from the name of a site (a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    `sites` are the places of λ by name, `notes` what a user must know about them.
+    `sites` maps the same names to the places of λ; `notes` are limits that a user must know.
     """
 
     def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
@@ -55,7 +55,7 @@ class Skips(Mapping[str, nn.Parameter]):
 
 
 def parameter_of(model: nn.Module, site: SkipSite) -> nn.Parameter:
-    """Return λ of a site."""
+    """Return the parameter λ of a site."""
     return model.get_submodule(site.write.module).get_parameter(site.parameter)
 
 
@@ -67,37 +67,37 @@ def add_lambda_skip(
     sites: str | Iterable[str] | None = None,
     example: Batch | None = None,
 ) -> Skips:
-    r"""Make the skip connection around every mixer of a model λ·x, in place: x + f(x) becomes λ·x + f(x).
+    """Change the skip connection around every mixer of a model in place: x + f(x) becomes λ·x + f(x).
 
     The model runs once on an example. A sum x + f(x) is a residual connection around a mixer if derivatives
     show that f moves information between tokens. λ is a parameter (``lambda_skip``) of an existing module, so
-    optimizers, ``state_dict`` and ``.to()`` include it; classes do not change. With λ = 1 outputs are
-    bit-identical. A second call adds λ at further ``sites``; λ at other sites stay. Before the function
-    returns, it compares the model on the example with the original model at λ = 1, and with directly scaled
-    sums at other λ.
+    that optimizers, ``state_dict`` and ``.to()`` include it; no class changes. With λ = 1, outputs are
+    bit-identical. A second call adds λ at further ``sites`` and does not change λ at other sites. At the end,
+    the function checks the changed model on the example: at λ = 1 against the original model, and at other λ
+    against sums that are scaled directly.
 
-    Cost: a forward and a backward pass and four forward passes on the example; afterwards one multiply and
-    add of the token states for each site.
+    Cost: five forward passes on the example, and derivatives of its sums; afterwards one multiply-add of the
+    token states per site.
     Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Eq. 3.
 
     Args:
         model: any module; PyTorch's fused encoder layers leave their fast path.
         init: initial λ; the paper starts a learned λ from −1.
-        learnable: True if gradients reach λ.
-        per: "layer" for one λ per site, "channel" for one per channel of each site.
-        sites: names of modules to change, or of modules around them, with wildcards: ``"h.1*"``; all residual
-            mixers by default.
-        example: batch to run, as in `audit`; created for models of transformers.
+        learnable: True if λ receives gradients.
+        per: "layer" for one λ per site, "channel" for one λ per channel of each site.
+        sites: names of sites, or of modules around them, with wildcards: ``"h.1*"``; all residual mixers by
+            default.
+        example: batch to run, as in `audit`; created automatically for models of transformers.
 
     Returns:
-        The parameters by site.
+        The parameters λ by the name of the site.
 
     Raises:
         SkipError: if the model has no residual mixer, all sites have λ-skips already, a name matches no site,
             λ is not finite, or the changed model does not compute λ·x + f(x).
 
     Warns:
-        UserWarning: for λ = 0, which removes the skip connections.
+        UserWarning: if λ is 0, which removes the skip connections.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -127,7 +127,7 @@ def add_missing_skips(
     sites: str | Iterable[str] | None = None,
     example: Batch | None = None,
 ) -> Skips:
-    """Add λ as `add_lambda_skip` at those of the sites that have none, and return all λ-skips."""
+    """Add λ like `add_lambda_skip`, but only at sites without λ; return all λ-skips of the model."""
     check_traceable(model)
     check_lambda("`init`", init)
     one_of("`per`", per, ("layer", "channel"), error=SkipError)
@@ -179,11 +179,11 @@ def add_missing_skips(
 
 
 def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Remove the λ-skips of a model, or of a copy of it, and restore the original model.
+    """Remove all λ-skips of a model, or of a copy of a model, and restore the original model.
 
     Args:
         model: model with λ-skips.
-        missing_ok: True if the model may have no λ-skips.
+        missing_ok: True to accept a model without λ-skips.
 
     Raises:
         SkipError: if the model has no λ-skips.
@@ -197,7 +197,7 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
 
 
 def skips_of(model: nn.Module) -> Skips:
-    """Return the λ-skips of a model, or of a copy of it; they may be empty."""
+    """Return the λ-skips of a model, or of a copy of a model; empty if there are none."""
     sites = skip_sites(model)
     return Skips(model, sites, _notes(sites, ()))
 
@@ -211,13 +211,13 @@ def check_skips(model: nn.Module) -> None:
 
 
 def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
-    """Raise if a number is not finite."""
+    """Raise if a tensor has NaN or infinity."""
     if not bool(value.isfinite().all()):
         raise SkipError(subject, expected="finite numbers", got=f"NaN or infinity{where}", fix=fix)
 
 
 def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
-    """Register λ = 1 at one site and add its hooks."""
+    """Register the parameter λ = 1 at one site, and the hooks that apply λ."""
     module, read, scope = model.get_submodule(site.write.module), site.read, site.scope
     device = next((one.device for one in (*module.parameters(), *model.parameters())), torch.device("cpu"))
     dtype = torch.promote_types(site.dtype, torch.float32)
@@ -231,7 +231,7 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
         module.register_forward_hook(AddResidual(site.parameter, site.write.key, read), with_kwargs=True)
         return
     held, around, source = ThreadSlot(), model.get_submodule(scope), model.get_submodule(read.module)
-    around.register_forward_pre_hook(Scope(held))  # before any hook of the same module that reads
+    around.register_forward_pre_hook(Scope(held))  # opens before other hooks read x
     register = source.register_forward_hook if read.argument is None else source.register_forward_pre_hook
     register(HoldResidual(read, held), with_kwargs=True)
     module.register_forward_hook(AddResidual(site.parameter, site.write.key, held), with_kwargs=True)
@@ -239,13 +239,13 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
 
 
 def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """Return the sites that match names with wildcards, or are in modules that match; None matches all."""
+    """Return the sites whose name, or surrounding module's name, matches a wildcard; None matches all."""
     if sites is None:
         return found
     chosen: set[str] = set()
     for pattern in [sites] if isinstance(sites, str) else list(sites) or [""]:
         parts = pattern.count(".") + 1
-        # the site, or the module around it whose name has as many parts as the pattern
+        # the pattern is compared with as many leading parts of the site's name as the pattern has
         cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
         matching = [site for site, name in cut.items() if fnmatchcase(name, pattern)]
         if not matching:
@@ -289,7 +289,7 @@ def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
 
 
 def check_traceable(model: Any) -> None:
-    """Raise if hooks cannot change a model: compiled, wrapped, split, or in inference mode."""
+    """Raise if hooks cannot change a model: if it is compiled, wrapped, split, or in inference mode."""
     fix = "Pass the model itself, for example `pipeline.model`."
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
     scripted = isinstance(model, torch.jit.ScriptModule)
@@ -326,7 +326,7 @@ def check_traceable(model: Any) -> None:
 
 
 def example_for(model: nn.Module) -> Batch:
-    """Return a small batch for a model of transformers: token ids, or an image of noise."""
+    """Return a small batch for a model of transformers (token ids or a noise image); raise for others."""
     config: Any = getattr(model, "config", None)
     reads = str(getattr(model, "main_input_name", ""))
     device = device_of(model)

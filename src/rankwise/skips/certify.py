@@ -1,4 +1,4 @@
-"""Certify λ-skips: the bound proved for a batch, and the spread that was measured."""
+"""Certify λ-skips on a batch: the measured spread μ of tokens, and its proved lower bound."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,33 +33,34 @@ from rankwise.tracing.projections import Projection, each_once, find_projection
 
 spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
-"""States whose rows have length √D up to 1 % count as on the sphere; the strength covers the rest."""
+"""Relative deviation from √D up to which state rows count as on the sphere; the strength covers it."""
 ROUNDING = 1e-5
-"""Relative error up to which ‖B‖ may exceed S·C_M·‖Y‖: all three are sums of float32 numbers."""
+"""Relative error up to which ‖B‖ may exceed S·C_M·‖Y‖, by rounding in float32 (B = f(Y), the branch)."""
 
 
 def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertificate:
-    r"""Certify each skip connection: the spread that it keeps on this batch, and the least |λ| proved for it.
+    """Certify each skip connection: the token spread μ kept on this batch, and the least |λ| proved for it.
 
-    A model without λ-skips is certified at λ = 1. μ(Y) = ‖Y − 1ȳᵀ‖_F. Per layer: μ before and after; the
-    proved lower bound of their ratio and the least |λ| for it (`rankwise.theory.skip_bound`, `min_lambda`);
-    the least |λ| of the paper's theorem; and the share of f(x) in the sum.
+    The spread is μ(Y) = ‖Y − 1ȳᵀ‖_F, the distance of the token states Y from their mean ȳ. The certificate
+    contains for each layer: μ before and after the skip connection; the proved lower bound of their ratio,
+    and the least |λ| for it (`rankwise.theory.skip_bound`, `min_lambda`); the least |λ| of the paper's
+    theorem; and ‖f(x)‖ relative to the sum. A model without λ-skips is certified at λ = 1.
 
-    The bound holds for the states of this batch at one layer. A λ changes what later layers read, and
-    feed-forward parts and gains of norms between mixers are not part of it. A certificate recommends no λ:
-    `rankwise.skips.choose_lambda` does, by trial.
+    The bound holds for single layers on the states of this batch. A changed λ changes the input of later
+    layers. Feed-forward parts and gains of norms between mixers are not part of the bound. A certificate
+    recommends no λ: `rankwise.skips.choose_lambda` does, by trial.
 
-    Cost: two forward passes and ‖M‖_F of each head, in the memory of a T×T matrix.
-    Source: own bounds, docs/proofs/skip-bound.md; "Lambda-Skip Connections: the architectural component that
-    prevents Rank Collapse", Theorem 4.1.
+    Cost: two forward passes, and ‖M‖_F of the mixing matrix M of each head, in the memory of a T×T matrix.
+    Source: bounds of this project, docs/proofs/skip-bound.md; "Lambda-Skip Connections: the architectural
+    component that prevents Rank Collapse", Theorem 4.1.
 
     Args:
-        model: any module that `add_lambda_skip` accepts, or a ToST model with λ of its own.
+        model: any module that `add_lambda_skip` accepts, or a ToST model with its own λ.
         batch: inputs, as in `audit`.
         a: fraction of μ² that each layer should keep, in (0, 1).
 
     Returns:
-        The certificate; without residual connections around mixers it has no layers, and a note.
+        The certificate; without residual connections around mixers, it has a note and no layers.
 
     Raises:
         SkipError: if a sequence is all padding, no sequence has two tokens, or λ or a state is not finite.
@@ -75,7 +76,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     """
     check_traceable(model)
     check_share(a)
-    _check_tokens(batch)  # rows of padding alone may be NaN in the search for sites
+    _check_tokens(batch)  # a sequence of padding alone may have NaN in the search for sites
     sites, missed = sites_in(model, batch)
     if sites:
         return certify_sites(model, batch, sites, a)
@@ -85,7 +86,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
 
 
 def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: float) -> SkipCertificate:
-    """Return the certificate of some sites of a model."""
+    """Return the certificate for chosen sites (λ-skips or plain residual connections) of a model."""
     _check_tokens(batch)
     lambdas = lambdas_of(model, sites)
     for name, value in lambdas.items():
@@ -109,7 +110,7 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     stacks = _stacks(seen, layers)
     notes = _notes(layers, stacks, seen, unlike)
     for name, value in tensors_of(batch).items():
-        # names and signs vary in torch's own layers, so their masks are not read
+        # padding masks of torch's own layers are not read, because their names and signs vary
         if name.endswith("key_padding_mask") and bool(value.any()):
             notes.append(
                 f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one "
@@ -135,28 +136,28 @@ def _check_tokens(batch: Batch) -> None:
 
 @dataclass
 class _Mixing:
-    """Norms of the mixer of one λ-skip."""
+    """Norms of the mixing matrices and weights of the mixer in one λ-skip."""
 
     norm: float
-    """‖M‖_F of the worst sequence, all heads together."""
+    """‖M‖_F of the mixing matrices M of all heads together, in the worst sequence."""
     value_norm: float | None = None
-    """‖C‖_F of all heads together; None unless the output of the output projection is the branch."""
+    """‖C‖_F of value and output weights C of all heads; None unless the output projection writes f(x)."""
     max_row_norm: Tensor | None = None
-    """Shape (B,): largest norm of a row that attention can write, with any weights."""
+    """Largest norm of a row of f(x) for any attention weights, shape (B,)."""
     unlike: str = "its value and output weights were not found"
-    """Difference between the branch and the paper's Σ_h M_h Y C_h; empty if there is none."""
+    """Difference between the branch f(Y) and the paper's Σ_h M_h Y C_h; empty if there is none."""
 
 
 def _mixings(
     model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas, count: int
 ) -> list[_Mixing | None]:
-    """Return the mixer of each observed skip; None if its branch has no captured mixer, or several."""
+    """Return the norms of the mixer of each observed skip; None if its branch has no or several mixers."""
     mixers: list[MixerSite] = []
-    # Copies: a gate or a gain applied in place would otherwise pass for a part of the weights.
+    # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
     recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
     try:
         with recording as recorded, capture(model, on_mixer=mixers.append, values=True):
-            seen = observe(model, batch, sites, lambdas)  # without hooks, which add to outputs of projections
+            seen = observe(model, batch, sites, lambdas)  # without λ hooks, which change projections
     except CaptureError:
         return [None] * count
     calls = [call for call in recorded if _of_rows(call)]
@@ -170,19 +171,19 @@ def _mixings(
     for added in seen:
         own, sums = behind[added.site.name], by_site[added.site.name]
         at = next(at for at, other in enumerate(sums) if other is added)
-        # mixers side by side in one branch are left out
+        # branches with several mixers side by side are left out
         found.append(_mixing(own[at], added, calls) if len(own) == len(sums) else None)
     return found
 
 
 def _weight(module: nn.Module) -> Tensor | None:
-    """Return the matrix of a module, or None."""
+    """Return the weight matrix of a module; None if the module has none."""
     weight = getattr(module, "weight", None)
     return weight.detach() if isinstance(weight, Tensor) and weight.dim() == 2 else None
 
 
 def _of_rows(call: RecordedCall) -> bool:
-    """Return True if a call with a matrix made rows from rows."""
+    """Return True if a recorded call maps each row of its input to one row of its output."""
     given, gave = call.args[0] if call.args else None, call.output
     if not isinstance(given, Tensor) or not isinstance(gave, Tensor) or gave.dim() < 2:
         return False
@@ -190,7 +191,7 @@ def _of_rows(call: RecordedCall) -> bool:
 
 
 def _common(first: str, other: str) -> int:
-    """Return how many leading parts of two names agree; 0 if they differ in a number."""
+    """Return the number of leading parts that two module names share; 0 if they differ in a number."""
     count = 0
     for a, b in zip(first.split("."), other.split("."), strict=False):
         if a != b:
@@ -217,7 +218,7 @@ def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]
     into, out = calls[int(read.module)], calls[int(gave.module)]
     values, projection = _linear(into), _linear(out)
     if values is None or projection is None or not _same(as_batch(out.output, added.site.axis), added.branch):
-        return found  # not linear, or a gain, a norm or another summand is between
+        return found  # not linear, or the projection's output is changed before the sum
     group = heads // once.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
@@ -240,13 +241,13 @@ def _same(first: Tensor, other: Tensor) -> bool:
 
 
 def _projection(heads: Tensor, mask: Tensor, tables: Iterable[Tensor]) -> Projection | None:
-    """Return which table has the numbers of the heads at real tokens; `Projection.module` is its index."""
+    """Find the table that holds the heads' values at real tokens; `Projection.module` is its index."""
     real = mask.to(heads.device)
     rows, likely = heads.transpose(1, 2)[real], {}
     for at, table in reversed(list(enumerate(tables))):
         if len(rows) and table.dtype == heads.dtype and table.numel() == real.numel() * table.shape[-1]:
             numbers = table.reshape(*real.shape, -1)[real]
-            # One row tells most tables apart; only then are whole columns compared.
+            # Whole columns are compared only if one row matches, which excludes most tables.
             if torch.isin(rows[0].double(), numbers[0].double()).all():
                 likely[str(at)] = numbers[None]
     found = find_projection(rows.transpose(0, 1)[None], likely)
@@ -254,13 +255,13 @@ def _projection(heads: Tensor, mask: Tensor, tables: Iterable[Tensor]) -> Projec
 
 
 def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
-    """Return matrix (outputs first) and bias, or None if the call did not compute this linear map.
+    """Return weight matrix (outputs first) and bias; None if the call did not compute this linear map.
 
-    A sum of K products in float32 or finer may be off by 8√K roundings of the sum of magnitudes, and by
-    two roundings of the output dtype.
+    Tolerance for a sum of K products: 8√K roundings of the sum of magnitudes, in float32 or finer, and two
+    roundings of the output dtype.
     """
     weight, bias = _weight(call.module), getattr(call.module, "bias", None)
-    assert weight is not None  # only such modules are recorded
+    assert weight is not None  # only modules with a matrix are recorded
     given, gave = call.args[0].double(), call.output.double()
     shift = bias.detach().double() if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
     for matrix in (weight.double(), weight.double().mT):
@@ -278,16 +279,16 @@ def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
 
 
 class _Sum:
-    """λ·Y + B in float64 with 0 for rows of padding."""
+    """Sum λ·Y + B of states Y and branch B = f(Y), in float64, with 0 for rows of padding."""
 
     def __init__(self, added: ObservedSkip, scale: Tensor) -> None:
         self.scale, self.mask, self.norm = scale, added.mask, added.norm
         self.y, self.b = (x.double().masked_fill(~added.mask[..., None], 0) for x in (added.x, added.branch))
         self.after = scale.to(self.y) * self.y + self.b
         self.rows = self.y - self.y.mean(-1, keepdim=True) if added.norm.centre else self.y
-        self.several = added.mask.sum(-1) > 1  # nothing is stated about sequences of one token
+        self.several = added.mask.sum(-1) > 1  # a sequence of one token has no spread
         self.common = bool((scale == scale.flatten()[0]).all())
-        """True if λ is one number."""
+        """True if λ is the same number for all channels."""
         self.gain = self.largest(_size(self.b) / _size(self.y))
         kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
         self.kind: NormKind = kinds.get(added.norm.kind, "none")
@@ -309,13 +310,13 @@ def _size(x: Tensor) -> Tensor:
 def _layer(
     added: ObservedSkip, scale: Tensor, mixing: _Mixing | None, a: float
 ) -> tuple[LayerCertificate, str]:
-    """Return the certificate of one sum, and why the paper's theorem does not apply; empty if it does."""
+    """Return the certificate of one sum, and why the paper's theorem does not apply (empty if it does)."""
     sum_, norm, mask = _Sum(added, scale), added.norm, added.mask
     y, b, after = sum_.y, sum_.b, sum_.after
     known, unlike = norm.kind != "unknown", _unlike(sum_, mixing)
     ends = spread(norm.of(after), mask)
     before = skip_bound(y, torch.zeros_like(b), 1.0, mask, sum_.kind)
-    kept = torch.where(before > 0, ends / before, math.inf)  # nothing to keep
+    kept = torch.where(before > 0, ends / before, math.inf)  # ∞ if there is no spread to keep
     gain = 1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min())
     paper: dict[str, Any] = {"min_lambda_paper": None}
     if mixing and not unlike:
@@ -337,10 +338,10 @@ def _layer(
 
 
 def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dict[str, Any]:
-    """Return the bound of `rankwise.theory.skip_bound` at λ, and the least |λ| for it."""
+    """Return the proved fields of a layer's certificate: the lower bound at λ, and the least |λ|."""
     y, b, mask, norm = sum_.y, sum_.b, sum_.mask, sum_.norm
     relative = None
-    if norm.known:  # λ∘y + b = c·y + (b + (λ − c)∘y) for any number c: the best of four
+    if norm.known:  # λ∘y + b = c·y + (b + (λ − c)∘y) for any number c: take the best of four
         values = sum_.scale.to(y).flatten()
         tried = torch.stack([values.mean(), values.median(), values.min(), values.max()]).unique()
         bounds = [skip_bound(y, b + (values - c) * y, c, mask, sum_.kind, norm.eps) for c in tried]
@@ -352,14 +353,14 @@ def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dic
         "kept_lower_bound": sum_.least((bound / before).nan_to_num(0.0)),
         "min_lambda_proved_relative": relative,
     }
-    if sum_.common or not norm.known:  # behind a norm a channel with a large λ turns all rows towards it
+    if sum_.common or not norm.known:  # after a norm, a channel with a large λ dominates all rows
         found["min_lambda_proved"] = sum_.largest(min_lambda(y, b, a, mask, sum_.kind, norm.eps))
         found["min_lambda_any_mixing"] = _any_mixing(sum_, mixing, a)
     return found
 
 
 def _any_mixing(sum_: _Sum, mixing: _Mixing | None, a: float) -> float | None:
-    """Return the least |λ| for any attention weights, from the largest row that attention can write."""
+    """Return the least |λ| for any attention weights, from the largest possible row of f(x), or None."""
     if mixing is None or mixing.max_row_norm is None or mixing.max_row_norm.shape != sum_.y.shape[:1]:
         return None
     longest = mixing.max_row_norm.to(sum_.y.device)
@@ -395,10 +396,10 @@ def _lengths(rows: Tensor) -> Tensor:
 
 
 def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, Any]:
-    """Return the least |λ| of Theorem 4.1, with the strength of docs/proofs/skip-bound.md."""
+    """Return the least |λ| of the paper's Theorem 4.1, and if λ reaches it (docs/proofs/skip-bound.md)."""
     size = sum_.largest((_lengths(sum_.y).square().sum(-1) / sum_.mask.sum(-1).clamp(min=1)).sqrt())
     shortest = float(_lengths(sum_.rows)[sum_.mask].min())
-    product = max(mixing.norm * (mixing.value_norm or 0.0), sum_.gain)  # of equal numbers the unrounded one
+    product = max(mixing.norm * (mixing.value_norm or 0.0), sum_.gain)  # rounding may lower the product
     strength = mixing_strength(product, sum_.norm.eps, size, shortest)
     tokens, width = int(sum_.mask.sum(-1).max()), sum_.y.shape[-1]
     least = min_lambda_paper(strength, a, tokens, width, sum_.least(before))
@@ -411,7 +412,7 @@ def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, A
 
 
 def _stack(site: str) -> str:
-    """Return the name of the stack of blocks that has a site; the site itself if no part is a number."""
+    """Return the name of the stack of blocks that contains a site; the site if no part is a number."""
     parts = site.split(".")
     numbers = [at for at, part in enumerate(parts) if part.isdigit()]
     return stack_of(".".join(parts[: numbers[-1] + 1])) if numbers else site
@@ -422,7 +423,7 @@ def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) ->
     pairs = grouped(zip(seen, layers, strict=True), lambda pair: _stack(pair[0].site.name))
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
-        # tokens that are equal up to rounding where the stack starts have nothing to keep
+        # sequences whose tokens are equal (up to rounding) at the start of the stack have no spread to keep
         equal = _share(first.x, first.mask) <= torch.finfo(first.x.dtype).eps
         several = first.mask.sum(-1) > 1
         apart = several & ~equal
@@ -478,7 +479,7 @@ def _notes(
 
 
 def _by_reason(what: str, reasons: Mapping[str, str]) -> list[str]:
-    """Return one note per reason, with the first site that has it."""
+    """Return one note per reason, with the name of the first site and the number of others."""
     return [
         f"{what} at {sites[0]}{f' and {len(sites) - 1} more' if sites[1:] else ''}: {reason}"
         for reason, sites in grouped(reasons, lambda site: reasons[site]).items()

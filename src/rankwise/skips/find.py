@@ -24,24 +24,24 @@ COPIES = frozenset((
     Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.clone,
     Tensor.contiguous, torch.clone,
 ))  # fmt: skip
-"""Functions that return the same numbers in another tensor."""
+"""Functions that return the same values in another tensor."""
 RESHAPES = frozenset((torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as))
-"""Functions that copy if a view is impossible."""
+"""Reshaping functions, which copy the values if a view is impossible."""
 PRODUCTS = frozenset((
     F.linear, F.conv1d, F.conv2d, F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm,
     torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm,
     Tensor.bmm,
 ))  # fmt: skip
-"""Products with a matrix; a norm has none."""
+"""Matrix products, by which a linear layer is distinguished from a norm."""
 STATE_AXES = (2, 3)
-"""Axes of token states: (B, T, D), or (T, D) where sequences are laid end to end."""
+"""Number of axes of token states: 3 for (B, T, D), 2 for (T, D) if sequences are concatenated."""
 
 Version = tuple[int, int]
-"""A tensor as it was at one time: its identity, and how often it had been changed in place."""
+"""A tensor at one time: its identity, and the number of in-place changes before."""
 SumName = tuple[str, int, int]
-"""A sum in a forward pass: the innermost module running, which of its calls, which sum of that call."""
+"""Name of a sum in a forward pass: (innermost module, index of its call, index of the sum in that call)."""
 SumChange = Callable[[Tensor, Tensor], Tensor]
-"""Function of the two operands that replaces a sum."""
+"""Replacement of a sum: a function of its two operands."""
 
 
 # --- record ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ SumChange = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Sum:
-    """One sum x + y of two tensors of one shape."""
+    """Recorded sum x + y of two tensors of equal shape."""
 
     name: SumName
     time: int
@@ -58,35 +58,35 @@ class Sum:
     result: Version
     out: GradientEdge
     like: Tensor
-    """Detached result."""
+    """Result of the sum, detached from the graph."""
     finite: bool
     frames: tuple[ModuleCall, ...]
-    """Calls of modules around it, outermost first."""
+    """Calls of the modules around the sum, outermost first."""
 
     @property
     def block(self) -> str:
-        """Name of the innermost module that takes the sum, for messages."""
+        """Name of the innermost module that computes the sum, for messages."""
         return self.name[0] or "the model itself"
 
 
 @dataclass
 class Use:
-    """A call of a function with a tensor."""
+    """Recorded call of a function with a tensor as an argument."""
 
     time: int
     sum: SumName | None
     """Name of the sum, if the function is a sum."""
     running: frozenset[int]
-    """Serials of the calls around it."""
+    """Serial numbers of the module calls around this call."""
     returns: Literal["copy", "reshaped", "other"]
     function: str
     numbers: int
-    """Number of entries of its largest output; 0 for a product with a matrix."""
+    """Number of entries of the largest output; 0 for a matrix product."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A tensor that a call of a module received or returned."""
+    """Record of a tensor that a module received or returned in a call."""
 
     time: int
     call: ModuleCall
@@ -95,28 +95,28 @@ class Passage:
 
 @dataclass
 class ForwardRecord:
-    """Sums, copies, uses and passages of token states in one forward pass."""
+    """Record of one forward pass: sums, copies and uses of tensors, and their passages through modules."""
 
     sums: list[Sum] = field(default_factory=list)
     results: dict[Version, Sum] = field(default_factory=dict)
     copies: dict[Version, tuple[Version, bool]] = field(default_factory=dict)
-    """Source of a copy, and True if the copy differs in training: functional dropout, which no hook sees."""
+    """Source of each copy, and True if they differ in training: functional dropout, which no hook sees."""
     passed: dict[Version, list[Version]] = field(default_factory=dict)
-    """Tensors with the numbers of another: its copies, views of all of it, and outputs of dropout."""
+    """Tensors with the same values as a tensor: copies, views of all values, and outputs of dropout."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     received: dict[Version, list[Passage]] = field(default_factory=dict)
     returned: dict[Version, list[Passage]] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
-    """Kept so that no identity is given twice."""
+    """Tensors kept alive, so that Python does not give their identity to a new tensor."""
     time: int = 0
 
     def tick(self) -> int:
-        """Return the next time."""
+        """Count one more event of the pass, and return the number of events as the time."""
         self.time += 1
         return self.time
 
     def enter(self, call: ModuleCall) -> None:
-        """Record the arguments of a call."""
+        """Record the tensors in the arguments of a module call."""
         time, names = self.tick(), parameter_names(call.module)
         for at, value in enumerate(call.args):
             self._pass(self.received, time, call, value, (names[at] if at < len(names) else None, at))
@@ -124,7 +124,7 @@ class ForwardRecord:
             self._pass(self.received, time, call, value, (name, names.index(name) if name in names else None))
 
     def leave(self, call: ModuleCall) -> None:
-        """Record the output of a call."""
+        """Record the tensors in the output of a module call."""
         time = self.tick()
         for key, value in items(call.output):
             self._pass(self.returned, time, call, value, None, key)
@@ -138,25 +138,25 @@ class ForwardRecord:
             notes.setdefault(version(value), []).append(passage)
 
     def origin(self, tensor: Version) -> Version:
-        """Return the first tensor with the same numbers in training too."""
+        """Return the first tensor of which a tensor is a copy, without passing functional dropout."""
         while tensor in self.copies and not self.copies[tensor][1]:
             tensor = self.copies[tensor][0]
         return tensor
 
     def same_numbers(self, tensor: Version) -> list[Version]:
-        """Return a tensor with its copies, views and outputs of dropout, which does nothing here."""
+        """Return a tensor with its copies, views and dropout outputs, all equal in evaluation mode."""
         found = [tensor]
         for known in found:
             found.extend(made for made in self.passed.get(known, ()) if made not in found)
         return found
 
     def copies_of(self, origin: Version) -> list[Version]:
-        """Return a tensor and its copies."""
+        """Return a tensor and its copies, without views and outputs of dropout."""
         return [made for made in self.same_numbers(origin) if self.origin(made) == origin]
 
 
 def items(output: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield the items of a module's output with their keys."""
+    """Yield (key, item) for each item of a module's output; a single tensor has the key None."""
     if isinstance(output, Tensor):
         yield None, output
     elif isinstance(output, tuple | list):
@@ -167,14 +167,14 @@ def items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 @no_type_check
 def version(tensor):
-    """Return the identity of a tensor and how often it was changed in place."""
+    """Return the identity of a tensor and the number of its in-place changes."""
     return id(tensor), changes_in_place(tensor)
 
 
 class SumNames:
-    """Names of sums in the order of a forward pass, independent of the batch size.
+    """Counter that names the sums of a forward pass in order, independent of the batch size.
 
-    Sums are counted per call of a module, so that a scan with a sum per token does not shift other names.
+    Sums are counted per call of a module, so that a scan with one sum per token does not shift other names.
     """
 
     def __init__(self, running: Sequence[ModuleCall]) -> None:
@@ -183,7 +183,7 @@ class SumNames:
         self._taken: dict[int, int] = {}
 
     def next(self) -> SumName:
-        """Return the name of the current sum."""
+        """Return the name of the next sum, which belongs to the innermost running module."""
         name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
         calls = self._calls.setdefault(name, [])
         if serial not in calls:
@@ -194,17 +194,17 @@ class SumNames:
 
 
 class SumRecorder(TorchFunctionMode):
-    """Records sums, copies and uses of token states, with the autograd graph that joins them.
+    """Mode that records sums, copies and uses of tensors, with the autograd graph between them.
 
-    Functional dropout, which does nothing in evaluation mode, returns a new tensor here, to distinguish the
-    tensors before and after it.
+    Functional dropout does nothing in evaluation mode. Here it returns a new tensor, to distinguish the
+    tensors before and after dropout.
     """
 
     def __init__(self, running: Sequence[ModuleCall], record: ForwardRecord) -> None:
         super().__init__()
         self._running, self._record, self._names = running, record, SumNames(running)
 
-    @no_type_check  # called for every operation of a model, as all below
+    @no_type_check  # runtime type checks would slow down every operation of a model, here and below
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Run a function and record it."""
         kwargs = kwargs or {}
@@ -214,7 +214,7 @@ class SumRecorder(TorchFunctionMode):
         states = pair is not None and pair[0].shape == pair[1].shape and 0 not in pair[0].shape
         edges = None
         if states and pair[0].requires_grad and pair[1].requires_grad:
-            edges = tuple(map(get_gradient_edge, pair))  # before an operand changes in place
+            edges = tuple(map(get_gradient_edge, pair))  # read before an operand changes in place
         given = floating((*args, *kwargs.values()))
         versions = {id(value): version(value) for value in given}
         out = func(*args, **kwargs)
@@ -264,7 +264,7 @@ class SumRecorder(TorchFunctionMode):
 
 
 class ReplaceSums(TorchFunctionMode):
-    """Replace chosen sums."""
+    """Mode that replaces chosen sums of a forward pass."""
 
     def __init__(self, running: Sequence[ModuleCall], changes: Mapping[SumName, SumChange]) -> None:
         super().__init__()
@@ -284,10 +284,10 @@ class ReplaceSums(TorchFunctionMode):
 
 @no_type_check
 def operands(func, args, kwargs):
-    """Return the two operands of a plain sum that is a state by its axes; None for anything else.
+    """Return the two operands of a plain sum with as many axes as token states; None for anything else.
 
-    Sums that broadcast one operand count as well: positions + words broadcasts or not by the number of
-    sequences alone, and the names of the other sums must not depend on it.
+    Sums that broadcast one operand count as well: the batch size alone decides if positions + words
+    broadcasts, and names of later sums must not depend on the batch size.
     """
     if func not in SUMS or kwargs.get("alpha", 1) != 1:
         return None
@@ -299,7 +299,7 @@ def operands(func, args, kwargs):
 
 @no_type_check
 def reshaped(func, given, made):
-    """Return True if a tensor has all numbers of another tensor in another shape."""
+    """Return True if `made` has all values of `given` in another shape."""
     if made.numel() != given.numel():
         return False
     base = base_of(given)
@@ -317,25 +317,25 @@ def floating(values):
 
 @dataclass
 class Residual:
-    """Sum x + f(x) in which f moves information between tokens."""
+    """Residual connection around a mixer: a sum x + f(x) in which f moves information between tokens."""
 
     sum: Sum
     which: int
-    """Operand that is x."""
+    """Index of the operand that is x, 0 or 1."""
     axis: int
-    """Axis of the tokens."""
+    """Axis of the tokens in x."""
 
 
 def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], ForwardRecord]:
-    r"""Run a model once and return its residual connections around mixers.
+    """Run a model once; return its residual connections around mixers, and the record of the pass.
 
-    A sum x + y is one if y = f(x), that is ∂y/∂x ≠ 0, and some ∂y_t/∂x_u with t ≠ u is not zero: f mixes
-    tokens. A feed-forward part has ∂y_t/∂x_u = 0 for t ≠ u. Where y depends in this way on the result of
-    another residual connection, by a path around x, it is cross-attention to that sequence. Sums inside the
-    branch of a larger one belong to that branch, unless they are several: then the larger one is a long
-    skip around a stack of them.
+    A sum x + y is a residual connection around a mixer if y = f(x), that is ∂y/∂x ≠ 0, and f mixes tokens:
+    some ∂y_t/∂x_u with t ≠ u is not zero. A feed-forward part has ∂y_t/∂x_u = 0 for t ≠ u. If y depends in
+    this way on an earlier residual connection, by a path around x, f is a cross-attention to that sequence. A
+    sum inside the branch of a larger sum belongs to that branch. If several sums are inside, the larger one
+    is a long skip connection around a stack, and is left out.
 
-    Cost: a forward pass, and two backward passes from one entry for each sum of token states.
+    Cost: a forward pass, and two backward passes from one token for each sum of token states.
     """
     record = ForwardRecord()
     calls = ModuleCalls(model, on_enter=record.enter, on_leave=record.leave)
@@ -369,7 +369,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
 
 
 def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
-    """Return the residual connection that a sum is: f mixes the tokens of x, or else of an earlier sum."""
+    """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
     sides = [(which, sum_.edges[which], sum_.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
     if sides and not sum_.finite:
@@ -388,9 +388,9 @@ def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
     return None
 
 
-@no_type_check  # thousands of nodes, each looked at by type checks
+@no_type_check  # runtime type checks of thousands of nodes are slow
 def reached(start, past=None):
-    """Return the nodes that a tensor depends on; with ``past``, not through that node."""
+    """Return the graph nodes that a tensor depends on; with ``past``, only along paths around that node."""
     seen = set()
     todo = [start.node]
     while todo:
@@ -406,11 +406,11 @@ def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
     """Return the axis along which the last or first token of y depends on several tokens of x, or None."""
     like = sum_.like
     for at in (-1, 0):
-        weights = torch.zeros_like(like)  # unequal in a token: otherwise its entries may cancel
+        weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
         weights[(at,) * (like.dim() - 1)] = torch.linspace(0.5, 1.5, like.shape[-1]).cos().to(like)
         try:
             (gradient,) = torch.autograd.grad([y], [x], [weights], retain_graph=True, allow_unused=True)
-        except RuntimeError:  # a state that was changed in place has no derivative any more
+        except RuntimeError:  # a state that was changed in place has no derivative
             continue
         if gradient is None:
             continue
@@ -444,7 +444,7 @@ def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, SumChan
 
 @contextmanager
 def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> Iterator[None]:
-    """Context manager that replaces some sums of a model."""
+    """Context manager in which sums of a model are replaced, chosen by name."""
     calls = ModuleCalls(model)
     with calls.following(), ReplaceSums(calls.running, changes):
         yield
@@ -452,14 +452,14 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> It
 
 @contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager with evaluation mode, gradients and a fixed seed; it restores all of them."""
+    """Context manager that sets evaluation mode, gradients and a fixed seed, and restores all three."""
     with eval_mode(model), preserve_random_state(model), torch.enable_grad():
         torch.manual_seed(0)
         yield
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Return all floating-point tensors in an output."""
+    """Return all floating-point tensors in an output, at any depth."""
     if isinstance(output, Tensor):
         return floating([output])
     if isinstance(output, Mapping):

@@ -13,11 +13,11 @@ from rankwise.errors import SkipError, in_range
 from rankwise.skips.add import check_finite, skips_of
 
 TextBatch = Mapping[str, Tensor]
-"""``input_ids`` and, optionally, ``attention_mask``."""
+"""Batch of text with ``input_ids`` and, optionally, ``attention_mask``."""
 MASKED = 0.15
-"""Fraction of tokens that are masked."""
+"""Fraction of the tokens that are masked for the loss of a masked language model."""
 IGNORED = -100
-"""Label that transformers leaves out of losses."""
+"""Label that the losses of transformers ignore."""
 RATE = "0.02 is the default; try less."
 LOWER = "Use a lower learning rate; the λ are as they were before."
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -25,12 +25,12 @@ HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"
 
 @dataclass
 class Fit:
-    """Losses and λ of a fit."""
+    """Result of a fit: the losses, and λ before and after it."""
 
     losses: list[float] = field(default_factory=list)
     """Loss before each step."""
     scales: dict[str, list[float]] = field(default_factory=dict)
-    """λ of each site before the first and after the last step; the mean of one λ per channel."""
+    """λ of each site before the first and after the last step; with one λ per channel, their mean."""
 
 
 def fit_skips(
@@ -43,20 +43,20 @@ def fit_skips(
 ) -> Fit:
     """Fit the λ-skips of a language model by its own loss; all other parameters stay frozen.
 
-    Cost: a forward and a backward pass for each step, and a forward pass at the end.
+    Cost: a forward and a backward pass per step, and a forward pass at the end.
 
     Args:
         model: a model of transformers with λ-skips and a language-model head.
-        batches: ``input_ids`` and ``attention_mask``; taken in turn.
+        batches: text batches with ``input_ids`` and ``attention_mask``, used in turn.
         steps: number of steps.
         lr: learning rate of Adam; there is no weight decay.
         mask_token: id of the mask token, for masked language models.
-        on_step: called with the number of finished steps and the loss.
+        on_step: function called after each step with the number of finished steps and the loss.
 
     Raises:
-        InputError: if ``lr`` is not in (0, ∞).
+        InputError: if ``lr`` is not a finite number above 0.
         SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
-            is not finite, also after the last step. After any error λ is restored.
+            is not finite. The original λ are restored before the error is raised.
     """
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
     skips = skips_of(model)
@@ -80,7 +80,7 @@ def fit_skips(
                     check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
                 if on_step is not None:
                     on_step(step + 1, loss.item())
-            if steps:  # no later step checks the last one
+            if steps:  # no later step checks the last update
                 with torch.no_grad():
                     _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
     except Exception:
@@ -100,7 +100,7 @@ def fit_skips(
 def skip_parameter_groups(
     model: nn.Module, weight_decay: float = 0.01, lr: float | None = None, only_skips: bool = False
 ) -> list[dict[str, Any]]:
-    """Split a model's parameters for an optimizer: its λ without weight decay, all others with it.
+    """Return parameter groups for an optimizer: λ without weight decay, all other parameters with it.
 
     Args:
         model: a model with λ-skips.
@@ -109,7 +109,7 @@ def skip_parameter_groups(
         only_skips: True to leave all other parameters out.
 
     Returns:
-        Groups as `torch.optim` takes them, λ first.
+        Groups in the format of `torch.optim`, λ first.
 
     Raises:
         SkipError: if no λ of the model can learn.
@@ -142,11 +142,11 @@ def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | 
 
     Args:
         model: a model of transformers with a language-model head.
-        batches: ``input_ids`` and ``attention_mask``.
-        mask_token: as in `fit_skips`.
+        batches: text batches with ``input_ids`` and ``attention_mask``.
+        mask_token: id of the mask token, for masked language models.
 
     Raises:
-        SkipError: if the model has no loss, or a batch has no token to predict.
+        SkipError: if the model has no language-model loss, or a batch has no token to predict.
     """
     with eval_mode(model), torch.no_grad():
         return sum(loss_of(model, batch, mask_token).item() for batch in batches) / len(batches)
@@ -160,7 +160,7 @@ def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, don
 
 
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
-    """Return the loss on a batch: of next tokens, masked tokens, or (encoder-decoders) the same text."""
+    """Return the loss on a batch: for next tokens, masked tokens, or, in encoder-decoders, the input text."""
     name = type(model).__name__
     masked = name.endswith("ForMaskedLM")
     if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
@@ -187,7 +187,7 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
         hidden |= real & ~hidden.any(1, keepdim=True) & (torch.arange(real.shape[1]).to(first) == first)
         inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
         labels[~hidden] = IGNORED
-    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # which predicts none at the first position
+    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # predicts no first token
     if not bool((labels[:, int(causal) :] != IGNORED).any()):
         raise SkipError(
             "batch",

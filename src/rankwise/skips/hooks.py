@@ -11,21 +11,21 @@ from rankwise._internals.torch_private import in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
-"""Item of a module's output: None for the output itself, an index or a key."""
+"""Key of an item in a module's output: an index or a name; None for the output itself."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """A tensor that a module receives as an argument, or returns as an item of its output."""
+    """Tensor that a module receives as an argument, or returns as an item of its output."""
 
     module: str
     argument: tuple[str | None, int | None] | None = None
     """Name and position of the argument; None for an item of the output."""
     key: Key = None
 
-    @no_type_check  # traced by torch.compile, as all below
+    @no_type_check  # torch.compile traces this method, and all functions below
     def read(self, args, kwargs, output):
-        """Return the tensor of a call; None if an argument is missing."""
+        """Return the tensor in the arguments or output of a call; None if the argument is missing."""
         if self.argument is None:
             return picked(output[0], self.key)
         name, position = self.argument
@@ -36,18 +36,18 @@ class Port:
 
 @dataclass
 class HeldTensor:
-    """State x of a skip connection, held from a module that reads it to the module that adds it."""
+    """State x of a skip connection, held from the module that reads it until the module that adds it."""
 
     residual: Tensor | None = None
     open: bool = False
-    """True while the module that takes the sum runs; a state read outside of it is not added."""
+    """True while the module that computes the sum runs; a state that is read outside is not added."""
 
 
 class ThreadSlot(threading.local):
-    """A slot per thread that runs the model; copies and pickles of the model have an empty one."""
+    """Slot for x, one per thread that runs the model; it is empty in copies and pickles of the model."""
 
     def __init__(self) -> None:
-        self.slot = HeldTensor()  # an object, because torch.compile follows writes to it from several hooks
+        self.slot = HeldTensor()  # an object, so that torch.compile tracks writes to it by several hooks
 
     def __reduce__(self) -> tuple[type["ThreadSlot"], tuple[()]]:
         return ThreadSlot, ()
@@ -55,24 +55,24 @@ class ThreadSlot(threading.local):
 
 @no_type_check
 def recomputing():
-    """Return True if autograd runs a checkpointed part again, possibly without the modules around it."""
+    """Return True if autograd recomputes a checkpointed part, maybe without the modules around it."""
     return not torch.compiler.is_compiling() and in_backward()
 
 
 class SkipHook:
-    """Base class of the hooks of a λ-skip."""
+    """Base class of all hooks of λ-skips, by which they are recognized."""
 
 
 @dataclass(eq=False)
 class ScaleArgument(SkipHook):
-    """Before a module: multiply the argument that it adds unchanged by λ."""
+    """Hook before a module that multiplies x by λ, where x is an argument that the module only adds."""
 
     parameter: str
     port: Port
 
     @no_type_check
     def __call__(self, module, args, kwargs):
-        """Return the arguments with the scaled argument."""
+        """Return the arguments with x multiplied by λ; None if the call has no x."""
         residual = self.port.read(args, kwargs, ())
         if residual is None:
             return None
@@ -85,7 +85,7 @@ class ScaleArgument(SkipHook):
 
 @dataclass(eq=False)
 class AddResidual(SkipHook):
-    """After a module: add (λ − 1)·x to an item of its output, the sum x + f(x) or the branch f(x).
+    """Hook after a module that adds (λ − 1)·x to an item of the output: to x + f(x), or to the branch f(x).
 
     x is an argument of the same call, or the state in the slot.
     """
@@ -96,7 +96,7 @@ class AddResidual(SkipHook):
 
     @no_type_check
     def __call__(self, module, args, kwargs, output):
-        """Return the corrected output; without x the module is used for something else."""
+        """Return the corrected output; None if no x was read, because the module is used elsewhere."""
         if isinstance(self.source, Port):
             residual = self.source.read(args, kwargs, ())
         else:
@@ -104,7 +104,7 @@ class AddResidual(SkipHook):
             if not slot.open and not recomputing():
                 return None
             residual, slot.residual = slot.residual, None
-            if residual is None and not slot.open:  # the same call had a residual in the forward pass
+            if residual is None and not slot.open:  # the forward pass had x in the slot
                 raise SkipError(
                     f"gradient checkpointing of {type(module).__name__}",
                     expected="a checkpoint around the whole block, which reads the residual again",
@@ -119,14 +119,14 @@ class AddResidual(SkipHook):
 
 @dataclass(eq=False)
 class HoldResidual(SkipHook):
-    """Before a module that receives x, or after a module that returns x: hold x."""
+    """Hook that stores x in the slot: before a module that receives x, or after a module that returns x."""
 
     port: Port
     held: ThreadSlot
 
     @no_type_check
     def __call__(self, module, args, kwargs, *output):
-        """Hold x."""
+        """Store x in the slot if the slot is open, or if autograd recomputes a checkpoint."""
         slot = self.held.slot
         if slot.open or recomputing():
             slot.residual = self.port.read(args, kwargs, output)
@@ -134,7 +134,7 @@ class HoldResidual(SkipHook):
 
 @dataclass(eq=False)
 class Scope(SkipHook):
-    """Before the module in which x is read and added: open the slot; after it: close the slot."""
+    """Hook that opens the slot before the module in which x is read and added, or closes it after."""
 
     held: ThreadSlot
 
@@ -147,8 +147,8 @@ class Scope(SkipHook):
 
 @no_type_check
 def corrected(tensor, residual, scale):
-    """Return tensor + (λ − 1)·x, bit-identical to the tensor at λ = 1."""
-    if tensor.is_nested:  # torch's encoder packs padded rows so in evaluation mode; they know no addcmul
+    """Return tensor + (λ − 1)·x, which is bit-identical to the tensor at λ = 1."""
+    if tensor.is_nested:  # torch's encoder packs padded rows in evaluation mode; nested tensors lack addcmul
         if scale.numel() > 1:
             raise SkipError(
                 "λ-skips by channel on nested tensors",
@@ -163,7 +163,7 @@ def corrected(tensor, residual, scale):
 
 @no_type_check
 def picked(output, key):
-    """Return one item of an output, which may be a tuple with a cache and a tensor without a cache."""
+    """Return one item of an output; keys None and 0 fit both a tensor and a tuple that begins with it."""
     if key is None and isinstance(output, tuple):
         return output[0]
     return output if key is None or (key == 0 and isinstance(output, Tensor)) else output[key]

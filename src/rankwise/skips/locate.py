@@ -21,48 +21,48 @@ from rankwise.skips.find import (
 from rankwise.skips.hooks import Port
 
 PARAMETER = "lambda_skip"
-"""Name of λ in the module that carries it; a second one in the same module gets a number."""
+"""Name of the parameter λ in its module; a second λ in the same module gets a number."""
 NOTES = "_rankwise_skips"
-"""Attribute of a module with λ: its sites."""
+"""Name of the attribute by which a module with λ lists its sites."""
 
 
 @dataclass(frozen=True)
 class SkipSite:
-    """Place of one λ-skip in a model: the modules, arguments and outputs at which it is added."""
+    """Place of one λ-skip in a model: the modules, arguments and outputs at which λ is applied."""
 
     name: str = field(compare=False)
-    """Module that carries λ, such as ``transformer.h.0.attn``."""
+    """Name of the module that has the parameter λ, such as ``transformer.h.0.attn``."""
     parameter: str = field(compare=False)
-    """Name of λ in that module."""
+    """Name of the parameter λ in that module."""
     read: Port
-    """Where x is read."""
+    """Argument or output from which x is read."""
     write: Port
-    """Where λ acts, in the module that carries it. An output gets (λ − 1)·x; an argument, which is then x
-    itself, is multiplied by λ."""
+    """Argument or output at which λ is applied. (λ − 1)·x is added to an output; an argument is x itself, and
+    is multiplied by λ."""
     scope: str | None
     """Module whose call opens and closes the slot for x; None if x is an argument of the same call."""
     sums: tuple[SumName, ...] = field(default=(), compare=False)
-    """Sums of a forward pass that λ scales: several if the module is called several times."""
+    """Names of the sums that λ scales: several if the module is called several times in a forward pass."""
     block: str = ""
-    """Module that takes the sum."""
+    """Name of the module that computes the sum."""
     time: int = field(default=0, compare=False)
-    """Time of the first sum in the forward pass."""
+    """Time of the first sum in the forward pass, in recorded events."""
     which: int = 0
-    """Operand of the sum that is x."""
+    """Index of the operand of the sum that is x, 0 or 1."""
     axis: int = 1
-    """Axis of the tokens."""
+    """Axis of the tokens in x."""
     width: int = 0
     dtype: Any = None
     drops: bool = False
-    """True if functional dropout is between branch and sum."""
+    """True if functional dropout is between the branch f(x) and the sum."""
     norm: str = ""
-    """Module that is the only reader of the sum and returns states: a norm, in a post-norm block."""
+    """Name of the only module that reads the sum and returns states: the norm of a post-norm block."""
     read_by: str = ""
-    """Function that reads the sum, if it is not in a module; its norm is unknown."""
+    """Name of the function that reads the sum outside of any module, so that its norm is unknown."""
 
 
 def skip_sites(model: nn.Module) -> list[SkipSite]:
-    """Return the sites of a model with λ-skips, in the order of the forward pass."""
+    """Return the sites of the λ-skips in a model, in the order of the forward pass."""
     if not isinstance(model, nn.Module):
         return []
     named = model.named_modules()
@@ -71,7 +71,7 @@ def skip_sites(model: nn.Module) -> list[SkipSite]:
 
 
 def _rebased(site: SkipSite, module: str) -> SkipSite:
-    """Return a site whose module has another name, in a part of the model or in a larger model."""
+    """Return a site with the module names of the current model, which may be a part or a larger model."""
     old, new = _parts(site.write.module), _parts(module)
     while old and new and old[-1] == new[-1]:
         old.pop()
@@ -97,10 +97,10 @@ def _parts(name: str) -> list[str]:
 
 
 def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
-    """Run a model once; return its sites, and the blocks with residual connections that no module reaches.
+    """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
 
-    Several calls of one module in a forward pass are one site. A norm outside of its block counts only if
-    every sum is read by one; otherwise it is the norm after a stack.
+    Several calls of one module in a forward pass are one site. A norm outside of its block counts as the norm
+    of the site only if every sum has a reader; otherwise it is the final norm of a stack.
     """
     residuals, record = find_residuals(model, example)
     located, missed = [], []
@@ -135,12 +135,11 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
 
 
 def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
-    """Return module, or else function, of the only reader of a sum that returns states; None in most blocks.
+    """Return (module, function, True if in the block) for the only reader of a sum; None if there is none.
 
-    The last item is True if it is inside the module that takes the sum; otherwise it may be the norm after a
-    stack. None: the sum is read and also added to, or is read only by products with a matrix, by functions
-    with smaller outputs (a mean over tokens), or not at all. Then the sum is the state. If the sum is only
-    added to, x + f(x) + g(x), the reader of the whole sum is returned.
+    There is none if the sum itself is the state: if it is read and also added to, or is read only by matrix
+    products, by functions with smaller outputs (such as a mean over tokens), or not at all. If the sum is
+    only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
     """
     same = record.same_numbers(sum_.result)
     uses = [use for tensor in same for use in record.uses.get(tensor, ()) if use.returns == "other"]
@@ -166,7 +165,7 @@ Way = tuple[Port, Port, str | None]
 
 
 def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
-    """Scale x if the module that takes the sum receives x and does nothing else with it."""
+    """Return ports to scale x, an argument that the module of the sum only adds; None if there is none."""
     sum_ = residual.sum
     if not sum_.frames:
         return None
@@ -180,7 +179,7 @@ def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
 
 
 def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
-    """Correct the sum if a module that receives x returns the sum and has not used it."""
+    """Return ports to correct x + f(x), if a module receives x and returns the unused sum; None otherwise."""
     sum_ = residual.sum
     x = record.origin(sum_.operands[residual.which])
     for made in record.returned.get(sum_.result, ()):
@@ -192,7 +191,7 @@ def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
 
 
 def _as_branch(residual: Residual, record: ForwardRecord, drops: bool) -> Way | None:
-    """Correct f(x) if a module returns it or a summand, and a module received or returned x before."""
+    """Return ports to correct f(x), if a module returns f(x) after x passed a module; None otherwise."""
     sum_ = residual.sum
     x = record.origin(sum_.operands[residual.which])
     made = _maker(sum_.operands[1 - residual.which], sum_.time, record, drops)
@@ -200,7 +199,7 @@ def _as_branch(residual: Residual, record: ForwardRecord, drops: bool) -> Way | 
         return None
     before = [passage for passage in _received(x, record) if passage.time < made.time]
     own = [passage.port for passage in before if passage.call is made.call]
-    if own:  # it can see x itself
+    if own:  # the module that returns f(x) also receives x
         return own[0], made.port, None
     returned = [passage for tensor in record.copies_of(x) for passage in record.returned.get(tensor, ())]
     before += [passage for passage in returned if passage.time < made.time]
@@ -213,12 +212,12 @@ def _as_branch(residual: Residual, record: ForwardRecord, drops: bool) -> Way | 
 
 
 def _received(x: Version, record: ForwardRecord) -> list[Passage]:
-    """Return the calls that received a tensor or a copy of it."""
+    """Return the passages by which modules received a tensor or a copy of it."""
     return [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
 
 
 def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passage | None:
-    """Return the outermost call that returned a tensor, a copy of it, or a summand of it."""
+    """Return the outermost module call, before a time, that returned y, a copy of y, or a summand of y."""
     made = [passage for passage in record.returned.get(y, ()) if passage.time < before]
     if made:
         return made[-1]

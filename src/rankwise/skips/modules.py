@@ -1,4 +1,4 @@
-"""The λ-skip of models that are built with one; imports torch alone."""
+"""Define `LambdaSkip`, the λ-skip of models that are built with one; the module only needs torch."""
 
 import torch
 from jaxtyping import Float
@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 
 class LambdaSkip(nn.Module):
-    """``λ x + update``: the skip connection that keeps the tokens of a deep stack distinct.
+    """Skip connection ``λ x + update``, which keeps the tokens of a deep stack distinct.
 
-    λ = 1 is the usual residual, λ = 0 none. A negative λ subtracts the input.
+    λ = 1 is the usual residual connection; with λ = 0, there is none. A negative λ subtracts the input.
     Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", ICLR 2025.
 
     Args:
-        hidden_size: D.
-        kind: ``none``: no skip; ``fixed``: λ is a constant; ``learned``: one λ; ``channel``: D of them;
-            ``shared``: one λ that the model ties to the λ of its other layers.
-        init: λ, or its initial value.
+        hidden_size: model width D.
+        kind: ``none``: no skip connection; ``fixed``: λ is a constant; ``learned``: one learned λ;
+            ``channel``: one learned λ per channel; ``shared``: one λ that the layers of the model share.
+        init: constant λ, or initial value of a learned λ.
 
     Examples:
         >>> import torch
@@ -37,13 +37,13 @@ class LambdaSkip(nn.Module):
             nn.init.constant_(self.weight, self.init)
 
     def current(self) -> Float[Tensor, "*D"]:
-        """Return λ now: 0 for ``none``, `init` for ``fixed``, otherwise the detached weight."""
+        """Return the current λ: 0 for ``none``, `init` for ``fixed``, otherwise the detached weight."""
         if self.weight is not None:
             return self.weight.detach()
         return torch.tensor(0.0 if self.kind == "none" else self.init)
 
     def forward(self, x: Float[Tensor, "*B D"], update: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        """Return λ x + update."""
+        """Return λ x + update, where the update is the output f(x) of the block."""
         if self.kind == "none":
             return update
         if self.weight is None:
@@ -51,5 +51,5 @@ class LambdaSkip(nn.Module):
         return self.weight.to(x.dtype) * x + update
 
     def extra_repr(self) -> str:
-        """Return the kind and the initial value."""
+        """Return the kind and the initial λ, for printing."""
         return f"{self.kind}, init={self.init:g}"

@@ -1,4 +1,4 @@
-"""Run a model with other λ and observe the state, the branch, the sum and the norm of each λ-skip."""
+"""Run a model with chosen λ, and observe the state, branch, sum and norm of each λ-skip."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,22 +22,22 @@ from rankwise.skips.modules import LambdaSkip
 from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
-"""A norm of D channels may be off by eight times √D roundings of float32, in which norms compute."""
+"""Tolerance for a norm of D channels, in units of √D float32 roundings; norms compute in float32."""
 OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
 Lambdas = Mapping[str, Tensor | float]
-"""λ by name of the site."""
+"""Values of λ, by the name of the site."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Norm between the sum of a λ-skip and the next state."""
+    """Norm layer between the sum of a λ-skip and the next state."""
 
     kind: Literal["none", "LayerNorm", "RMSNorm", "unknown"]
     eps: float = 0.0
     gain: Tensor | None = None
-    """γ per channel of LayerNorm and RMSNorm."""
+    """Gain γ per channel, for LayerNorm and RMSNorm."""
     reason: str = ""
-    """Why the norm is unknown."""
+    """Reason why the norm is unknown; otherwise empty."""
 
     @property
     def centre(self) -> bool:
@@ -46,17 +46,17 @@ class Norm:
 
     @property
     def known(self) -> bool:
-        """True for LayerNorm and RMSNorm."""
+        """True for LayerNorm and RMSNorm, whose formula is known."""
         return self.kind in ("LayerNorm", "RMSNorm")
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return normed rows without gain and bias; without a norm, the rows."""
+        """Return the normalized rows without gain and bias; unchanged rows if the norm is none or unknown."""
         return normed(rows, self.centre, self.eps) if self.known else rows
 
 
 @dataclass
 class ObservedSkip:
-    """One sum λx + f(x) of a forward pass."""
+    """Tensors of one sum λx + f(x) in a forward pass: x, branch f(x), total, token mask, and the norm."""
 
     site: SkipSite
     x: Float[Tensor, "B T D"]
@@ -69,7 +69,7 @@ class ObservedSkip:
 def observe(
     model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
 ) -> list[ObservedSkip]:
-    """Run a batch with these λ, and return every sum of the sites in the order of the forward pass."""
+    """Run a batch with the given λ; return every sum of the sites, in the order of the forward pass."""
     seen: list[ObservedSkip] = []
 
     def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
@@ -103,7 +103,7 @@ def observe(
         )  # fmt: skip
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
-        unknown = (norm for norm in found if norm.kind == "unknown")  # one of several calls decides
+        unknown = (norm for norm in found if norm.kind == "unknown")  # one unknown call decides
         norm = next(unknown, found[-1])
         for added in several:
             added.norm = norm
@@ -114,9 +114,10 @@ def observe(
 def with_lambdas(
     model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> Iterator[None]:
-    """Context manager that runs a model with other λ, of hooks and of `LambdaSkip`; it writes no weight.
+    """Context manager in which a model runs with other λ; it changes no weight of the model.
 
-    λ of other sites stay. ``on_sum`` is called with site, x, f(x) and λx + f(x) of each sum.
+    It replaces λ of hooks and of `LambdaSkip` modules; other sites keep their λ. ``on_sum`` is called with
+    the name, x, f(x) and λx + f(x) of each sum.
     """
     scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
@@ -124,13 +125,13 @@ def with_lambdas(
 
 
 def without_skips(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context manager that turns off the hooks of λ-skips."""
+    """Context manager in which the hooks of λ-skips are turned off."""
     return without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook))
 
 
 @contextmanager
 def plain_skips(model: nn.Module) -> Iterator[None]:
-    """Context manager that turns hooks off and makes every `LambdaSkip` a plain x + f(x)."""
+    """Context manager in which hooks are off, and every `LambdaSkip` computes a plain x + f(x)."""
     plain = {"kind": "fixed", "init": 1.0, "weight": None}
     own = {name: plain for name, module in model.named_modules() if isinstance(module, LambdaSkip)}
     with without_skips(model), Change(model, attributes=own):
@@ -138,7 +139,7 @@ def plain_skips(model: nn.Module) -> Iterator[None]:
 
 
 def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]:
-    """Return the λ-skips of a model, or else its residual connections; and blocks with others out of reach.
+    """Return the λ-skips of a model, or else its residual connections, and blocks that no hook can reach.
 
     `LambdaSkip` modules are found as residual connections, whatever their λ is.
     """
@@ -149,7 +150,7 @@ def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]
 
 
 def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]:
-    """Return the current λ of each site, shape (1,) or (D,); 1 at a site without λ."""
+    """Return the current λ of each site, with shape (1,) or (D,); 1 for a site without λ."""
     found = {}
     for site in sites:
         module = model.get_submodule(site.write.module)
@@ -163,7 +164,7 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
 def scaled_sums(
     sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> dict[SumName, SumChange]:
-    """Return the replacement of each sum of the sites by λx + f(x)."""
+    """Return a replacement for each sum of the sites: a function that computes λx + f(x)."""
     return {
         name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, site))
         for site in sites
@@ -175,7 +176,7 @@ def scaled_sums(
 def scaled_sum(
     which: int, scale: Tensor | float, seen: Callable[..., None] | None, first: Tensor, other: Tensor
 ) -> Tensor:
-    """Return λ·x + y, x the operand ``which``; call ``seen`` with x, y and the sum."""
+    """Return λ·x + y, where x is operand ``which`` (0 or 1); call ``seen`` with x, y and the sum."""
     x, branch = (other, first) if which else (first, other)
     total = (x * scale).to(x.dtype) + branch
     if seen is not None:
@@ -184,7 +185,7 @@ def scaled_sum(
 
 
 def as_batch(value: Tensor, axis: int) -> Tensor:
-    """Return states as (B, T, D), from (B, T, D), (T, B, D) or (T, D)."""
+    """Return states of shape (B, T, D), (T, B, D) or (T, D) as (B, T, D)."""
     value = value.detach()
     if value.dim() == 2:
         return value[None]
@@ -195,7 +196,7 @@ def as_batch(value: Tensor, axis: int) -> Tensor:
 
 
 def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:
-    """Return LayerNorm (``centre``) or RMSNorm of rows, without gain and bias; rows of zeros stay."""
+    """Return LayerNorm (if ``centre``) or RMSNorm of rows, without gain and bias; zero rows stay zero."""
     rows = rows - rows.mean(-1, keepdim=True) if centre else rows
     size = (rows.square().mean(-1, keepdim=True) + eps).sqrt()
     return rows / torch.where(size > 0, size, 1.0)
@@ -220,10 +221,11 @@ def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
 
 
 def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
-    """Return LayerNorm or RMSNorm if the output of a module is γ∘N(row; ε) + β of each row, up to rounding.
+    """Return the norm that a module computes: LayerNorm or RMSNorm, if its output is γ∘N(row; ε) + β.
 
-    γ and β are attributes of the module, and γ may be 1 + the weight; any other norm is unknown. ε is an
-    attribute, or else read off the lengths of the rows.
+    N is the norm of a row without gain γ and bias β; rounding errors are tolerated. γ and β are attributes of
+    the module, and γ may be 1 + the weight. ε is an attribute, or is computed from the lengths of the output
+    rows. Any other norm is unknown.
     """
     output = output[0] if isinstance(output, tuple) and output else output
     gain, shift = rows.new_ones(rows.shape[-1]).double(), rows.new_zeros(rows.shape[-1]).double()
@@ -234,11 +236,11 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
     fits = gain.shape == shift.shape == rows.shape[-1:]
     known: list[tuple[float, Norm]] = []
     if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
-        finite = rows.isfinite().all(-1)  # rows of padding may be anything
+        finite = rows.isfinite().all(-1)  # padding rows can be infinite or NaN
         read, out = rows.double()[finite], output.detach().reshape(rows.shape).double()[finite] - shift
         for centre in (True, False):
             centred = read - read.mean(-1, keepdim=True) if centre else read
-            # by what factor rounding errors of a row grow if its mean is subtracted
+            # subtracting the mean of a row amplifies its relative rounding errors
             size, left = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (read, centred))
             grown = torch.where(left > 0, size / torch.where(left > 0, left, 1.0), 1.0).clamp(min=1)
             lost = ROUNDINGS * rows.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps * grown
@@ -251,14 +253,14 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
                 error = (out - scale * ideal).abs()
                 if bool(scale.any()) and bool((error <= allowed).all()):
                     known.append((float(error.sum()), Norm("LayerNorm" if centre else "RMSNorm", eps, scale)))
-    if known:  # in bfloat16 two may fit
+    if known:  # in bfloat16, both norms may fit
         return min(known, key=lambda one: one[0])[1]
     reason = f"{type(module).__name__} computes neither LayerNorm nor RMSNorm of each row"
     return Norm("unknown", reason=reason)
 
 
 def _eps(module: nn.Module, out: Tensor, ideal: Tensor, rows: Tensor, dtype: torch.dtype) -> float:
-    """Return ε of a norm: an attribute (None is ε of the dtype), or by how much rows are too short."""
+    """Return ε of a norm: an attribute (None means ε of the dtype), or an estimate from its output."""
     for name in ("eps", "variance_epsilon", "epsilon", "norm_eps"):
         value = getattr(module, name, 0)
         if value is None or isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Choose λ for a collapsed stack by trial, and find mixers that a λ-skip suppresses."""
+"""Choose λ by trial for a stack whose tokens collapse, and find mixers that a λ-skip suppresses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,11 +36,11 @@ from rankwise.tracing import StateSite, capture
 AuditT = TypeVar("AuditT", bound=Audit)
 
 TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""|λ| to try, smallest first."""
+"""Values of |λ| to try, the smallest first."""
 KEEP = 0.5
-"""Fraction of μ² that each layer keeps with the proved λ."""
+"""Fraction of μ² (squared token spread) that each layer keeps with the proved λ."""
 SAMPLE = 4
-"""Sequences of a dict that are examined."""
+"""Number of sequences that are examined if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
 TRAINS = (
     "λ against COLLAPSE was tried, and a bound of single layers proved, on these sequences alone; nothing is "
@@ -55,12 +55,14 @@ UNTRAINED = "Nothing is known about training with such a λ."
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return the least |λ| of 1, 2, 4, 8 and 16 with which an audit finds no COLLAPSE in a stack of blocks.
 
-    In each trial every smaller |λ| of the stack is raised to the value. Signs stay; 0 counts as positive.
-    The rule is the rule of COLLAPSE on the token states of this batch. The model is not changed.
+    COLLAPSE is the finding that the tokens of a stack become nearly equal. A trial raises every smaller |λ|
+    of the stack to the tried value, and applies the rule of this finding to the token states of the batch.
+    Signs of λ are preserved, and 0 counts as positive. The model is not changed.
 
-    A choice keeps three statements apart. ``tried`` and ``removes_collapse`` are trials on this batch;
-    ``proved`` is a bound for this batch and single layers; nothing states if the model trains with that λ.
-    Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of each head.
+    The result makes three separate statements. ``tried`` and ``removes_collapse`` are measured on this batch.
+    ``proved`` is a bound for single layers on this batch. Nothing is known about training with such a λ.
+    Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the mixing
+    matrix of each head.
 
     Args:
         model: module with λ-skips, with `LambdaSkip`, or with plain residual connections.
@@ -86,9 +88,9 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
 
 
 def _choose(model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite]) -> LambdaChoice:
-    """Return `choose_lambda` of a model whose sites are known."""
+    """Choose λ as `choose_lambda` does, for known sites of the model."""
     inside = [site for site in sites if site.name.startswith(f"{stack}.")]
-    if not inside:  # names of sites may lack the stack: the sites of no other stack
+    if not inside:  # names of sites may lack the stack's name: take the sites of no other stack
         stacks = {layer.stack for layer in _layers(model, [batch])}
         one_of("`stack`", stack, stacks)
         others = tuple(f"{other}." for other in stacks - {stack})
@@ -129,22 +131,22 @@ def _choose(model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite
 
 
 def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
-    """Return an audit with a λ for every COLLAPSE, and a finding for every mixer that a λ-skip suppresses.
+    """Return the audit with a λ in every COLLAPSE finding, and a finding per mixer that λ suppresses.
 
-    `choose_lambda` chooses the λ. The remedy is a command, or Python if the batch is not a dict. A mixer is
-    reported as INACTIVE_BLOCK if its ``mixer_share``, mean ‖f(x)‖/‖λx + f(x)‖ of a token, is below 0.01 and
-    no block around it is reported. The first four sequences of a dict are examined, or any other batch as a
-    whole. The model is not changed.
-    Cost: nothing without a COLLAPSE and λ-skips; one forward pass, one more for λ-skips, and up to eleven per
-    collapsed stack.
+    `choose_lambda` chooses the λ. The remedy is a command, or Python code if the batch is not a dict. A mixer
+    is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is below
+    0.01, and no block around the mixer is reported. Only the first four sequences of a dict are examined, but
+    any other batch as a whole. The model is not changed.
+    Cost: nothing without COLLAPSE and λ-skips; otherwise one forward pass, one more with λ-skips, and up to
+    eleven per collapsed stack.
 
     Args:
         audit: complete audit of this model.
-        model: the model.
+        model: model that was audited.
         batch: inputs that were audited, or some of them.
 
     Raises:
-        InputError: if the audit is of another model or not complete, or the model does not run on the batch.
+        InputError: if the audit is of another model or incomplete, or the model does not run on the batch.
         SkipError: if the model cannot be certified on the batch, for example if states are not finite.
         CaptureError: if the token states of the model are not captured.
 
@@ -167,7 +169,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
                 run_model(model, sample)
         except RankwiseError:
             raise
-        except Exception as error:  # later errors have another cause
+        except Exception as error:  # errors after this check have other causes
             expected, got = f"a batch that {type(model).__name__} runs on", f"{type(error).__name__}: {error}"
             fix = fix_hint(model, sample, error)
             raise InputError("`batch`", expected=expected, got=got, fix=fix) from error
@@ -199,7 +201,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
 
 
 def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
-    """Return mean μ/‖Y‖ of the token states by stack: before its first block, and after each block.
+    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block.
 
     Raises:
         CaptureError: if the token states are not captured.
@@ -211,7 +213,7 @@ def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, lis
 
 
 def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
-    """Return the layer records of an audit, without ranks."""
+    """Return the records of token states that an audit would have for these batches, without ranks."""
     statistics = ModelStatistics()
 
     def note(state: StateSite) -> None:
@@ -224,7 +226,7 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
 
 
 def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
-    """Return λ with every |λ| below a value raised to it; the sign stays, and 0 counts as positive."""
+    """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
     return {
         name: torch.where(own < 0, -1, 1).to(own) * own.abs().clamp(min=value)
         for name, own in lambdas.items()
@@ -235,7 +237,7 @@ def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | f
 
 
 def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
-    """Return a COLLAPSE with the chosen λ in its evidence, meaning and remedy."""
+    """Return a COLLAPSE finding with the chosen λ in its evidence, meaning and remedy."""
     choice = _choose(model, batch, finding.where.stack, sites)
     if not choice.sites:
         return finding.model_copy(update={"remedy": BY_HAND})
@@ -263,7 +265,7 @@ def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[S
 def _remedy(
     model: nn.Module, batch: Batch, choice: LambdaChoice, below: Mapping[str, Tensor], whole: bool
 ) -> str:
-    """Return a command or Python that raises the λ ``below`` the choice, which are all λ if ``whole``."""
+    """Return a command or Python code that raises the λ in ``below``, which are all λ if ``whole``."""
     if not below and choice.removes_collapse:
         return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
     if not below:
@@ -279,7 +281,7 @@ def _remedy(
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
         return f"raise |λ| below {choice.value:g} to {choice.value:g}, with its sign, in `{first}`{more}"
     init = -choice.value if carries and signs == {True} else choice.value
-    # Without sites every λ that was fitted would be set anew, and other stacks would get a λ too.
+    # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     named = [] if whole else list(below) if carries else [choice.stack]
     if isinstance(batch, Mapping):
         options = "".join(f"--sites {name} " for name in named)
@@ -300,7 +302,7 @@ def _own(model: nn.Module) -> dict[str, LambdaSkip]:
 
 
 def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
-    """Return where λ of a ToST model is: in its configuration, or in learned weights."""
+    """Return how to raise λ in `LambdaSkip` modules: in learned weights, or in the model's config.json."""
     learned = [f"{name}.weight" for name, skip in below.items() if skip.weight is not None]
     if learned:
         more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
@@ -312,7 +314,7 @@ def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
 
 
 def _shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
-    """Return mean ‖f(x)‖/‖λx + f(x)‖ of each λ-skip, the largest of its calls."""
+    """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
     own = _own(model)
     skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
     shares: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Save and load λ-skips: numbers in safetensors, the description of their model in JSON."""
+"""Save and load λ-skips: λ in a safetensors file, and a description of the model in a JSON file."""
 
 import hashlib
 import re
@@ -31,7 +31,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SkipFacts(BaseModel, extra="forbid"):
-    """Description of the model of saved λ-skips."""
+    """Description of the model to which saved λ-skips belong."""
 
     format: Literal[1] = 1
     model_class: str
@@ -40,9 +40,9 @@ class SkipFacts(BaseModel, extra="forbid"):
     sites: dict[str, int]
     """Width of the token states at each site."""
     parameters: str = ""
-    """Digest of the names and shapes of all parameters but λ; empty in files of older versions."""
+    """Digest of the names and shapes of all parameters except λ; empty in files of older versions."""
     fitted: dict[str, Any] = {}
-    """How λ was found; not read."""
+    """Notes on how λ was found; Rankwise does not use them."""
 
 
 def save_skips(
@@ -56,10 +56,10 @@ def save_skips(
         fitted: notes on how λ was found.
 
     Returns:
-        Paths of the numbers and of the description.
+        Paths of the safetensors file and of the JSON file.
 
     Raises:
-        SkipError: if the model has no λ-skips, or one that is not finite.
+        SkipError: if the model has no λ-skips, or a λ is not finite.
         InputError: if the folder cannot be written.
 
     Examples:
@@ -108,7 +108,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         SkipError: if the files are missing or broken, or belong to another model.
 
     Warns:
-        UserWarning: if the files do not describe the parameters of their model.
+        UserWarning: if old files do not describe the parameters of the model, so that they are not compared.
     """
     folder = Path(folder)
     facts = _read(folder / FACTS, lambda path: SkipFacts.model_validate(parse_json(path.read_text("utf-8"))))
@@ -123,7 +123,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         with torch.no_grad():
             for name, parameter in skips.items():
                 parameter.copy_(numbers[name])
-        _check_finite(skips, str(folder))  # finite in float64 may be infinite in the dtype of λ
+        _check_finite(skips, str(folder))  # a finite float64 value may be infinite in the dtype of λ
     except SkipError:
         remove_lambda_skip(model)
         raise
@@ -131,11 +131,11 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
 
 def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
-    """Add the λ-skips in a model's folder, as `load_skips`; return None if the folder has none.
+    """Load the λ-skips in a model's folder with `load_skips`; return None if the folder has none.
 
     Args:
         model: model that was loaded from the folder.
-        folder: folder, or a name on the Hub, which has none.
+        folder: folder; for a name on the Hub, the function returns None.
         example: batch to run, as in `add_lambda_skip`.
     """
     return load_skips(model, folder, example) if has_skips(folder) else None
@@ -182,7 +182,7 @@ def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a digest of the names and shapes of all parameters except λ, tied names included."""
+    """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
     scales = {id(scale) for scale in skips_of(model).values()}
     named = model.named_parameters(remove_duplicate=False)
     shapes = sorted((name, *parameter.shape) for name, parameter in named if id(parameter) not in scales)
@@ -205,7 +205,7 @@ def _class(model: nn.Module) -> str:
 def _read(path: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(path)
-    except (OSError, ValueError, SafetensorError) as error:  # pydantic's is a ValueError
+    except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
         gone = isinstance(error, FileNotFoundError)
         raise SkipError(
             f"skips {path}",

@@ -1,4 +1,4 @@
-"""Compare a model with λ-skips to the same model with its sums scaled."""
+"""Verify that a model with λ-skips computes the same as the original model with scaled sums."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +18,10 @@ from rankwise.skips.observe import scaled_sum, without_skips
 def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
     """Raise if a model with λ-skips does not compute λ·x + f(x) on an example.
 
-    At λ = 1 outputs must be bit-identical. At λ from 0.6 to 0.9, different per site, every residual sum must
-    equal the scaled sum (`SumCheck`), and outputs up to √ε of the dtype. A compared sum is replaced by the
-    scaled sum, so that rounding does not add up over layers.
+    At λ = 1, outputs must be bit-identical to the original model. At λ from 0.6 to 0.9, different per site,
+    every residual sum must equal the scaled sum (`SumCheck`), and outputs must agree up to a relative error
+    of √ε, with ε of the dtype. After each comparison the scaled sum replaces the sum, so that rounding errors
+    do not add up over layers.
     """
     with without_skips(model):
         plain = run_with(model, example, {})
@@ -49,16 +50,16 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
 
 
 class SumCheck:
-    """Compare the sum of a model with hooks with λ·x + y, for the same x and y.
+    """Compare a sum of a model with hooks to λ·x + y, for the same x and y.
 
-    The compared number is the sum, or the output of the module that takes it if a hook corrects that output.
-    The error e of a token may have the norm
+    The compared tensor is the sum, or the output of the module that computes the sum, if a hook corrects that
+    output. The error e of a token is accepted if
 
         ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
 
-    The first term is an error of λ. The second is rounding: λ·x and its sum with y are two roundings, the sum
-    and its correction by (λ − 1)·x three, each of a number not above |x| + |y| for |λ| ≤ 1 and so of ε/2 of
-    that at most, ε that of the coarser dtype. An effect of λ below rounding passes.
+    The first term allows an error of λ. The second term allows rounding errors: two for λ·x and its sum with
+    y, three for x + y and its correction by (λ − 1)·x. Each is at most ε/2 of |x| + |y| for |λ| ≤ 1, with ε
+    of the coarser dtype. An effect of λ below rounding passes.
     """
 
     def __init__(self, site: SkipSite, scale: float) -> None:
@@ -71,16 +72,16 @@ class SumCheck:
 
     @property
     def right(self) -> bool:
-        """True if every sum of the pass without hooks agreed in the pass with hooks."""
+        """True if every sum of the pass without hooks agreed with the pass with hooks."""
         return self._agreed == self._operands.keys()
 
     def keep(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Return the scaled sum, in a pass without hooks."""
+        """Store the operands of a sum, and return the scaled sum; for the pass without hooks."""
         self._operands[name] = (first.detach().clone(), other.detach().clone())
         return self._scaled(first, other)
 
     def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Return the sum in a pass with hooks: compared now, or when its module returns."""
+        """Return a sum of the pass with hooks; it is compared now, or at the return of a corrected module."""
         total = first + other
         if self._inside:
             self._due = name
@@ -88,9 +89,9 @@ class SumCheck:
         return self._compared(name, total)
 
     def hooks(self) -> list[AddedHook]:
-        """Return the hooks that compare an output after the hook that corrects it."""
+        """Return hooks that compare an output after the λ hook has corrected it."""
         module = self.site.write.module
-        if self.site.write.argument is not None:  # the sum itself is compared
+        if self.site.write.argument is not None:  # the sum is compared in `at_sum`
             return []
         return [AddedHook(module, "before", self._enter), AddedHook(module, "after", self._leave)]
 
@@ -105,7 +106,7 @@ class SumCheck:
         return with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
-        if name not in self._operands:  # a pass with other sums: its outputs are compared
+        if name not in self._operands:  # the pass has other sums: only outputs are compared
             return got
         operands = self._operands[name]
         wanted = self._scaled(*operands)
@@ -133,7 +134,7 @@ def _close(wanted: Tensor, got: Tensor) -> bool:
 
 
 def _difference(wanted: Tensor, got: Tensor) -> Tensor:
-    return torch.where(wanted == got, 0, (wanted - got).double())  # an expected ∞ is not an error
+    return torch.where(wanted == got, 0, (wanted - got).double())  # equal infinities are not an error
 
 
 def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
