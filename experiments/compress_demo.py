@@ -80,7 +80,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
     layers = collect_statistics(model, find_rotations(model, calibration[0])[0], calibration)
     wholes = [whole_factors(layer) for layer in layers]
     orders = [greedy_orders(layer, whole, seed) for layer, whole in zip(layers, wholes, strict=True)]
-    figures = collect_statistics(model, [layer.found for layer in layers], held_out)
+    figures = collect_statistics(model, [layer.projections for layer in layers], held_out)
     found: dict[str, Any] = {"pairs": {}}
     for pairs in recipe.pairs:
         widths = pair_widths(orders, pairs / PAIRS)
@@ -89,7 +89,7 @@ def rotary(recipe: Recipe, calibration: list[Any], held_out: list[Any], seed: in
             for layer, whole, own, width in zip(layers, wholes, orders, widths, strict=True)
         ]
         better = [
-            calibrate(layer, one, recipe.steps, seed) for layer, one in zip(layers, chosen, strict=True)
+            calibrate(layer, one, recipe.steps, seed)[0] for layer, one in zip(layers, chosen, strict=True)
         ]
         found["pairs"][str(pairs)] = {
             "kept": [[width // 2 for width in own] for own in widths],
@@ -109,10 +109,9 @@ def priced(
     model: nn.Module, figures: list[QueryKeyStatistics], factors: list[Factors], held_out: list[Any]
 ) -> dict[str, float]:
     """Loss on held-out text, and mean attention KL, each layer given what the original gave it."""
-    swap = narrow_layers(model, [(layer.found, one) for layer, one in zip(figures, factors, strict=True)])
-    swap.apply()
-    after = loss(model, held_out)
-    swap.undo()
+    plan = [(layer.projections, one) for layer, one in zip(figures, factors, strict=True)]
+    with narrow_layers(model, plan):
+        after = loss(model, held_out)
     kl = [layer_divergence(layer.samples, one).mean() for layer, one in zip(figures, factors, strict=True)]
     return {"loss": round(after, 5), "kl": round(float(torch.stack(kl).mean()), 5)}
 

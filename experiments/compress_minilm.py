@@ -125,10 +125,11 @@ def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.
     layers = collect_statistics(model, find_projections(model, batch)[0], [batch])
     plan: list[tuple[Any, Factors]] = []
     for layer in layers:
-        moments = [weight_moments(model, layer.found, head) for head in range(layer.found.key_heads)]
+        found = layer.projections
+        moments = [weight_moments(model, found, head) for head in range(found.key_heads)]
         layer.query_moments = torch.stack([query for query, _ in moments])
         layer.key_moments = torch.stack([key for _, key in moments])
-        plan.append((layer.found, closed_form(layer, [width] * layer.found.key_heads)))
+        plan.append((found, closed_form(layer, [width] * found.key_heads)))
     narrow_layers(model, plan).apply()
     return model
 

@@ -89,9 +89,11 @@ def basis_costs(
         "closed form, one width": lambda layer, head: logit_bases(*_moments(layer, head)),
         "joint PCA": lambda layer, head: joint_components(*_moments(layer, head)),
         "key PCA": lambda layer, head: key_components(*_moments(layer, head)),
-        "weights alone (SVD)": lambda layer, head: logit_bases(*weight_moments(model, layer.found, head)),
+        "weights alone (SVD)": lambda layer, head: logit_bases(
+            *weight_moments(model, layer.projections, head)
+        ),
         "random directions": lambda layer, head: random_directions(
-            *_moments(layer, head), seed=1000 * layer.found.layer + head + 10**6 * seed
+            *_moments(layer, head), seed=1000 * layer.projections.layer + head + 10**6 * seed
         ),
     }
     widths = _widths(layers, 1)
@@ -108,7 +110,7 @@ def basis_costs(
     for method, way in ways.items():
         total = torch.zeros(len(widths), dtype=torch.float64)
         for layer, own in zip(layers, few, strict=True):
-            bases = [way(layer, head) for head in range(layer.found.key_heads)]
+            bases = [way(layer, head) for head in range(layer.projections.key_heads)]
             total += width_curves(own.samples, bases, widths).mean(0)
         costs[method] = dict(zip(map(float, widths), (total / len(layers)).tolist(), strict=True))
     return costs
@@ -119,7 +121,7 @@ def _moments(layer: QueryKeyStatistics, head: int) -> tuple[Tensor, Tensor]:
 
 
 def _widths(layers: list[QueryKeyStatistics], least: int) -> list[int]:
-    return sorted({max(least, round(share * layers[0].found.width)) for share in SHARES})
+    return sorted({max(least, round(share * layers[0].projections.width)) for share in SHARES})
 
 
 # --- rotary pairs ----------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def _by_size(layer: QueryKeyStatistics, head: int) -> list[int]:
 
 
 def _at_random(layer: QueryKeyStatistics, head: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * layer.found.layer + head + 10**6 * seed)
+    generator = torch.Generator().manual_seed(1000 * layer.projections.layer + head + 10**6 * seed)
     order: list[int] = torch.randperm(len(units_of(layer)), generator=generator).tolist()
     return order
 

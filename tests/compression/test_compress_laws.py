@@ -210,9 +210,8 @@ def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
 
 
 def test_calibration_that_is_no_better_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worse(layer: Any, start: Factors, steps: int, seed: int, on_step: Any) -> Factors:
-        on_step(steps)
-        return Factors(start.query * (layer.found.layer == 1), start.key, start.kept)
+    def worse(layer: Any, start: Factors, steps: int, *_: Any) -> tuple[Factors, int]:
+        return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), steps
 
     monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", worse)
     plain = rw.compress(bert(), [ids()], keep=0.5)

@@ -57,7 +57,7 @@ def test_a_model_that_runs_out_of_memory_names_the_step_and_stays(parts: tuple[s
 
 def test_layers_that_were_calibrated_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(layer: Any, *args: Any, **more: Any) -> Any:
-        if layer.found.layer == 1:
+        if layer.projections.layer == 1:
             raise MemoryError
         return calibrate(layer, *args, **more)
 

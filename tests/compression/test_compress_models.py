@@ -114,7 +114,7 @@ def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
     with pytest.raises(CompressionError, match="positions are rotated in"):
         rw.compress(model, [batch], keep=3 / 8)
     assert torch.equal(output(model, batch), before)
-    with pytest.raises(CompressionError, match="plus what all sequences share"):
+    with pytest.raises(CompressionError, match="plus terms that all sequences share"):
         rw.compress(deberta(), [batch], keep=3 / 8)
     model = bert()
     with pytest.raises(InputError, match="at least one batch"):

@@ -24,7 +24,7 @@ def test_at_full_width_nothing_changes(family: str) -> None:
     found, _ = find_rotations(model, batch)
     assert len(found) == 2
     layers = collect_statistics(model, found, [batch])
-    swap = narrow_layers(model, [(layer.found, whole_factors(layer)) for layer in layers])
+    swap = narrow_layers(model, [(layer.projections, whole_factors(layer)) for layer in layers])
     swap.apply()
     # unrotated channels are in another basis, scaled by roots of moments down to a ridge of 1e-9
     assert torch.allclose(output(model, batch), before, atol=1e5 * EPS * float(before.abs().max()))
@@ -130,7 +130,7 @@ def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:
     layers = collect_statistics(model, found, [ids(4, 24)])
     layers[0].broken = {1, 3}
     fine, left_out = usable_layers(layers, {"other": "it runs more than once"})
-    assert [layer.found.name for layer in fine] == [layer.found.name for layer in layers[1:]]
+    assert [layer.projections.name for layer in fine] == [layer.projections.name for layer in layers[1:]]
     assert left_out == {"other": "it runs more than once", found[0].name: "NaN or infinity in head 1"}
     with pytest.raises(CompressionError, match=rf"'{found[0].name}': expected finite .* in head 1"):
         usable_layers(layers[:1], {"other": "it runs more than once"})

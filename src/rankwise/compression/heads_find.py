@@ -64,7 +64,7 @@ class HeadProjections:
 
     @property
     def group(self) -> int:
-        """Query heads that are removed together: those of one key head, if keys are grouped."""
+        """Query heads that are removed together: all that share a key head, if keys are grouped."""
         return self.heads // self.value_heads if self.value_heads > 1 else 1
 
     @property
@@ -130,8 +130,8 @@ def _counts_heads(name: str) -> bool:
 def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
     """Return the layers from which heads can be removed, and the reason for each other layer.
 
-    A trial removes one unit. The first size rule is taken with which the other heads and the outputs are what
-    they are if the unit is set to zero.
+    A trial removes one unit. It passes if the other heads and the outputs equal those of the full layer with
+    the unit set to zero. The first size rule that passes is taken.
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
     found, skipped = find_head_projections(model, short)
@@ -158,7 +158,7 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
         layers,
         skipped,
         "softmax attention whose heads come from linear layers and go into a linear layer",
-        "Its heads cannot be removed this way; `rankwise audit --importance` measures what they do.",
+        "Its heads cannot be removed this way; `rankwise audit --importance` measures their importance.",
     )
     return layers, skipped
 

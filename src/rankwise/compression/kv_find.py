@@ -190,8 +190,8 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
     ]
     if not candidates:
         return (
-            "its keys are no linear layer's output, nor such an output that went through a norm and "
-            "through rotation by the position embeddings the layer is given"
+            "its keys are not the output of a linear layer, with or without a norm and rotation by the "
+            "position embeddings that the layer receives"
         )
     _, _, key, fields = min(candidates, key=lambda candidate: candidate[:2])
     key_input, value_input = seen.inputs[key.module], seen.inputs[value.module]
@@ -218,7 +218,7 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
 
 
 def _is_linear(model: nn.Module, name: str) -> bool:
-    """Return True for a linear layer; of a narrow one for the outer module, whose output has all channels."""
+    """Return True for a linear layer; True for the outer module of a narrow layer, which has all channels."""
     inside = isinstance(model.get_submodule(name.rpartition(".")[0]), NarrowProjection)
     module = model.get_submodule(name)
     return not inside and (isinstance(module, NarrowProjection) or linear_parts(module) is not None)

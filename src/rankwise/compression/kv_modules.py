@@ -244,13 +244,12 @@ class LatentCache(DynamicLayer):
                 fix="Use one cache per model.",
             )
         old, places = self.keys[:, 0], self.values[:, 0]
-        self.keys = torch.cat([self.keys, new.to(self.dtype)[:, None]], dim=-2)
-        if self.values.shape[-1]:
+        positions = self.values.new_empty(batch, tokens, 0)
+        if self.state.layer.rotary:
             assert self.state.positions is not None, "a rotated layer was found to receive positions"
-            positions = self.state.positions.to(self.device, torch.int32).expand(batch, tokens)
-            self.values = torch.cat([self.values, positions[:, None, :, None]], dim=-2)
-        else:
-            self.values = self.values.new_empty(batch, 1, self.keys.shape[2], 0)
+            positions = self.state.positions.to(self.values).expand(batch, tokens)[..., None]
+        self.keys = torch.cat([self.keys, new.to(self.dtype)[:, None]], dim=-2)
+        self.values = torch.cat([self.values, positions[:, None]], dim=-2)
         if not old.shape[1]:
             return key_states, value_states
         keys, values = self.state.decode(old, places[..., 0] if places.shape[-1] else None)

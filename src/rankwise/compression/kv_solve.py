@@ -181,7 +181,7 @@ def _not_finite(subject: str, what: str) -> CompressionError:
 
 @dataclass(frozen=True)
 class WeightedSVD:
-    """Singular directions of G^½ W A^½, mapped back to W, and what each one is worth."""
+    """Singular directions of G^½ W A^½, mapped back to W, and the value of each direction."""
 
     left: Float64[Tensor, "N m"]
     """G^−½ U Σ."""

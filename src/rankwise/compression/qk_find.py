@@ -16,9 +16,9 @@ from rankwise.tracing import MixerSite
 from rankwise.tracing.projections import Projection, each_once, find_projection, head_layouts
 
 EXPLICIT = (
-    "its softmax is written out by hand, and its logits are no scaled inner products of two projections plus "
-    "what all sequences share, or the first batch has no two different sequences; attn_implementation='sdpa' "
-    "may show more"
+    "its softmax is written out by hand, and its logits are not scaled inner products of two projections "
+    "plus terms that all sequences share, or the first batch has no two different sequences; "
+    "attn_implementation='sdpa' may show more"
 )
 SMALLEST = 1e-12
 """Smaller entries of attention are ignored: they are masked, or their logarithms have lost digits."""
@@ -27,10 +27,7 @@ SMALLEST = 1e-12
 def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
     """Return the layers whose heads may be turned into any basis, and the reason for each other layer."""
     layers, skipped = find_projections(model, batch)
-    reason = (
-        "its outputs change with the basis of queries and keys: something besides their inner products "
-        "reads them"
-    )
+    reason = "its outputs change with the basis of queries and keys: not only inner products read them"
     layers, failed = keep_passing(model, batch, layers, turned, reason)
     skipped |= failed
     check_some(
@@ -69,7 +66,7 @@ def _projections(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | s
             return EXPLICIT
         return Projections(site.name, site.stack, site.layer, *explicit)
     if not isinstance(operator, SoftmaxMixing):
-        return f"it is no softmax attention, but {operator.kind}"
+        return f"its mixing is {operator.kind}, not softmax attention"
     if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
         return "its queries or keys hold NaN or infinity"
     sides = []
@@ -116,7 +113,7 @@ def find_explicit_softmax(
 
 
 def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H T S"]:
-    """Return the difference of two sequences, less its mean over what each row sees."""
+    """Return the difference of two sequences minus its mean over the entries that each row sees."""
     change = torch.where(seen, logits[0] - logits[1], 0.0)
     mean = change.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(seen, change - mean, 0.0)

@@ -72,7 +72,7 @@ class NarrowProjection(nn.Module):
         self.register_buffer("channels", channel_index(self.runs, narrow.weight.device), persistent=False)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the weight and bias of `narrow` while a checkpoint is loaded, and at no other time.
+        """Return the weight and bias of `narrow` only while a checkpoint is loaded.
 
         Families such as T5 and SigLIP initialize ``attention.q.weight`` by name if the files lack it. Code
         that computed with this weight would leave the zeros out.

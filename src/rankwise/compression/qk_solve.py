@@ -5,7 +5,6 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rankwise.compression.layers import Factors, Projections, out_of_memory, rank_notes
+from rankwise.compression.layers import Factors, Projections, Step, out_of_memory, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers
@@ -40,7 +39,7 @@ RATE = 0.02
 ROWS = 2**20
 """Entries of attention matrices in one step, about: 2 sequences of 192 tokens and 12 heads."""
 SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Shares of the width at which the record gives attention KL."""
+"""Shares of the width at which a record contains attention KL."""
 Curve = tuple[list[int], list[float]]
 """Widths of a key head, ascending, and its attention KL at each."""
 
@@ -54,7 +53,7 @@ def solve(job: Job) -> Solution:
     notes = rank_notes(moments, "queries or keys", min(layer.tokens for layer in layers))
     curves = []
     for layer in layers:
-        job.on_step(f"measuring widths of {layer.found.name}")
+        job.on_step(f"measuring widths of {layer.projections.name}")
         curves += head_curves(layer)
     widths = iter(allocate_widths(curves, job.keep, job.tolerance))
     starts = [closed_form(layer, [next(widths) for _ in layer.key_moments]) for layer in layers]
@@ -68,7 +67,7 @@ def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
 
     Columns of A and B are scaled so that queries and keys have equal size, for low precision.
     """
-    groups = layer.found.groups
+    groups = layer.projections.groups
     query, key = torch.zeros_like(layer.query_moments), torch.zeros_like(layer.key_moments)
     for head, width in enumerate(widths):
         P, S = layer.query_moments[head], layer.key_moments[head]
@@ -83,10 +82,10 @@ def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
 
 def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
     """Return attention KL of each key head against width, closed form, on the calibration data."""
-    widths = curve_widths(layer.found.width)
+    widths = curve_widths(layer.projections.width)
     samples = first_samples(layer.samples, CURVE_SEQUENCES)
     bases = [logit_bases(P, S) for P, S in zip(layer.query_moments, layer.key_moments, strict=True)]
-    by_key = width_curves(samples, bases, widths).unflatten(0, (-1, layer.found.groups)).mean(1)
+    by_key = width_curves(samples, bases, widths).unflatten(0, (-1, layer.projections.groups)).mean(1)
     return [(widths, losses) for losses in by_key.tolist()]
 
 
@@ -99,7 +98,7 @@ def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: 
     heads: list[HeadWidth] = []
     stopped = ""
     for layer, factors in zip(layers, starts, strict=True):
-        found, before = layer.found, _by_key(layer, factors)
+        found, before = layer.projections, _by_key(layer, factors)
         after = before
         if job.calibrate and not stopped:
             factors, after, stopped = _calibrated(layer, factors, before, job)
@@ -120,8 +119,8 @@ def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: 
         ]
     factors_of = {found.name: factors for found, factors in plan}
     evaluated = collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step)
-    names = [own.found.name for own in evaluated]
-    kl = [layer_divergence(own.samples, factors_of[own.found.name]).mean() for own in evaluated]
+    names = [own.projections.name for own in evaluated]
+    kl = [layer_divergence(own.samples, factors_of[own.projections.name]).mean() for own in evaluated]
     note = f"Calibration was stopped {stopped}: finished layers are calibrated, the others are not."
     return Solution(
         narrow_layers(job.model, plan),
@@ -140,27 +139,20 @@ def _calibrated(
 
     Also return the reason if calibration stopped early, otherwise "".
     """
-    done = 0
-
-    def count(steps: int) -> None:
-        nonlocal done
-        done = steps
-        job.on_step(f"calibrating {layer.found.name}: {steps} of {job.calibrate}")
-
     try:
-        factors = calibrate(layer, start, job.calibrate, job.seed, count)
+        factors, done = calibrate(layer, start, job.calibrate, job.seed, job.on_step)
         after = _by_key(layer, factors)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        return start, before, f"for want of memory at {layer.found.name}"
+        return start, before, f"for want of memory at {layer.projections.name}"
     stopped = "" if done == job.calibrate else "by Ctrl-C"
     return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
 def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
     """Return mean attention KL of the query heads of each key head."""
-    by_head = layer_divergence(layer.samples, factors).unflatten(0, (-1, layer.found.groups))
+    by_head = layer_divergence(layer.samples, factors).unflatten(0, (-1, layer.projections.groups))
     by_key: list[float] = by_head.mean(1).tolist()
     return by_key
 
@@ -170,16 +162,16 @@ def calibrate(
     start: Factors,
     steps: int,
     seed: int = 0,
-    on_step: Callable[[int], None] = lambda done: None,
-) -> Factors:
-    """Return factors of lower mean KL(M ‖ M') after gradient steps on A and B; Ctrl-C returns the last ones.
+    on_step: Step = lambda step: None,
+) -> tuple[Factors, int]:
+    """Take gradient steps on the mean KL(M ‖ M') of A and B, until Ctrl-C; also return the number of steps.
 
     Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
     reads a few random sequences. With rotation, a kept pair may become any linear map of the head's channels
     before the rotation: pairs of similar frequency take over the content of removed pairs.
     """
-    groups, device = layer.found.groups, layer.samples[0].query.device
-    rotated = len(layer.found.pairs) > 0
+    groups, device = layer.projections.groups, layer.samples[0].query.device
+    rotated = len(layer.projections.pairs) > 0
     white_q, white_k, start_q, start_k = [], [], [], []
     for head, key in enumerate(start.key):
         to_q, to_k = (whitening(moments[head]) for moments in (layer.query_moments, layer.key_moments))
@@ -190,10 +182,10 @@ def calibrate(
         white_k.append(to_k)
         start_q += list(members * balance)
         start_k.append(own / balance)
-    mask = torch.zeros(len(start.key), 1, layer.found.width)
+    mask = torch.zeros(len(start.key), 1, layer.projections.width)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
-    wide = layer.found.width if rotated else max(map(len, start.kept))  # otherwise no zeros are computed
+    wide = layer.projections.width if rotated else max(map(len, start.kept))  # without more zeros
     kept_k = mask[..., :wide].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
     a, b = (
@@ -203,21 +195,23 @@ def calibrate(
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
+    done = 0
     try:
         with torch.enable_grad():
-            for done in range(1, steps + 1):
+            while done < steps:
                 loss = _loss(_drawn(layer.samples, generator), (to_q @ a) * kept_q, (to_k @ b) * kept_k)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 schedule.step()
-                on_step(done)
+                done += 1
+                on_step(f"calibrating {layer.projections.name}: {done} of {steps}")
     except KeyboardInterrupt:
         pass
     query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
-    return Factors(query, key, start.kept)
+    return Factors(query, key, start.kept), done
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
@@ -355,7 +349,7 @@ def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
 
 
 def budget_curve(method: str, curves: list[Curve]) -> BudgetCurve:
-    """Return mean attention KL against mean width, at the measured widths just below those of a budget."""
+    """Return mean attention KL against mean width; allocated widths are rounded down to measured widths."""
     points = []
     for share in SHARES:
         budget = max(round(share * sum(widths[-1] for widths, _ in curves)), sum(own[0] for own, _ in curves))

@@ -3,7 +3,7 @@ r"""Samples, second moments and attention KL of queries and keys: KL(M ‖ M') i
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
-from rankwise.tracing.projections import side_of
+from rankwise.tracing.projections import Projection, side_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sample:
 class QueryKeyStatistics:
     """Second moments and samples of the queries and keys of one layer."""
 
-    found: Projections
+    projections: Projections
     query_moments: Float64[Tensor, "G K K"]
     """Σ qqᵀ over real tokens, over all query heads of one key head; before any rotation."""
     key_moments: Float64[Tensor, "G K K"]
@@ -113,7 +113,7 @@ def collect_statistics(
     def add(site: MixerSite) -> None:
         if site.name in statistics:
             own = statistics[site.name]
-            own.add(site, _sample(own.found, site, linear, calls[site.name]))
+            own.add(site, _sample(own.projections, site, linear, calls[site.name]))
             calls[site.name] += 1
 
     device = device_of(model)
@@ -127,19 +127,22 @@ def collect_statistics(
 
 def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
     """Return queries, keys and the scale of the logits of one call."""
-    operator = site.operator
-    if found.scale is None:
-        assert isinstance(operator, SoftmaxMixing)
-        # Some code repeats keys for each query head: return each key head once.
-        after = [operator.query, operator.key[:, :: operator.key.shape[1] // found.key_heads]]
-        if not len(found.pairs):
-            return Sample(operator, *after, site.valid_tokens, operator.scale)
-    outputs = outputs_by_name(linear)
-    query, key = (side_of(outputs[side.module][call], side) for side in (found.query, found.key))
+    operator, outputs = site.operator, outputs_by_name(linear)
+
+    def projected(side: Projection) -> Tensor:
+        return side_of(outputs[side.module][call], side)
+
     if found.scale is not None:
+        query, key = projected(found.query), projected(found.key)
         return Sample(operator, query, key, site.valid_tokens, found.scale)
-    rotation, _ = fit_rotation(found.pairs.to(query.device), [query, key], after)
-    return Sample(operator, query, key, site.valid_tokens, operator.scale, rotation)
+    assert isinstance(operator, SoftmaxMixing)
+    # Some code repeats keys for each query head: take each key head once.
+    query, key = operator.query, operator.key[:, :: operator.key.shape[1] // found.key_heads]
+    if not len(found.pairs):
+        return Sample(operator, query, key, site.valid_tokens, operator.scale)
+    before = [projected(found.query), projected(found.key)]
+    rotation, _ = fit_rotation(found.pairs.to(query.device), before, [query, key])
+    return Sample(operator, before[0], before[1], site.valid_tokens, operator.scale, rotation)
 
 
 def usable_layers(
@@ -151,7 +154,9 @@ def usable_layers(
         CompressionError: if no layer is finite, or there are too few tokens.
     """
     broken = {
-        layer.found.name: f"NaN or infinity in head {min(layer.broken)}" for layer in layers if layer.broken
+        layer.projections.name: f"NaN or infinity in head {min(layer.broken)}"
+        for layer in layers
+        if layer.broken
     }
     if len(broken) == len(layers):
         name, reason = next(iter(broken.items()))
@@ -162,18 +167,14 @@ def usable_layers(
             fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
         )
     finite = [layer for layer in layers if not layer.broken]
-    check_tokens(min(layer.tokens for layer in finite), max(layer.found.width for layer in finite))
+    check_tokens(min(layer.tokens for layer in finite), max(layer.projections.width for layer in finite))
     return finite, skipped | broken
 
 
 def first_samples(samples: list[Sample], sequences: int) -> list[Sample]:
     """Return the first samples that together have at least a number of sequences; all if they have fewer."""
-    few, count = [], 0
-    for sample in samples:
-        if count < sequences:
-            few.append(sample)
-        count += sample.query.shape[0]
-    return few
+    before = accumulate((sample.query.shape[0] for sample in samples), initial=0)
+    return [sample for sample, count in zip(samples, before, strict=False) if count < sequences]
 
 
 # --- attention KL ----------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def divergence(
 ) -> Float[Tensor, "*batch T"]:
     """Return KL(M ‖ M') of each row, where M' has the logits of M plus a change.
 
-    Formula: log Σ_j m_j·exp(c_j) − Σ_j m_j c_j. What is masked, m_j = 0, stays so and needs no logit.
+    Formula: log Σ_j m_j·exp(c_j) − Σ_j m_j c_j. Masked entries (m_j = 0) need no logit.
     Range: [0, ∞) nats.
     """
     seen = matrix > 0

@@ -20,8 +20,8 @@ from rankwise.tracing.projections import Projection, each_once, head_layouts, si
 FIT = 16
 """Residual of the fitted rotation, in roundings of the dtype, relative in the Frobenius norm."""
 NO_ROTATION = (
-    "its queries and keys are no rotated output of linear layers: positions are not rotated in, or a norm "
-    "comes between, which reads all pairs of a head"
+    "its queries and keys are not the rotated output of linear layers: positions are not rotated in, or a "
+    "norm comes between, which reads all pairs of a head"
 )
 
 

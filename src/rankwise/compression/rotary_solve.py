@@ -63,7 +63,7 @@ def solve(job: Job) -> Solution:
     wholes = [whole_factors(layer) for layer in layers]
     orders: list[list[Order]] = []
     for layer, whole in zip(layers, wholes, strict=True):
-        job.on_step(f"comparing pairs of {layer.found.name}")
+        job.on_step(f"comparing pairs of {layer.projections.name}")
         orders.append(greedy_orders(layer, whole, job.seed))
     widths = pair_widths(orders, job.keep, job.tolerance)
     starts = [kept_factors(*own) for own in zip(layers, wholes, orders, widths, strict=True)]
@@ -88,12 +88,12 @@ def pair_widths(
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
     """Return the channels that are removed together: pairs, and single channels without rotation."""
-    return [*layer.found.pairs.tolist(), *([channel] for channel in layer.found.unrotated)]
+    return [*layer.projections.pairs.tolist(), *([channel] for channel in layer.projections.unrotated)]
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
     """Return factors that change no logit: identity for pairs, the best basis for other channels."""
-    found = layer.found
+    found = layer.projections
     free = torch.tensor(found.unrotated, dtype=torch.long)
     key = torch.eye(found.width, dtype=torch.float64).repeat(found.key_heads, 1, 1)
     query = key.clone()
@@ -141,7 +141,7 @@ def _drawn(tokens: Tensor, generator: torch.Generator) -> Int[Tensor, "N R"]:
 def greedy_orders(layer: QueryKeyStatistics, whole: Factors, seed: int) -> list[Order]:
     """Return the greedy order of removal for each key head of a layer."""
     units = units_of(layer)
-    heads = range(layer.found.key_heads)
+    heads = range(layer.projections.key_heads)
     return [greedy(rows_of(layer.samples, head, whole, units, seed), units) for head in heads]
 
 
@@ -191,8 +191,8 @@ def kept_factors(
     for head, (order, width) in enumerate(zip(orders, widths, strict=True)):
         stay = order.widths.index(width) + 1
         channels = sorted(c for unit in order.units[-stay:] for c in units[unit])
-        removed = [c for c in range(layer.found.width) if c not in channels]
-        members = slice(head * layer.found.groups, (head + 1) * layer.found.groups)
+        removed = [c for c in range(layer.projections.width) if c not in channels]
+        members = slice(head * layer.projections.groups, (head + 1) * layer.projections.groups)
         query[members, :, removed] = 0
         key[head][:, removed] = 0
         kept.append(channels)
