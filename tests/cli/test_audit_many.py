@@ -372,7 +372,9 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     large = folder / "large.safetensors"
     large.write_bytes(bytes(WHOLE + PIECE))
     text.write_text("some text")
-    job = AuditJob(model=str(folder), text=text, images=photos.parent, dataset="org/on-the-hub:train:text")
+    job = AuditJob(
+        model=str(folder), text=text, images=photos.parent, dataset="org/on-the-hub@one:train:text"
+    )
     found = job.file_digests()
     assert set(found) == {"model", "text", "images"}
     (folder / ".hidden").touch()
@@ -383,6 +385,7 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     (photos / "new.png").touch()
     after = job.file_digests()
     assert all(after[name] != found[name] for name in found)
+    assert set(AuditJob(model="m", dataset=f"{photos.parent}@one:train").file_digests()) == {"dataset"}
 
 
 @pytest.mark.parametrize(
@@ -399,6 +402,9 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--resume", "--delta", "-1"], "delta"),
         (["--resume", "--matrices", "3;7"], "flagged"),
         (["--resume", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
+        (["--ray", "--dtype", "float99"], "float99"),
+        (["--ray", "--text", "t.txt", "--images", "i"], "got --text and --images"),
+        (["--ray", "--dataset", "a:b:c:d"], "--dataset 'a:b:c:d'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_is_loaded(

@@ -1,5 +1,6 @@
 """The command line: one file a command; each parses, calls the library and prints."""
 
+import re
 import sys
 
 import typer
@@ -15,12 +16,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("audit", help=audit.HELP, cls=OptionalValues)(audit.command)
-app.command("compare", help=compare.HELP)(compare.command)
-app.command("plan", help=plan.HELP)(plan.command)
-app.command("skip", help=skip.HELP)(skip.command)
-app.command("compress", help=compress.HELP)(compress.command)
-app.command("convert", help=convert.HELP)(convert.command)
+for module in (audit, compare, plan, skip, compress, convert):
+    # Rich keeps line breaks within paragraphs, which would break lines twice in a narrow terminal.
+    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", module.HELP)
+    name = module.__name__.rpartition(".")[2]
+    app.command(name, help=paragraphs, cls=OptionalValues)(module.command)
 
 
 @app.callback(invoke_without_command=True)

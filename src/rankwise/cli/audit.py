@@ -67,7 +67,7 @@ def command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL]...",
+            metavar="MODEL",
             help="Hugging Face NAME or NAME@REVISION, folder, or module.py:factory; the bundled demo by "
             "default. With --merge, saved audits.",
         ),
@@ -184,8 +184,10 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_job import AuditJob
+    from rankwise.cli.load_model import DTYPES
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.torchrun import audit_shards, from_environment
+    from rankwise.errors import one_of
 
     models = models or []
     processes = from_environment()
@@ -195,29 +197,16 @@ def command(
     ranks = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
     is_demo = not models and not merge
     source, text = _demo(text, images, dataset) if is_demo else ("", text)
+    one_of("--dtype", dtype, ["auto", *DTYPES])
+    _check_data(text, images, dataset)
+    costs = _importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
     job = AuditJob(
-        model=source,
-        text=text,
-        images=images,
-        dataset=dataset,
-        tokens=tokens,
-        sequences=sequences,
-        batch_size=batch_size,
-        delta=delta,
-        method=ranks,
-        matrices="all" if is_demo and matrices is None else matrices,
-        importance=_importance(
-            importance, is_demo, importance_tolerance, importance_ablation, importance_loss
-        ),
-        baseline=baseline_seeds or baseline or is_demo,
-        device=device,
-        device_map=device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        revision=revision,
-        tokenizer=tokenizer,
-        trust_remote_code=trust_remote_code,
-    )
+        model=source, revision=revision, text=text, images=images, dataset=dataset, tokens=tokens,
+        sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
+        matrices="all" if is_demo and matrices is None else matrices, importance=costs,
+        baseline=baseline_seeds or baseline or is_demo, device=device, device_map=device_map,
+        offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     _check_ray_options(ray, cpus, gpus, job)
     if merge:
         _refuse_with_merge([*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume])
@@ -243,12 +232,22 @@ def _check_processes(processes: "Processes", models: Sequence[str], options: Map
     given = ["several models"] * (len(models) > 1)
     given += [name for name, value in options.items() if value is not None]
     if processes.several and given:
-        raise InputError(
-            f"{processes.world} processes",
-            expected=f"an audit without {given[0]}",
-            got=given[0],
-            fix="Start this command without torchrun.",
-        )
+        several, expected = f"{processes.world} processes", f"an audit without {given[0]}"
+        raise InputError(several, expected=expected, got=given[0], fix="Start this command without torchrun.")
+
+
+def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> None:
+    """Refuse several sources of data, and a data set that cannot be parsed."""
+    from rankwise.cli.load_data import parse_dataset
+    from rankwise.errors import InputError
+
+    given = {"--text": text, "--images": images, "--dataset": dataset}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        expected, got = f"one of {', '.join(given)}", " and ".join(chosen)
+        raise InputError("data", expected=expected, got=got, fix="Audit one after the other, and merge.")
+    if dataset is not None:
+        parse_dataset(dataset)
 
 
 def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, job: "AuditJob") -> None:
@@ -265,15 +264,9 @@ def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, 
 
 
 def _audit_many(
-    job: "AuditJob",
-    models: Sequence[str],
-    out: Path,
-    *,
-    resume: bool,
-    ray: str | None,
-    cpus: float | None,
+    job: "AuditJob", models: Sequence[str], out: Path, *, resume: bool, ray: str | None, cpus: float | None,
     gpus: float | None,
-) -> "list[Audit]":
+) -> "list[Audit]":  # fmt: skip
     """Audit each model into a folder of its own; exit if a model failed or after Ctrl-C."""
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.output import new_folder, show_progress
@@ -302,12 +295,9 @@ def _refuse_with_merge(options: Sequence[str]) -> None:
     from rankwise.errors import InputError
 
     if options:
-        raise InputError(
-            "--merge",
-            expected="saved audits and --out, without options of an audit",
-            got=", ".join(options),
-            fix="Leave it out: audits are merged as they were measured.",
-        )
+        expected, got = "saved audits and --out, without options of an audit", ", ".join(options)
+        fix = "Leave it out: audits are merged as they were measured."
+        raise InputError("--merge", expected=expected, got=got, fix=fix)
 
 
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
@@ -324,12 +314,9 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     for path in paths:
         read = Path(path) / "audit.json" if Path(path).is_dir() else Path(path)
         if written.exists() and written.samefile(read):
-            raise InputError(
-                f"--out {out}",
-                expected="a folder whose audit.json is none of those to merge",
-                got=f"that of {path}",
-                fix="Name another folder: the merged audit would replace it.",
-            )
+            expected, got = "a folder whose audit.json is none of those to merge", f"that of {path}"
+            fix = "Name another folder: the merged audit would replace it."
+            raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     with new_folder(out):
         merged = Audit.merge(audits, [str(path) for path in paths])
         write_report(merged, out)
@@ -360,12 +347,8 @@ def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[
     from rankwise.errors import InputError
 
     if images is not None:
-        raise InputError(
-            "--images",
-            expected="a model that reads pictures",
-            got="the text demo",
-            fix="Name the model first.",
-        )
+        expected, fix = "a model that reads pictures", "Name the model first."
+        raise InputError("--images", expected=expected, got="the text demo", fix=fix)
     return str(demo_model()), demo_text() if text is None and dataset is None else text
 
 

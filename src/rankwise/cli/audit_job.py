@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rankwise.auditing.text_inputs import ALL, Shard
-from rankwise.cli.load_data import LoadedData, load_data
+from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
 from rankwise.cli.load_model import LoadedModel, load_model
 from rankwise.errors import RankwiseError
 
@@ -92,8 +92,8 @@ class AuditJob:
         In folders of models and tokenizers, subfolders do not count: they may hold results.
         """
         factory, _, _ = self.model.rpartition(":")
-        dataset, _, _ = (self.dataset or "").partition(":")
         model = factory if factory.endswith(".py") else self.model
+        dataset = parse_dataset(self.dataset).name if self.dataset else ""
         deep = {"text": self.text, "images": self.images, "dataset": dataset}
         flat = {"model": model, "tokenizer": self.tokenizer}
         return {
@@ -147,26 +147,14 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     from rankwise.skips import apply_saved_skips
 
     model = load_model(
-        job.model,
-        revision=job.revision,
-        dtype=job.dtype,
-        device=job.device,
-        device_map=job.device_map,
-        offload_folder=job.offload_folder,
-        trust_remote_code=job.trust_remote_code,
-        tokenizer=job.tokenizer,
-    )
+        job.model, revision=job.revision, dtype=job.dtype, device=job.device, device_map=job.device_map,
+        offload_folder=job.offload_folder, trust_remote_code=job.trust_remote_code, tokenizer=job.tokenizer,
+    )  # fmt: skip
     skipped = apply_saved_skips(model.model, Path(model.source)) if model.source else None
     data = load_data(
-        model,
-        text=job.text,
-        images=job.images,
-        dataset=job.dataset,
-        tokens=job.tokens,
-        sequences=job.sequences,
-        batch_size=job.batch_size,
-        shard=shard,
-    )
+        model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
+        sequences=job.sequences, batch_size=job.batch_size, shard=shard,
+    )  # fmt: skip
     skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
     notes = [*model.notes, *skips, *data.notes]
     if shard == ALL:
@@ -200,15 +188,10 @@ def run(
         "weights": weights_digest(model.model, model.random_weights),
     }
     settings = AuditSettings.of(
-        delta=job.delta,
-        method=job.method,
-        matrices=job.matrices,
-        baseline=job.baseline,
-        tokenizer=loaded.data.tokenizer,
-        importance=job.importance,
-        provenance=known | dict(provenance or {}),
-        on_progress=on_progress,
-    )
+        delta=job.delta, method=job.method, matrices=job.matrices, baseline=job.baseline,
+        importance=job.importance, tokenizer=loaded.data.tokenizer,
+        provenance=known | dict(provenance or {}), on_progress=on_progress,
+    )  # fmt: skip
     return collect(model.model, _keep_first(loaded.data.batches, loaded.first), settings)
 
 
@@ -266,8 +249,7 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
     except RankwiseError:
         raise
     except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker
-        got = f"{type(error).__name__}: {error}"
-        fix = f"Try `{job.command}`."
+        got, fix = f"{type(error).__name__}: {error}", f"Try `{job.command}`."
         raise RankwiseError(job.model, expected="an audit", got=got, fix=fix) from error
     if interrupted:
         raise KeyboardInterrupt

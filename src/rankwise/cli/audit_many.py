@@ -7,12 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from rich.console import Console
-
 from rankwise.auditing import Audit, History, in_order
 from rankwise.auditing.history import folder_name
 from rankwise.cli.audit_job import AuditJob, Say, run_job
-from rankwise.cli.output import print_path, write_report
+from rankwise.cli.output import print_results, write_report
 from rankwise.errors import InputError, RankwiseError, RecordError
 
 Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
@@ -73,7 +71,7 @@ def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: b
     audits. With `resume`, a job is not run if `out` has its finished audit, whatever the folder is called.
     """
     saved = _saved_audits(out) if resume else {}
-    folders = {job: folder for job in jobs if (folder := _find(job, saved))}
+    folders = {job: folder for job in jobs if saved and (folder := _find(job, saved))}
     pending = [job for job in jobs if job not in folders]
     models = {job.model for job in pending}
     others = {folder for folder, audit in saved.items() if audit.provenance.model not in models}
@@ -142,12 +140,10 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, st
 
 def _write_history(audits: Mapping[str, Audit], out: Path) -> None:
     """Print how audits change from model to model, and write it as a page and a table."""
-    from rankwise.report import print_document, write_page
+    from rankwise.report import write_page
     from rankwise.report.comparison_report import history_document
 
     history = History.of(list(audits.values()), list(audits))
     document = history_document(history, {folder: f"{folder}/index.html" for folder in audits})
-    console = Console()
-    print_document(document, console)
-    print_path("history", write_page(document, out / "index.html"), console)
-    print_path("table", history.to_csv(out / "history.csv"), console)
+    page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
+    print_results(document, [("history", page), ("table", table)])

@@ -47,24 +47,18 @@ def _connect(ray: Any, address: str | None) -> bool:
         ray.init(address="local", include_dashboard=False, **quiet)
         return True
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise InputError(
-            f"--ray {asked or ''}".rstrip(),
-            expected="a Ray cluster that answers",
-            got=first_line(error),
-            fix="Start a cluster with `ray start --head`, or use --ray local.",
-        ) from error
+        option, got = f"--ray {asked or ''}".rstrip(), first_line(error).rstrip(".")
+        fix = "Start a cluster with `ray start --head`, or use --ray local."
+        raise InputError(option, expected="a Ray cluster that answers", got=got, fix=fix) from error
 
 
 def _check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
     """Refuse jobs larger than a local cluster: Ray would wait for ever."""
     room = ray.cluster_resources()
     if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
-        raise InputError(
-            f"--cpus {cpus:g} --gpus {gpus:g}",
-            expected="at most the processors of this machine per job",
-            got=f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs",
-            fix="Reserve less, or give the address of a cluster.",
-        )
+        asked, expected = f"--cpus {cpus:g} --gpus {gpus:g}", "at most the processors of this machine per job"
+        got = f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs"
+        raise InputError(asked, expected=expected, got=got, fix="Reserve less, or name a cluster.")
 
 
 def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:

@@ -69,12 +69,9 @@ class Processes:
 
         found = torch.cuda.device_count()
         if self.local_rank >= found:
-            raise InputError(
-                "--device cuda",
-                expected=f"a GPU for process {self.local_rank + 1} of this machine",
-                got=f"{found} GPUs",
-                fix="Start one for each GPU, `torchrun --nproc-per-node gpu`; or pass --device cpu.",
-            )
+            expected = f"a GPU for process {self.local_rank + 1} of this machine"
+            fix = "Start one for each GPU, `torchrun --nproc-per-node gpu`; or pass --device cpu."
+            raise InputError("--device cuda", expected=expected, got=f"{found} GPUs", fix=fix)
         return f"cuda:{self.local_rank}"
 
     @contextmanager
@@ -147,12 +144,10 @@ class Processes:
                 exchange()
             self.interrupted = self.interrupted or bool(signals)
         except RuntimeError as error:
-            raise RankwiseError(
-                f"process {self.rank} of {self.world}",
-                expected="all of them to the end",
-                got="another that has ended before",
-                fix="Read its last message; if it was killed, there was too little memory or time.",
-            ) from error
+            process, expected = f"process {self.rank} of {self.world}", "all of them to the end"
+            fix = "Read its last message; if it was killed, there was too little memory or time."
+            got = "another that has ended before"
+            raise RankwiseError(process, expected=expected, got=got, fix=fix) from error
 
 
 def from_environment() -> Processes:
@@ -165,16 +160,13 @@ def from_environment() -> Processes:
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return Processes()
     found = {name: os.environ.get(name, "") for name in VARIABLES}
-    if not all(value.isdecimal() for value in found.values()) or int(found["RANK"]) >= int(
-        found["WORLD_SIZE"]
-    ):
-        raise InputError(
-            "environment",
-            expected="RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them",
-            got=", ".join(f"{name}={value!r}" for name, value in found.items()),
-            fix="Start it with torchrun, or unset them.",
-        )
-    rank, local_rank, world = (int(found[name]) for name in VARIABLES)
+    decimal = all(value.isdecimal() for value in found.values())
+    if not decimal or int(found["RANK"]) >= int(found["WORLD_SIZE"]):
+        expected = f"{', '.join(VARIABLES[:2])} and {VARIABLES[2]} as torchrun sets them"
+        got = ", ".join(f"{name}={value!r}" for name, value in found.items())
+        fix = "Start it with torchrun, or unset them."
+        raise InputError("environment", expected=expected, got=got, fix=fix)
+    rank, local_rank, world = map(int, found.values())
     return Processes(rank, local_rank, world)
 
 
@@ -204,11 +196,7 @@ def silence_other_ranks() -> Iterator[None]:
     if os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
-    with (
-        open(os.devnull, "w", encoding="utf-8") as out,
-        redirect_stdout(out),
-        redirect_stderr(out),
-    ):
+    with open(os.devnull, "w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
         try:
             yield
         except SystemExit as leaving:  # Python would print a text
@@ -286,13 +274,10 @@ def _check_model(model: "nn.Module", processes: Processes) -> None:
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     waiting = sorted(classes.intersection(WRAPPERS))
     if processes.several and waiting:
-        raise InputError(
-            f"model {type(model).__name__}",
-            expected=f"in each of {processes.world} processes a model that runs on its own sequences",
-            got=f"a {waiting[0]}, which waits for all of them to run as many batches",
-            fix="Return the model without that wrapper; one that no device holds is audited by a single "
-            "process with --device-map auto.",
-        )
+        expected = f"in each of {processes.world} processes a model that runs on its own sequences"
+        got = f"a {waiting[0]}, which waits for all of them to run as many batches"
+        fix = "Return the model itself. If no device holds the model, use one process and --device-map auto."
+        raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 
 
 def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
@@ -303,12 +288,10 @@ def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
         return
     digests = processes.all_gather(weights_digest(loaded.model.model, loaded.model.random_weights))
     if len(set(filter(None, digests))) > 1:
-        raise InputError(
-            f"model {loaded.model.name}",
-            expected="the same weights in all processes",
-            got=f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}",
-            fix="Set a seed in the factory before the model is built, or load a checkpoint.",
-        )
+        got = f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}"
+        fix = "Set a seed in the factory before the model is built, or load a checkpoint."
+        name, expected = f"model {loaded.model.name}", "the same weights in all processes"
+        raise InputError(name, expected=expected, got=got, fix=fix)
 
 
 def _measure(
