@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from rankwise.cli import app
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.cli.plan import model_states
 from rankwise.errors import InputError
@@ -31,14 +30,10 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
+def run(run: Run, tmp_path: Path) -> Run:
+    """Run `rankwise plan` with a text of eleven different words and signs."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
-
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-    return call
+    return lambda *arguments: run("plan", *arguments)
 
 
 def test_it_says_what_it_found_and_wrote(run: Run) -> None:
