@@ -39,7 +39,7 @@ def read_images(
     """
     whole_number("`sequences`", sequences)
     whole_number("`batch_size`", batch_size)
-    need_package("PIL.Image", "pictures", "images")
+    need_package("PIL", "pictures", "images")
     paths = find_images(folder)
     chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
     return (
@@ -123,7 +123,7 @@ def load_image_processor(
     Raises:
         InputError: if Pillow is missing, or if there are neither settings nor an image size.
     """
-    need_package("PIL.Image", "pictures", "images")
+    need_package("PIL", "pictures", "images")
     from transformers import AutoImageProcessor
     from transformers.models.auto.image_processing_auto import get_image_processor_config
 
