@@ -106,6 +106,19 @@ def test_a_fit_that_is_lost_leaves_the_skips_as_they_were(lr: float, steps: int,
     assert all(torch.equal(value, before[name]) for name, value in skips_of(model).items())
 
 
+def test_any_other_error_restores_the_skips_too() -> None:
+    model = gpt2()
+    skips = add_lambda_skip(model, init=0.7)
+
+    def fail(*_: object) -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        fit_skips(model, [text_inputs()], steps=2, on_step=fail)
+    assert {round(value.item(), 6) for value in skips.values()} == {0.7}
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("lr", [-1.0, 0.0, math.inf, math.nan])
 def test_what_is_no_learning_rate(lr: float) -> None:
     model = gpt2()

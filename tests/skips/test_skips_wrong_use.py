@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from rankwise.skips import SkipError, add_lambda_skip, certify_skip, remove_lambda_skip, skips_of
+from rankwise.skips import (
+    SkipError,
+    add,
+    add_lambda_skip,
+    certify_skip,
+    load_skips,
+    remove_lambda_skip,
+    save_skips,
+    skips_of,
+)
 
 bert = hugging_face("BertModel", **BERT)
 SITES = [f"encoder.layer.{layer}.attention.output" for layer in range(3)]
@@ -98,6 +108,88 @@ def test_twice() -> None:
     with pytest.raises(SkipError, match=r"expected a model without λ-skips, got one with 3"):
         add_lambda_skip(model)
     assert len(skips_of(model)) == 3
+
+
+def test_a_second_call_adds_the_other_sites_and_keeps_what_is_there() -> None:
+    model = bert()
+    first = add_lambda_skip(model, init=0.5, learnable=False, sites=SITES[1])[SITES[1]]
+    with pytest.raises(SkipError, match="expected a model without λ-skips at these sites, got one with 1"):
+        add_lambda_skip(model, sites=SITES[1])
+    with pytest.raises(SkipError, match="`per='channel'`: expected the kind of λ that the model has"):
+        add_lambda_skip(model, per="channel")
+    with pytest.raises(SkipError, match="site 'nowhere'"):
+        add_lambda_skip(model, sites="nowhere")
+    skips = add_lambda_skip(model, init=2.0)
+    assert [(name, value.item(), value.requires_grad) for name, value in skips.items()] == [
+        (SITES[0], 2.0, True), (SITES[1], 0.5, False), (SITES[2], 2.0, True)
+    ]  # fmt: skip
+    assert skips[SITES[1]] is first
+    fresh = bert()
+    with torch.no_grad():
+        for value, init in zip(add_lambda_skip(fresh).values(), (2.0, 0.5, 2.0), strict=True):
+            value.fill_(init)
+    assert same(outputs(model, text_inputs()), outputs(fresh, text_inputs()))
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_an_interrupt_undoes_what_was_added(there: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bert()
+    if there:
+        add_lambda_skip(model, init=0.5, sites=SITES[0])
+    before, hooks = outputs(model, text_inputs()), hook_names(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(add, "verify", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        add_lambda_skip(model, init=2.0)
+    assert len(skips_of(model)) == there
+    assert hook_names(model) == hooks
+    assert same(outputs(model, text_inputs()), before)
+
+
+def hook_names(model: nn.Module) -> list[str]:
+    hooks = [
+        (*module._forward_pre_hooks.values(), *module._forward_hooks.values()) for module in model.modules()
+    ]
+    return [type(hook).__name__ for several in hooks for hook in several]
+
+
+class Shared(nn.Module):
+    """One mixer in two residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.mix = nn.LayerNorm(8), nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
+        self.scales = (1.0, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, scale in zip((self.first, self.second), self.scales, strict=True):
+            x = (x if scale == 1 else scale * x) + self.mix(norm(x))[0]
+        return x
+
+
+def test_a_module_of_two_sites_has_two_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Shared().eval(), torch.randn(2, 5, 8)
+    skips = add_lambda_skip(model, example=x)
+    assert list(skips) == ["mix", "mix_2"]
+    assert [name for name, _ in model.named_parameters() if "lambda" in name] == [
+        "mix.lambda_skip",
+        "mix.lambda_skip_2",
+    ]
+    with torch.no_grad():
+        skips["mix"].fill_(2.0)
+        skips["mix_2"].fill_(-3.0)
+    got = model(x)
+    save_skips(model, tmp_path)
+    remove_lambda_skip(model)
+    model.scales = (2.0, -3.0)
+    torch.testing.assert_close(got, model(x))
+    model.scales = (1.0, 1.0)
+    load_skips(model, tmp_path, example=x)
+    assert torch.equal(model(x), got)
 
 
 def test_nothing_to_remove() -> None:

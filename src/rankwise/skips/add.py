@@ -47,11 +47,11 @@ class Skips(Mapping[str, nn.Parameter]):
         return len(self.sites)
 
     def __repr__(self) -> str:
-        values = []
-        for name, value in self.items():
-            one, mean = f"{value.flatten()[0].item():g}", f"{value.numel()} channels, mean {value.mean():g}"
-            values.append(f"{name}: {one if value.numel() == 1 else mean}")
-        return f"Skips({{{', '.join(values)}}})"
+        def shown(value: Tensor) -> str:
+            one, several = value.flatten()[0].item(), f"{value.numel()} channels, mean {value.mean():g}"
+            return f"{one:g}" if value.numel() == 1 else several
+
+        return f"Skips({{{', '.join(f'{name}: {shown(value)}' for name, value in self.items())}}})"
 
 
 def parameter_of(model: nn.Module, site: SkipSite) -> nn.Parameter:
@@ -142,9 +142,8 @@ def add_missing_skips(
         example = example_for(model) if example is None else example
         found, missed = find_sites(model, example)
         if not found:
-            got = "none: no sum x + f(x) in which f mixes tokens"
-            if missed:
-                got = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+            out = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+            got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
             raise SkipError(
                 f"model {type(model).__name__}", expected="residual connections around mixers", got=got,
                 fix="A block must compute x + f(x), and its example have two tokens or more; put what "

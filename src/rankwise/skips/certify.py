@@ -167,13 +167,13 @@ def _mixings(
         if _common(site.name, mixer.name):
             behind[site.name].append(mixer)
     by_site = grouped(seen, lambda added: added.site.name)
-    found: list[_Mixing | None] = []
-    for added in seen:
-        own, sums = behind[added.site.name], by_site[added.site.name]
-        at = next(at for at, other in enumerate(sums) if other is added)
-        # branches with several mixers side by side are left out
-        found.append(_mixing(own[at], added, calls) if len(own) == len(sums) else None)
-    return found
+    found: dict[int, _Mixing] = {}
+    for name, sums in by_site.items():
+        if len(behind[name]) == len(sums):  # not several mixers side by side
+            found |= {
+                id(one): _mixing(mixer, one, calls) for mixer, one in zip(behind[name], sums, strict=True)
+            }
+    return [found.get(id(added)) for added in seen]
 
 
 def _weight(module: nn.Module) -> Tensor | None:
@@ -184,10 +184,10 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 def _of_rows(call: RecordedCall) -> bool:
     """Return True if a recorded call maps each row of its input to one row of its output."""
-    given, gave = call.args[0] if call.args else None, call.output
-    if not isinstance(given, Tensor) or not isinstance(gave, Tensor) or gave.dim() < 2:
+    rows = [value for value in (*call.args[:1], call.output) if isinstance(value, Tensor)]
+    if len(rows) < 2 or rows[1].dim() < 2:
         return False
-    return given.is_floating_point() and given.shape[:-1] == gave.shape[:-1]
+    return rows[0].is_floating_point() and rows[0].shape[:-1] == rows[1].shape[:-1]
 
 
 def _common(first: str, other: str) -> int:
@@ -289,9 +289,13 @@ class _Sum:
         self.several = added.mask.sum(-1) > 1  # a sequence of one token has no spread
         self.common = bool((scale == scale.flatten()[0]).all())
         """True if λ is the same number for all channels."""
-        self.gain = self.largest(_size(self.b) / _size(self.y))
         kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
         self.kind: NormKind = kinds.get(added.norm.kind, "none")
+
+    @property
+    def gain(self) -> float:
+        """The largest ‖B‖_F/‖Y‖_F of a sequence."""
+        return self.largest(_size(self.b) / _size(self.y))
 
     def least(self, values: Tensor) -> float:
         return float(values[self.several].min())

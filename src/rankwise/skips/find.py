@@ -17,9 +17,7 @@ from rankwise.errors import SkipError
 from rankwise.skips.hooks import Key, Port
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
 
-SUMS = frozenset(
-    (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__)
-)  # fmt: skip
+SUMS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
 COPIES = frozenset((
     Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.clone,
     Tensor.contiguous, torch.clone,
@@ -33,8 +31,6 @@ PRODUCTS = frozenset((
     Tensor.bmm,
 ))  # fmt: skip
 """Matrix products, by which a linear layer is distinguished from a norm."""
-STATE_AXES = (2, 3)
-"""Number of axes of token states: 3 for (B, T, D), 2 for (T, D) if sequences are concatenated."""
 
 Version = tuple[int, int]
 """A tensor at one time: its identity, and the number of in-place changes before."""
@@ -62,11 +58,6 @@ class Sum:
     finite: bool
     frames: tuple[ModuleCall, ...]
     """Calls of the modules around the sum, outermost first."""
-
-    @property
-    def block(self) -> str:
-        """Name of the innermost module that computes the sum, for messages."""
-        return self.name[0] or "the model itself"
 
 
 @dataclass
@@ -294,7 +285,8 @@ def operands(func, args, kwargs):
     given = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)]
     if len(given) != 2 or len(floating(given)) != 2:
         return None
-    return tuple(given) if max(given[0].dim(), given[1].dim()) in STATE_AXES else None
+    # token states are (B, T, D), or (T, D) where sequences are laid end to end
+    return tuple(given) if max(given[0].dim(), given[1].dim()) in (2, 3) else None
 
 
 @no_type_check
@@ -373,7 +365,7 @@ def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
     sides = [(which, sum_.edges[which], sum_.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
     if sides and not sum_.finite:
-        raise _not_finite(f"a sum x + f(x) in {sum_.block}")
+        raise _not_finite(f"a sum x + f(x) in {sum_.name[0] or 'the model itself'}")
     for which, x, y in sides:
         axis = _mixed_axis(y, x, sum_)
         if axis is not None:
@@ -415,7 +407,8 @@ def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
         if gradient is None:
             continue
         if bool(gradient.isnan().any()):
-            raise _not_finite(f"the derivative of an f in x + f(x) in {sum_.block}")
+            block = sum_.name[0] or "the model itself"
+            raise _not_finite(f"the derivative of an f in x + f(x) in {block}")
         moved = (gradient != 0).any(-1)
         for axis in reversed(range(moved.dim())):
             others = tuple(other for other in range(moved.dim()) if other != axis)

@@ -112,7 +112,7 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
         drops = way is None
         way = way or _as_branch(residual, record, drops=True)
         if way is None:
-            missed.append(sum_.block)
+            missed.append(sum_.name[0] or "the model itself")
             continue
         site = SkipSite(
             "", "", *way, sums=(sum_.name,), block=sum_.name[0], time=sum_.time, which=residual.which,

@@ -49,7 +49,6 @@ TRAINS = (
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
 UNHELPFUL = f"no larger |λ| up to {TRIED[-1]:g} helps; examine what is between the mixers of the stack"
 TOLD = " Tried on this batch: "
-UNTRAINED = "Nothing is known about training with such a λ."
 
 
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
@@ -247,18 +246,16 @@ def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[S
         evidence["lambda_proved"] = choice.proved
     current = lambdas_of(model, sites)
     below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
-    result = "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
-    tried = f"|λ| = {choice.value:g} {result}"
-    if not below:
+    if below:
+        tried = f"|λ| = {choice.value:g} "
+        tried += "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
+    else:
         tried = "no COLLAPSE" if choice.removes_collapse else "no larger |λ| is better, and COLLAPSE remains"
     proved = "none is known" if choice.proved is None else f"|λ| ≥ {choice.proved:.3g}"
-    meaning = finding.meaning.partition(TOLD)[0]
-    meaning += f"{TOLD}{tried}. Proved to keep half of μ² per layer: {proved}. {UNTRAINED}"
-    update = {
-        "evidence": finding.evidence | evidence,
-        "meaning": meaning,
-        "remedy": _remedy(model, batch, choice, below, whole=len(below) == len(sites)),
-    }
+    meaning = f"{finding.meaning.partition(TOLD)[0]}{TOLD}{tried}. Proved to keep half of μ² per layer: "
+    meaning += f"{proved}. Nothing is known about training with such a λ."
+    remedy = _remedy(model, batch, choice, below, whole=len(below) == len(sites))
+    update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
     return finding.model_copy(update=update)
 
 
@@ -270,17 +267,23 @@ def _remedy(
         return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
     if not below:
         return UNHELPFUL
-    own = _own(model)
-    if any(name in own for name in below):
-        return _own_remedy({name: own[name] for name in below if name in own}, choice.value)
+    value, modules = choice.value, _own(model)
+    if own := [(name, modules[name]) for name in below if name in modules]:
+        if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
+            more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
+            return f"raise |λ| below {value:g} to {value:g} in the learned `{learned[0]}`{more}"
+        first = own[0][1]
+        fixed = '"skip": "fixed", ' if first.kind == "none" else ""
+        sign = -1 if first.kind == "fixed" and first.init < 0 else 1
+        return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
     carries = bool(skip_sites(model))
-    values = torch.cat([value.flatten().cpu() for value in below.values()])
-    signs = {bool(value < 0) for value in values}
-    if carries and (len(signs) > 1 or bool((values.abs() > choice.value).any())):
-        first = f"rw.skips.skips_of(model)[{next(iter(below))!r}].data"
+    now = torch.cat([one.flatten().cpu() for one in below.values()])
+    signs = {bool(one < 0) for one in now}
+    if carries and (len(signs) > 1 or bool((now.abs() > value).any())):
         more = f" and at {len(below) - 1} more sites" if len(below) > 1 else ""
-        return f"raise |λ| below {choice.value:g} to {choice.value:g}, with its sign, in `{first}`{more}"
-    init = -choice.value if carries and signs == {True} else choice.value
+        where = f"`rw.skips.skips_of(model)[{next(iter(below))!r}].data`{more}"
+        return f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
+    init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     named = [] if whole else list(below) if carries else [choice.stack]
     if isinstance(batch, Mapping):
@@ -299,18 +302,6 @@ def _own(model: nn.Module) -> dict[str, LambdaSkip]:
         for name, module in model.named_modules()
         if isinstance(module, LambdaSkip) and (module.kind, module.init) != ("fixed", 1.0)
     }
-
-
-def _own_remedy(below: Mapping[str, LambdaSkip], value: float) -> str:
-    """Return how to raise λ in `LambdaSkip` modules: in learned weights, or in the model's config.json."""
-    learned = [f"{name}.weight" for name, skip in below.items() if skip.weight is not None]
-    if learned:
-        more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
-        return f"raise |λ| below {value:g} to {value:g} in the learned `{learned[0]}`{more}"
-    first = next(iter(below.values()))
-    fixed = '"skip": "fixed", ' if first.kind == "none" else ""
-    sign = -1 if first.kind == "fixed" and first.init < 0 else 1
-    return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
 
 
 def _shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
