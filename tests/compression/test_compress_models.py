@@ -90,24 +90,6 @@ def test_a_tolerance_is_kept_and_tighter_ones_cost_more() -> None:
     assert widths[0] < widths[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tolerance": 0}, "in .0, ∞."),
-        ({"calibrate": -1}, "at least 0"),
-        ({"keep": 0}, "in .0, 1."),
-        ({"keep": float("nan")}, "in .0, 1."),
-        ({"keep": 0.05}, "a width of at least 1 on average"),
-        ({"keep": 1}, "in .0, 1."),
-        ({"parts": ("qks",)}, "Did you mean qk"),
-        ({"parts": ()}, "none"),
-    ],
-)
-def test_requests_that_fit_nothing(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(CompressionError, match=said):
-        rw.compress(bert(), [ids()], **options)
-
-
 def test_models_and_data_that_cannot_be_used_stay_as_they_are() -> None:
     model, batch = llama(), ids()
     before = output(model, batch)

@@ -218,20 +218,21 @@ def test_half_precision_is_compressed_as_it_is(part: str, family: str) -> None:
     assert float((stepped - whole).norm() / whole.norm()) < LOW
 
 
-BROKEN: dict[str, tuple[Make, str, str]] = {
-    "qk": (opt, "model.decoder.layers.1.self_attn.q_proj", r"layers\.1\.self_attn.*NaN"),
-    "rotary": (lambda: llama(2), "model.layers.1.self_attn.q_proj", r"layers\.1\.self_attn.*NaN"),
-    "heads": (lambda: llama(2), "model.layers.1.self_attn.q_proj", r"layers\.1\.self_attn.*NaN"),
-    "kv": (qwen3, "model.layers.1.self_attn.v_proj", r"layers\.1\.self_attn.*NaN"),
+BROKEN: dict[str, tuple[Make, str]] = {
+    "qk": (opt, "model.decoder.layers.1.self_attn.q_proj"),
+    "rotary": (lambda: llama(2), "model.layers.1.self_attn.q_proj"),
+    "heads": (lambda: llama(2), "model.layers.1.self_attn.q_proj"),
+    "kv": (qwen3, "model.layers.1.self_attn.v_proj"),
 }
 
 
 @pytest.mark.parametrize("part", BROKEN)
 def test_nan_is_refused_by_name(part: str) -> None:
-    make, name, said = BROKEN[part]
+    make, name = BROKEN[part]
     model = make()
     with torch.no_grad():
         model.get_submodule(name).weight[3] = float("nan")
+    said = f"layer '{name}': expected finite weights, got NaN or infinity in 32 of"
     with pytest.raises(CompressionError, match=said):
         rw.compress(model, [ids(8, 30)], keep={part: 0.5})
     assert not own_modules(model)

@@ -21,8 +21,9 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
-from rankwise.compression.layers import main_output, real_tokens, relative_error
+from rankwise.compression.layers import main_output, relative_error
 from rankwise.compression.record import Latency
+from rankwise.importance.losses import real_tokens
 from rankwise.tracing import MixerSite, StateSite, capture
 
 SEQUENCES = 16
@@ -30,7 +31,7 @@ SEQUENCES = 16
 CACHE_TOKENS = 8
 """Tokens whose cache is measured."""
 SECONDS = 3.0
-"""Time for each latency; at least five rounds are run, of which the first does not count."""
+"""Time for each latency; at least five rounds are run, and the first does not count."""
 ROUNDS = 25
 STEPS = ROUNDS + 1
 """Tokens that timed decoding may add to its cache."""
@@ -122,10 +123,8 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
 
     with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_stack):
         run_model(model, batches[0])
-    mask = batches[0].get("attention_mask") if isinstance(batches[0], dict) else None
     output = main_output(model, batches[0])
-    if mask is not None and mask.shape == output.shape[:2]:
-        output = output[mask.bool()]
+    output = output[real_tokens(batches[0], output.shape[:2])]
     task = measure_task(model, batches)
     fields = {
         f"loss_{when}": task.loss,
@@ -156,7 +155,7 @@ def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | 
         logits = getattr(run_model(model, batch), "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         return None
-    real = logits[real_tokens(batch, logits)] if logits.dim() == 3 else logits.flatten(0, -2)
+    real = logits[real_tokens(batch, logits.shape[:2])] if logits.dim() == 3 else logits.flatten(0, -2)
     return real.double().log_softmax(-1).cpu()
 
 
@@ -256,7 +255,7 @@ def _add_next_tokens(task: Task, out: Any, batch: dict[str, Any]) -> None:
     logits, ids = getattr(out, "logits", None), batch["input_ids"]
     if logits is None:
         return
-    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    real = real_tokens(batch, ids.shape)
     pairs = real[:, 1:] & real[:, :-1]
     task.loss_sum += float(F.cross_entropy(logits[:, :-1][pairs].float(), ids[:, 1:][pairs], reduction="sum"))
     task.targets += int(pairs.sum())

@@ -26,10 +26,11 @@ from torch.nn import functional as F
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_tokens, rank_notes, real_tokens
+from rankwise.compression.layers import check_tokens, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
+from rankwise.importance.losses import real_tokens
 from rankwise.tracing import record_calls
 
 RIDGE = 1e-9
@@ -144,7 +145,7 @@ def _add_batch(
                 got="none" if logits is None else f"logits of shape {tuple(logits.shape)}",
                 fix="Load it with its language-modelling head: AutoModelForCausalLM.",
             )
-        real = real_tokens(batch, logits)
+        real = real_tokens(batch, logits.shape[:2])
         probabilities = logits.detach()[real].float().softmax(-1)
         if not bool(probabilities.isfinite().all()):
             raise _not_finite(f"model {type(model).__name__}", "logits")

@@ -1,15 +1,16 @@
-"""What several parts share: projections of attention layers, their factors, trials and checks."""
+"""Shared by several parts: projections of attention layers, factors, trials, outputs and checks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
 from rankwise.errors import CompressionError
+from rankwise.importance.losses import real_tokens
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, is_linear, names_below
 
@@ -26,7 +27,7 @@ class Named(Protocol):
 Layer = TypeVar("Layer", bound=Named)
 Step = Callable[[str], None]
 LEAST_TOKENS = 0.5
-"""Calibration tokens per channel of the widest head or latent, below which they say too little."""
+"""Calibration tokens per channel of the widest head or latent, below which a request is refused."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def keep_passing(
     reason: str,
     outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose trial change leaves the outputs as they are, and the reason for the others.
+    """Return the layers whose trial change does not change the outputs, and the reason for the others.
 
     All layers are tried together, and one by one only if that fails. Padded tokens do not count.
     """
@@ -160,13 +161,12 @@ def keep_passing(
     before = main_output(model, short)
     check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
-    mask = short.get("attention_mask") if isinstance(short, dict) else None
-    mask = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    real = real_tokens(short, before.shape[:2])
 
     def same(some: list[Layer]) -> bool:
         with trial(model, some):
             after = outputs(model, short)
-        return all(relative_error(output, before, mask) <= bound for output in after)
+        return all(relative_error(output[real], before[real]) <= bound for output in after)
 
     if not layers or same(layers):
         return layers, {}
@@ -194,18 +194,8 @@ def _tensors(out: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in _tensors(item)]
 
 
-def real_tokens(batch: Any, logits: Tensor) -> Bool[Tensor, "B T"]:
-    """Return which tokens are not padding, from the batch's ``attention_mask``."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and mask.shape == logits.shape[:2]:
-        return mask.bool()
-    return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
-
-
-def relative_error(after: Tensor, before: Tensor, real: Bool[Tensor, "B T"] | None = None) -> float:
-    """Return ‖after − before‖/‖before‖ in float64, over real tokens."""
-    if real is not None and before.shape[:2] == real.shape:
-        after, before = after[real], before[real]
+def relative_error(after: Tensor, before: Tensor) -> float:
+    """Return ‖after − before‖/‖before‖ in float64."""
     after, before = after.double(), before.double()
     return float((after - before).norm() / before.norm().clamp(min=1e-300))
 
@@ -225,7 +215,7 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
                 f"layer {layer!r}" if layer else f"model {type(model).__name__}",
                 expected="finite weights",
                 got=f"NaN or infinity in {broken} of {weight.numel()} numbers of its {own}",
-                fix="Fix the weights: `rankwise audit` shows what they reach. The model is unchanged.",
+                fix="Fix the weights: `rankwise audit` shows what they affect. The model is unchanged.",
             )
     broken = int((~output.isfinite()).sum())
     low = output.dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What each part of `compress` receives and returns; to add a part, add its module to `PARTS`."""
+"""Input and output of each part of `compress`; to add a part, add its module to `PARTS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -46,7 +46,7 @@ class BudgetCurve(Record):
 
 
 class LatentRank(Record):
-    """Rank of the latent from which one layer computes its keys and values."""
+    """Rank of the latent from which a layer computes its keys and values."""
 
     part: str
     site: str
@@ -138,7 +138,7 @@ class Compression(Record):
 
     @property
     def mean_width(self) -> float:
-        """Mean width of the remaining key heads; of their values if only heads were removed."""
+        """Mean width of the remaining key heads, or of their values if only heads were removed."""
         widths = [head.width for head in self.heads if head.part != "heads"]
         widths = widths or [head.width for head in self.heads if head.width]
         return mean(widths) if widths else 0.0
