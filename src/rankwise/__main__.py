@@ -35,7 +35,7 @@ def _leave() -> NoReturn:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return True during the import of a module; an exception while PyTorch is imported can abort in C++."""
+    """Return True while Python imports a module: an error while PyTorch is imported can crash Python."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None

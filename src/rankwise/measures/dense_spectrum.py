@@ -23,7 +23,7 @@ from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
-"""Smaller side of a matrix below which the SVD is computed, because it is then as fast as the Gram matrix."""
+"""Size below which the SVD is computed: for min(T, S) < SVD_SIZE, it is as fast as the Gram matrix."""
 EFFECTIVE_RTOL = 1e-2
 """Bound on the relative error of the effective rank; the SVD is computed if rounding may exceed it."""
 PART_BYTES = {"cpu": 2**20}
@@ -38,7 +38,7 @@ PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
-"""Row blocks for the lower half of the Gram matrix; 8 blocks take 9/16 of the time of a full product."""
+"""Row blocks in which half of the symmetric Gram matrix is computed: 8 take 9/16 of the time of all of it."""
 PLAIN = 2.0**100
 """Matrices are not scaled if their largest magnitude is between 1/PLAIN and PLAIN: the squares of their
 entries then neither overflow nor underflow float64."""
@@ -126,8 +126,9 @@ class GramSpectrum(NamedTuple):
         Hoffman and Wielandt: Σ|λ̂_i − λ_i|² ≤ slack², and |σ̂ − σ| ≤ min(√|λ̂ − λ|, |λ̂ − λ|/σ̂). The n'
         values with λ̂ ≤ slack have errors that sum to at most n'^¾·√slack (Hölder). The errors of the other
         values sum to at most slack·√(Σ 1/λ̂) (Cauchy and Schwarz). Both sums divided by Σσ̂ bound the total
-        variation distance d of the two distributions σ/Σσ. Their entropies differ by at most d·log n + d·(1 −
-        log d) (K. Audenaert, "A sharp continuity estimate for the von Neumann entropy", 2007).
+        variation distance d of the two distributions σ/Σσ. So the entropies differ by at most h = d·log n +
+        d·(1 − log d) (K. Audenaert, "A sharp continuity estimate for the von Neumann entropy", 2007). The
+        bound is exp(h) − 1, or infinity if d ≥ ½.
         """
         values, slack = self.eigenvalues, self.slack[:, None]
         large = values > slack

@@ -83,7 +83,7 @@ class SpectrumEstimate:
     def relative_count(self, delta: float) -> Estimate:
         """Estimate the number of singular values ≥ δσ_1, as `count` at δ times the estimated σ_1.
 
-        The interval of the count covers every σ_1 in the interval of `sigma_max`.
+        The interval of the count is valid for every σ_1 in the interval of `sigma_max`.
 
         Args:
             delta: threshold δ as a fraction of σ_1.
@@ -114,15 +114,15 @@ class SpectrumEstimate:
 def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int = 0) -> SpectrumEstimate:
     """Estimate the ranks of mixing matrices M without forming them.
 
-    Block Lanczos on MᵀM from random ±1 vectors (probes), fully reorthogonalized, finds the strongest
-    directions. The contribution of all other directions to a trace is estimated by a mean over the probes,
-    corrected by the exact ‖M‖_F². Methods and papers: `TraceEstimator`, and `EigenvalueCounter` for counts.
+    The ranks follow from traces tr f(MᵀM). Block Lanczos from random ±1 vectors (probes), with full
+    reorthogonalization, finds the strongest directions. All other directions add the mean of probes to a
+    trace, corrected by the exact ‖M‖_F². Methods and papers: `TraceEstimator` and `EigenvalueCounter`.
 
     Range: the ranges of `effective_rank`, `stable_rank` and `numerical_rank`.
     Errors: each interval contains the exact number for at least 95 % of seeds. The statistical error
     decreases as 1/√probes, and the quadrature error decreases with ``steps``. The quadrature error is largest
     for sharp attention, where many σ are near 0 and many near 1. σ below 1e-7·‖M‖_F counts as 0. The result
-    is exact up to rounding if S ≤ probes·steps, or if M has such a low rank that the products exhaust it.
+    is exact up to rounding if S ≤ probes·steps, or if the rank of M is so low that all directions are found.
     Cost: at most 2·probes·steps matrix–vector products per matrix. For softmax attention they take ``steps``
     passes over the rows of M, O(T S (K + probes)) time each, and one more pass for ‖M‖_F. Memory:
     8·S·probes·steps bytes and a block of rows per matrix; a CPU runs matrices in parallel up to 512 MiB.

@@ -112,10 +112,10 @@ def block_lanczos(
 ) -> Krylov:
     """Compress a symmetric matrix A to a Krylov space by block Lanczos, with full reorthogonalization.
 
-    Directions whose coupling is below ``tolerance`` are rounding errors and are dropped. The iteration stops
-    early if the space becomes invariant under A.
-    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) time, M·P·steps numbers in memory for
-    A of size M×M.
+    New directions of a length below ``tolerance`` (before normalization) are rounding errors and are dropped.
+    The iteration stops early if the space becomes invariant under A.
+    Cost: ``steps`` calls of ``apply`` with P vectors, O(M (P steps)²) time, M·P·steps numbers in memory for A
+    of size M×M.
     Source: G. Golub and G. Meurant, "Matrices, Moments and Quadrature with Applications", 2010.
     """
     size, width = start.shape

@@ -88,7 +88,7 @@ class LogitMoments:
         )
 
     def sum_sequences(self) -> "LogitMoments":
-        """Return moments (B, H, …) summed over sequences, leaving out heads with NaN or infinity."""
+        """Return moments (B, H, …) summed over sequences; per head, non-finite sequences are left out."""
         finite = all_finite(self.query) & all_finite(self.key)
         square = finite[..., None, None]
         return LogitMoments(
@@ -160,7 +160,7 @@ def required_head_dim(
     constant added to all logits of a row. Masks are ignored: all query–key pairs count.
     Range: [0, K]; 0 if the logits are so small that attention is uniform. Invariant to a rotation of queries
     and keys, to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN
-    or infinity. The width cannot exceed the number of tokens: use several tokens per channel.
+    or infinity. The result cannot exceed the number of tokens, so pass several tokens per channel.
     Accuracy: usually an overestimate for peaked rows (docs/how-to/findings.md).
     Cost: O(K³) time in addition to `logit_moments`.
     Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits. The tolerance in nats is specific to this

@@ -21,7 +21,8 @@ Numbers = tuple[float, float, float, float]
 ROUNDING = 64 * torch.finfo(torch.float64).eps
 """Fraction of tr A below which an eigenvalue, or a coupling between vectors, counts as a rounding error."""
 NO_SPREAD = 1e-10
-"""Smallest standard deviation over probes, as a fraction of tr A, at which a control variate is used."""
+"""Smallest standard deviation of xᵀ A x over probes x, relative to tr A, at which a control variate is used.
+"""
 SAME = 0.999
 """Squared cosine above which Ritz vectors (approximate eigenvectors) from two sets of probes are the same."""
 CONVERGED = 1e-6
@@ -65,7 +66,7 @@ class TraceEstimator:
     For each probe x, xᵀ f(A) x has the mean tr f(A). Three corrections reduce the variance without a bias:
 
     - Deflation: a Ritz pair (θ, y) from one half of the probes has E (yᵀx)² = 1 for a probe x of the other
-      half, so f(θ) (1 − (yᵀx)²) is added. This removes the variance of the strongest directions.
+      half, so f(θ) (1 − (yᵀx)²) of mean 0 is added. This removes the variance of the strongest directions.
     - Control variate: xᵀ A x has the known mean ‖M‖_F², so estimates are regressed on xᵀ A x − ‖M‖_F².
     - Exhaustion: if the Krylov space contains all energy ‖M‖_F², the trace is Σ f(θ), without any probe.
 
@@ -94,7 +95,7 @@ class TraceEstimator:
         self._control = torch.zeros_like(excess) if flat else excess
 
     def by_probes(self, function: Function) -> Bracket:
-        """Return a bracket of tr f(A): means over probes by the lower and by the upper quadrature rule."""
+        """Return a bracket of tr f(A): the means over probes of the lower and the upper quadrature rule."""
         return self.between(
             self._corrected(self._floored(function), self.lower), self._corrected(function, self.upper)
         )
@@ -152,8 +153,9 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
 def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
     """Return the value of a linear regression on ``control`` at control = 0, and its standard error.
 
-    The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985), which
-    leaves out each probe in turn: it holds for few probes with a variance that depends on the control.
+    The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985). It is
+    valid for few probes and for a variance that depends on the control, because it leaves out each probe in
+    turn.
     """
     middle = control.mean()
     centred = control - middle
@@ -171,8 +173,8 @@ def _confirmed_pairs(krylov: Krylov, energy: float) -> list[ConfirmedPairs]:
     """Return the Ritz pairs that are in the Krylov spaces of both halves of the probes.
 
     Both spaces are subspaces of the space of all probes, so no product with M is needed. If an eigenvalue has
-    more eigenvectors than a half has probes, each half finds only a part of its eigenspace. The part depends
-    on the probes of the half, so it is not returned.
+    more eigenvectors than a half has probes, each half finds only a part of its eigenspace. The parts differ
+    between the halves, so they are not returned.
     """
     half = krylov.start.shape[1] // 2
 
@@ -202,8 +204,8 @@ class EigenvalueCounter:
     A count is the trace of a step function, which no low-degree polynomial approximates well. Two methods
     bracket the count without assuming smoothness:
 
-    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy interlacing). Each further
-      eigenvalue would have to lift a Ritz value to t, which uses up energy outside the Krylov space.
+    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy interlacing). For each
+      further eigenvalue, a Ritz value would have to rise to t; the energy outside the space limits how many.
     - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the spectral weight above t
       by a Gauss rule that has a node at t. Converged Ritz values are counted directly.
 
@@ -219,15 +221,16 @@ class EigenvalueCounter:
         self.estimator = estimator
         values, weights = estimator.upper
         settled = estimator.residuals <= CONVERGED * values
-        settled |= values <= estimator.rounding  # rounding errors count as the eigenvalue 0
+        settled |= values <= estimator.rounding  # values at the level of rounding are known: 0
         self.settled = Nodes(values[settled], weights[settled])
         spent = math.ceil(int(settled.sum()) / weights.shape[1])  # a Lanczos step settles one value per probe
         self.rule = _scalar_rule(Nodes(values[~settled], weights[~settled]), max(steps - spent, 1))
 
     def count(self, threshold: float, quantile: float) -> Numbers:
-        """Return the count, its standard error, and its interval at ``quantile`` standard errors.
+        """Return the estimated number of eigenvalues ≥ ``threshold``, its standard error, and its interval.
 
-        The count and the standard error are NaN if the quadrature error is too large.
+        The statistical part of the interval is ± ``quantile`` standard errors over probes. Number and error
+        are NaN if the quadrature error is too large.
         """
         fewest, most = self.by_energy(threshold)
         bracket = self.by_probes(threshold)

@@ -147,8 +147,8 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     Range: [0, 1]; 0 if all rows are equal, so that every token receives the same mixture of values. NaN
     for a matrix with NaN or infinity.
     Cost: O(T S) time per matrix.
-    Numerics: the first row is subtracted from all rows before their mean is, so that nearly equal rows lose
-    no digits.
+    Numerics: the first row is subtracted from all rows before the mean row is subtracted, so that nearly
+    equal rows lose no digits.
 
     Args:
         op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.

@@ -37,8 +37,8 @@ def token_spread(
     Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 if all tokens are equal or there is only one. NaN for a
     sequence without a real token, or with NaN or infinity in a real token. Padding is ignored.
     Cost: O(T D) time per sequence.
-    Numerics: the first real token is subtracted from all tokens before their mean is. So the relative error
-    is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
+    Numerics: the first real token is subtracted from all tokens before the mean is subtracted. So the
+    relative error is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
     Source: μ measures collapse in the paper on λ-skip connections, "the architectural component that
     prevents rank collapse". Normalize if the norms of the states change with depth.
 

@@ -98,7 +98,8 @@ class Block(GradientCheckpointingLayer):
         for part in (self.mixer, self.mlp):
             last = getattr(part, "out_proj", None)
             if isinstance(last, nn.Linear):
-                # `_init_weights` sees one module at a time, so mark layers with smaller initial weights.
+                # `_init_weights` sees only single modules, so the last layer of each part is marked: it gets
+                # smaller initial weights.
                 last.ends_branch = True  # type: ignore[assignment]
 
     def forward(

@@ -250,7 +250,7 @@ def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Raise InputError unless position ids count all tokens or real tokens; unchecked in torch.compile."""
+    """Raise InputError unless position ids count all tokens or only real tokens; skipped in torch.compile."""
     if torch.compiler.is_compiling():
         return
     rows, tokens = counted.shape

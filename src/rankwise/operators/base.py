@@ -18,7 +18,8 @@ _Kind = TypeVar("_Kind", bound="MixingOperator")
 _Composed = TypeVar("_Composed", bound="ComposedMixing")
 
 ROW_BLOCK = 512
-"""Rows of an operator computed at once in a pass over all rows: 512 × 32,768 float32 is 64 MiB per head."""
+"""Number of rows that are computed at once in a pass over all rows; 512 rows of 32,768 float32 numbers take
+64 MiB per head."""
 
 
 class MixingOperator(ABC):
@@ -31,18 +32,18 @@ class MixingOperator(ABC):
     kind: str
     """Name of the kind of operator in records and reports, such as "softmax"."""
     held: ClassVar[tuple[str, ...]] = ()
-    """Names of the operator's tensors, which are attributes and constructor arguments. They determine the
-    dtype, and their leading axes are sequences and heads."""
+    """Names of the operator's tensors; each name is both an attribute and a constructor argument. The leading
+    axes of these tensors are sequences and heads. Their widest dtype is the operator's dtype."""
     masks: ClassVar[tuple[str, ...]] = ()
-    """Names of the operator's masks (attributes and constructor arguments); leading axes may have size 1."""
+    """Names of the operator's masks; each name is both an attribute and a constructor argument. The leading
+    axes of a mask may have size 1 (they are broadcast)."""
     options: ClassVar[tuple[str, ...]] = ()
     """Names of all other constructor arguments, which are not tensors."""
     may_hide_columns: bool = True
     """True if a mask may hide a column from all rows, as a padding mask does.
 
-    Callers then look for padding in the support. Kinds without a mask, or with only a causal mask, set this
-    to False.
-    """
+    If True, callers search the support for such columns. Kinds of operators without a mask, or with only a
+    causal mask, set this attribute to False."""
 
     @property
     @abstractmethod
@@ -108,7 +109,7 @@ class MixingOperator(ABC):
         return operator.rows(0, self.shape[-2])
 
     def __matmul__(self, values: Float[Tensor, "... S V"]) -> Float[Tensor, "... T V"]:
-        """Return M V, computed by default from one block of rows of M at a time, in O(T S V) time."""
+        """Return M V for values V; by default, M is computed one block of rows at a time: O(T S V) time."""
         self._check(values)
         tokens = self.shape[-2]
         blocks = [
@@ -123,7 +124,7 @@ class MixingOperator(ABC):
         return TransposedMixing(self)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return Mᵀ U, computed by default from one block of rows of M at a time, in O(T S V) time."""
+        """Return Mᵀ U for values U; by default, M is computed one block of rows at a time: O(T S V) time."""
         self._check(values, transposed=True)
         tokens, out = self.shape[-2], None
         for start in range(0, tokens, ROW_BLOCK):
@@ -258,7 +259,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
-    """Return ``tensor[index]`` for the leading axes, which are first expanded to the sizes ``leading``."""
+    """Expand the leading axes of a tensor to the sizes ``leading``, and index only these axes."""
     own = tensor.shape[len(leading) :]
     picks = index if isinstance(index, tuple) else (index,)
     picks = picks if any(pick is Ellipsis for pick in picks) else (*picks, ...)
@@ -266,7 +267,7 @@ def index_leading(tensor: Tensor, index: Index, leading: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor, shape: torch.Size, subject: str) -> Tensor:
-    """Return a mask with leading axes of size 1 added to match ``shape``; raise if it does not broadcast."""
+    """Add leading axes of size 1 to a mask until it has as many as ``shape``; raise if it does not fit."""
     if mask.ndim > len(shape) or any(
         have not in (1, wanted) for have, wanted in zip(reversed(mask.shape), reversed(shape), strict=False)
     ):

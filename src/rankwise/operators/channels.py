@@ -11,9 +11,10 @@ from rankwise.operators.base import MixingOperator
 def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) -> Int64[Tensor, " C"]:
     """Return the ascending indices of a random sample of heads, for layers such as Mamba with 1,536 channels.
 
-    The heads are divided into ``count`` ranges of equal length (±1), and one head is drawn from each range.
-    So the sample is spread evenly, and heads have equal probability (up to the ±1). A seed draws the same
-    heads on every device. All heads are returned if the operator has at most ``count``.
+    The heads are divided into ``count`` ranges whose lengths differ by at most 1, and one head is drawn from
+    each range. So the sample is spread evenly over the heads, and all heads have almost the same probability.
+    The same seed returns the same heads on every device. All heads are returned if the operator has at most
+    ``count``.
 
     Cost: O(count); no part of the operator is computed.
 

@@ -12,23 +12,25 @@ from rankwise.operators.base import compute_dtype
 from rankwise.operators.scan import CHUNK, CausalScanMixing, log_weights
 
 CHANNEL_CHUNK = 16
-"""Tokens per chunk if each feature has its own decay: products then hold CHANNEL_CHUNK² · K numbers."""
+"""Tokens per chunk if each feature has its own decay. The chunks are small, because the products within a
+chunk then hold CHANNEL_CHUNK² · K numbers."""
 
 
 class GatedDeltaMixing(CausalScanMixing):
-    r"""Gated delta rule: a linear memory in which each write first removes the value stored at its key.
+    """Gated delta rule: a linear memory in which each write first removes the value stored at its key.
 
-    Token t has query q_t, key k_t, value v_t, write strength β_t and decay a_t; the memory S_t is K×V:
-    ``o_t = S_tᵀ q_t``, ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ``, ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``, S_0 = 0;
-    ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t, else 0; T = S.
+    Token t has query q_t, key k_t, value v_t, write strength β_t and decay a_t. The memory S_t is a K×V
+    matrix with ``S_0 = 0``. The output is ``o_t = S_tᵀ q_t``, where ``S_t = P_t S_{t−1} + β_t k_t v_tᵀ`` and
+    ``P_t = (I − β_t k_t k_tᵀ) diag(a_t)``. So ``M[t, s] = β_s q_tᵀ P_t P_{t−1} … P_{s+1} k_s`` for s ≤ t,
+    else 0; T = S.
 
     Any block on or below the diagonal has rank at most K. DeltaNet has no decay, Gated DeltaNet one decay per
     token, and Kimi Delta Attention (KDA) one decay per token and feature. Entries may have either sign, and
     rows need not sum to 1. Layers keep ‖k‖ = 1 and β in [0, 2], so that P_t never increases the norm of the
     memory. If ``β_t ‖k_t‖² > 2``, the memory can grow without bound.
 
-    `M @ V`, Mᵀ U and `rows` (Mᵀ applied to unit vectors) run over chunks of tokens: O(T K V) time and
-    O(T (K + V)) memory per head. V is the width of the values or the number of rows.
+    `M @ V`, Mᵀ U and `rows` (Mᵀ applied to unit vectors) run over chunks of tokens: O(T K V) time and O(T (K
+    + V)) memory per head. V is the width of the values; for `rows`, V is the number of rows.
 
     Source: S. Yang, B. Wang, Y. Zhang, Y. Shen and Y. Kim, "Parallelizing Linear Transformers with the Delta
     Rule over Sequence Length", NeurIPS 2024, section 3; S. Yang, J. Kautz and A. Hatamizadeh, "Gated Delta
@@ -106,7 +108,7 @@ class GatedDeltaMixing(CausalScanMixing):
 
 @dataclass(frozen=True)
 class _Block:
-    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): decay since the last chunk."""
+    """Tensors of a chunk of C tokens. D(t, s): decay from token s to t; D(t): from the last chunk to t."""
 
     query: Tensor
     key: Tensor
@@ -115,9 +117,10 @@ class _Block:
     attend: Tensor
     """Weight q_t · D(t, s) k_s with which token t reads the update of token s ≤ t; 0 for s > t."""
     system: Tensor
-    """Matrix of the linear system for the updates, β_t k_t · D(t, s) k_s; only entries s < t are used."""
+    """Matrix of the linear system for the updates: β_t k_t · D(t, s) k_s for s < t. The solver takes the
+    diagonal as 1 and ignores entries with s > t."""
     reach: Tensor
-    """Decay D(t) of the memory before the chunk, at each token; (..., C, 1 or K)."""
+    """Decay D(t) from the end of the previous chunk to each token; (..., C, 1 or K)."""
     tail: Tensor
     """Decay from each token to the last token of the chunk; (..., C, 1 or K)."""
 
@@ -132,12 +135,13 @@ def delta_scan(
 ) -> Float[Tensor, "*out T V"]:
     """Compute the output of the gated delta rule at every token: o_t = S_tᵀ q_t.
 
-    The memory is S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ, S_0 = 0. Within a chunk, the
-    updates u_t = β_t (v_t − k_tᵀ diag(a_t) S_{t−1}) solve one triangular system, so a chunk takes only a few
-    matrix products. The memory, K×V numbers, is passed from chunk to chunk.
+    The memory is S_t = (I − β_t k_t k_tᵀ) diag(a_t) S_{t−1} + β_t k_t v_tᵀ, S_0 = 0. The updates of a chunk,
+    u_t = β_t (v_t − S_{t−1}ᵀ diag(a_t) k_t), are the solution of one triangular system, so a chunk takes only
+    a few matrix products. The memory, K×V numbers, is passed from chunk to chunk.
 
-    Cost: O(T (K V + chunk (K + V))) time and O(T V + chunk² + K V) memory per leading axis; chunk² K instead
-    of chunk² if each feature has its own decay. No decay exceeds 1, and nothing is divided by a decay.
+    Cost per sequence and head: O(T (K V + chunk (K + V))) time and O(T V + chunk² + K V) memory. If each
+    feature has its own decay, replace chunk² by chunk² K. No decay exceeds 1, and nothing is divided by a
+    decay, so decays cause no overflow.
 
     Args:
         query: q, vectors that read the memory.

@@ -11,11 +11,11 @@ from rankwise.operators.scan import scan, scan_transposed
 
 
 class LinearAttentionMixing(FastMixing):
-    r"""Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a causal mask, M has rank ≤ F.
+    """Linear attention ``M = diag(1/z) (Φ(Q) Φ(K)ᵀ ⊙ mask)``; without a causal mask, M has rank ≤ F.
 
-    A feature map φ turns each query and key into F features: row t of Φ(Q) is φ(q_t). z_t is the sum of row
-    t, φ(q_t) · Σ_s φ(k_s) over visible columns s, plus ``eps``; z_t = 1 if M is not normalized. If z_t = 0,
-    row t of M is 0.
+    A feature map φ turns each query and key into F features; row t of Φ(Q) is φ(q_t). The divisor z_t is
+    φ(q_t) · Σ_s φ(k_s) + ``eps``, summed over the columns s that row t sees. If M is not normalized, z_t = 1.
+    If z_t = 0, row t of M is 0.
 
     Products with M and Mᵀ take O((T + S) F V) time and O((T + S) (F + V)) memory per head; causal products
     run over chunks of tokens.
@@ -27,7 +27,7 @@ class LinearAttentionMixing(FastMixing):
         query_features: φ(q), (..., H, T, F).
         key_features: φ(k), (..., H, S, F).
         is_causal: True if row i sees only columns 0 … i, as in torch's causal mask.
-        normalized: True to divide each row by its sum, which positive features keep away from 0.
+        normalized: True to divide each row by its sum. Positive features keep the sums away from 0.
         eps: constant added to the row sums.
 
     Raises:
@@ -111,7 +111,7 @@ class LinearAttentionMixing(FastMixing):
         return query @ key.sum(-2)[..., None]
 
     def _inverse(self, row_sums: Tensor) -> Tensor:
-        """Return 1/z for row sums z, or 0 if z = 0; the second `where` keeps gradients finite at z = 0."""
+        """Return 1/z for z = row sum + ``eps``, or 0 if z = 0; the inner `where` keeps gradients finite."""
         divisor = row_sums + self.eps
         return torch.where(divisor == 0, 0.0, 1 / torch.where(divisor == 0, 1.0, divisor))
 

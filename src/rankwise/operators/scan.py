@@ -7,7 +7,7 @@ from torch import Tensor
 from rankwise.operators.base import FastMixing, causal_rows
 
 CHUNK = 64
-"""Tokens per chunk; a row of a chunk's dense weights then costs as much as a state of 64 features."""
+"""Tokens per chunk: per token, the dense weights of a chunk then cost as much as a state of 64 features."""
 
 
 class CausalScanMixing(FastMixing):
@@ -24,10 +24,10 @@ class CausalScanMixing(FastMixing):
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
     """Return the log-decay from each token s to each row t ≥ ``start``: Σ_{s < r ≤ t} log a_r.
 
-    Entries with s > t are −inf. Log-decays are added and never subtracted, so an infinite log-decay affects
-    only pairs of tokens with it in between.
+    Entries with s > t are −inf. Log-decays are added and never subtracted, so a log-decay of −inf at token r
+    affects only the pairs with s < r ≤ t.
 
-    Cost: O(R N) memory per leading axis.
+    Cost: O(R N) memory per sequence and head.
 
     Args:
         log_decay: log a_r, in [−inf, 0]; a_r is the decay from token r − 1 to token r.
@@ -60,11 +60,11 @@ def scan(
 
     Within a chunk of tokens the weights are a dense block; a state of F×V numbers is passed between chunks.
 
-    Cost: O(T (F V + chunk (F + V))) time and O(T V + chunk² + F V) memory per leading axis. No decay exceeds
-    1, and nothing is divided by a decay, so nothing overflows.
+    Cost: O(T (F V + chunk (F + V))) time and O(T V + chunk² + F V) memory per sequence and head. No decay
+    exceeds 1, and nothing is divided by a decay, so nothing overflows.
 
     Args:
-        left: F features per row t; all leading axes broadcast with each other.
+        left: F features per row t. The leading axes of all arguments broadcast with each other.
         right: F features per source s.
         log_decay: log a_r, in [−inf, 0], or None for a = 1. The decay of the first token has no effect.
         values: vectors that are summed, of width V.
@@ -120,5 +120,9 @@ def scan_transposed(
 
 
 def reversed_decays(decay: Float[Tensor, "*batch T"]) -> Float[Tensor, "*batch T"]:
-    """Return decays for a scan over reversed tokens: the decay between r − 1 and r is stored at r − 1."""
+    """Return the decays for a scan over the tokens in reverse order.
+
+    The decay between tokens r − 1 and r is stored at the token that the scan visits later: r − 1 in reverse
+    order.
+    """
     return decay.roll(-1, -1).flip(-1)

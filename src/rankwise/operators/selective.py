@@ -93,7 +93,8 @@ class SelectiveMixing(CausalScanMixing):
             return torch.cat([self.rows(low, high) for low, high in pairwise(edges)], dim=-2)
         c, b, rate, step = self._tensors(compute_dtype(self.dtype))
         c, b, step = c[..., start:stop, :], b[..., :stop, :], step[..., :stop]
-        # 0 · ∞ above the diagonal would be NaN, so the time is clamped; `tril` then sets these entries to 0.
+        # Above the diagonal, the time is ∞, and a rate of 0 would yield 0 · ∞ = NaN. So the time is clamped;
+        # `tril` then sets these entries to 0.
         time = (-log_weights(-step, start)).clamp(max=torch.finfo(step.dtype).max)
         rows = torch.zeros_like(time)
         for n in range(c.shape[-1]):
@@ -140,11 +141,11 @@ def selective_scan(
 
     This is `scan` with a decay per feature n, computed token by token with a state of N×V numbers.
 
-    Cost: O(T N V) time and O(T V + N V) memory per leading axis, plus two buffers of ``numbers`` entries in
-    total.
+    Cost: O(T N V) time and O(T V + N V) memory per sequence and head, plus a few buffers of ``numbers``
+    entries that all sequences and heads share.
 
     Args:
-        left: N features per row t; all leading axes broadcast with each other.
+        left: N features per row t. The leading axes of all arguments broadcast with each other.
         right: N features per source s.
         rate: log-decay of each feature per unit of step, at most 0.
         step: finite factor of the log-decay at each token. The step of the first token has no effect.

@@ -106,7 +106,7 @@ class SemiseparableMixing(CausalScanMixing):
         return mixed * step if step is not None and transposed else mixed
 
     def __getitem__(self, index: Index) -> "SemiseparableMixing":
-        """Return selected sequences and heads; if single heads are selected, each gets its own c and b."""
+        """Return selected sequences and heads; if heads are selected, each gets its own copy of c and b."""
         if self.heads_per_group == 1:
             return super().__getitem__(index)
         picks = index if isinstance(index, tuple) else (index,)

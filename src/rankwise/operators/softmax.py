@@ -116,7 +116,8 @@ class SoftmaxMixing(MixingOperator):
         if self.is_causal and self.mask is not None:  # fused attention accepts only one of these arguments
             return super().__matmul__(values)
         width = values.shape[-1]
-        # If the width is not K, torch does not use its fused kernel and forms the whole matrix.
+        # If the width is not K, torch does not use its fused kernel and forms the whole matrix. So the values
+        # are padded and split into parts of width K.
         whole = F.pad(values, (0, -width % self.query.shape[-1]))
         parts = [self._attend(part) for part in whole.split(self.query.shape[-1], -1)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, -1))[..., :width]
@@ -149,5 +150,5 @@ class SoftmaxMixing(MixingOperator):
         return self.heads_per_group > 1 and len(leading) > 0 and leading[-1] == self.key.shape[-3]
 
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with Hkv heads as a tensor with H heads: each is repeated for its query heads."""
+        """Return a tensor with Hkv heads as one with H: each key head is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor

@@ -16,8 +16,8 @@ class ToeplitzMixing(FastMixing):
     are exact.
 
     Args:
-        kernel: kernel at lags t − s. Causal: lags 0 … T − 1, (..., H, T). Otherwise: lags −(T − 1) … T − 1,
-            (..., H, 2T − 1).
+        kernel: kernel in the order of its lags t − s. If causal, the lags are 0 … T − 1 and the shape is
+            (..., H, T); otherwise, the lags are −(T − 1) … T − 1 and the shape is (..., H, 2T − 1).
         is_causal: True if M is lower triangular.
 
     Raises:

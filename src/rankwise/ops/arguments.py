@@ -203,8 +203,7 @@ def make_call(
 def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> None:
     """Raise ShapeError if a tensor does not have the axes that `AXES` lists under its name.
 
-    The custom operators check again, because compiled graphs call them directly, and kernels do not check
-    array bounds.
+    Custom operators check again: compiled graphs call them directly, and kernels do not check array bounds.
     """
     if w.ndim != 4:
         raise ShapeError("w", expected="(B, T, H, K)", got=f"{tuple(w.shape)}", fix=FIXES["w"])
@@ -330,9 +329,9 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return the offset of each token's score, K · bias[h, position]: the bias is added once per channel.
+    """Return what the bias adds to each token's score, K · bias[h, position]: it is added to all K channels.
 
-    A compiled graph does not check the length of the bias; indexing raises if the bias is too short.
+    A compiled graph skips the check of the bias's length; there, indexing a bias that is too short raises.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:

@@ -23,7 +23,7 @@ from rankwise.ops.arguments import Call, Sums, as_dtype, sum_dtype
 from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 
 CHUNK = 64
-"""Largest number of tokens per chunk; only sums over several chunks are float64."""
+"""Largest number of tokens per chunk; sums of w² are float64 only across chunks."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 """numpy dtype for each torch dtype of the arrays in loops."""
 
@@ -44,8 +44,8 @@ class ChunkedCall:
         dtype: dtype of the sums, float32 or float64.
         w: projections of tokens, (M, H, K), in the dtype of the sums.
         temperature: temperatures, (H,); empty for uniform memberships.
-        tokens: three arrays: mask, (M,) or empty; power, (CHUNK + 2, H), which holds λ^0 … λ^CHUNK per head
-            and, in the last row, the rounding error of λ in the dtype of the sums; rate, (H,), λ in float64.
+        tokens: three arrays: mask, power, rate. mask is (M,) or empty; rate is λ per head in float64. The
+            rows of power, (CHUNK + 2, H), are λ^0 … λ^CHUNK and the rounding error of λ in dtype ``dtype``.
         chunks: tokens and sequence of each chunk.
         threads: number of threads that run a loop.
     """
@@ -200,7 +200,7 @@ def add_row(row, weight, sums, factors):
 @inlined
 @no_type_check
 def add_chunk(w, weight, mask, power, rate, first, last, sums, mass):
-    """Write the sum of weight · w² over a chunk to `sums`, of weight to `mass`; if empty, weight is 1."""
+    """Write the sums of weight · w² and of weight over a chunk to `sums` and `mass`; no weight means 1."""
     by = w.dtype.type(1)
     sums[:] = 0
     mass[:] = 0

@@ -50,8 +50,7 @@ class Loop:
         """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
         Each task writes to its own part of the result arrays. A free thread takes the next slice, so a slow
-        thread does not delay the others. The calling thread works too, and does not wait for threads that
-        have not begun.
+        thread delays no other. The calling thread works too, and cancels threads that have not begun.
         """
         run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:

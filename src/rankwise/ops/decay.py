@@ -50,7 +50,7 @@ def half_lives(
 def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64[Tensor, " H"]:
     """Return λ = 2^(−1/h) for half-life h: the factor by which sums decay per token; exactly 1 for h = ∞.
 
-    λ is float64, because float32 would change a half-life of a million tokens by 10 %. λ is on the CPU if the
+    λ is float64, because float32 would change a half-life of a million tokens by 3 %. λ is on the CPU if the
     device does not support float64.
 
     Examples:

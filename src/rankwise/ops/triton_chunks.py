@@ -24,9 +24,10 @@ MIN_LOG2_RATE = -2000.0
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return masks of a chunk's tokens and real tokens, array offsets for (M, H) and (M, H, K), 2-D masks.
+    """Return masks and array offsets of the tokens of a chunk: inside, real, row, cell, known, there.
 
-    The last two masks are (BT, BK): channels of real tokens, and channels of all tokens of the chunk.
+    inside, real (BT,): tokens of the chunk, and the real ones. row (BT,), cell (BT, BK): offsets in arrays
+    (M, H) and (M, H, K). known, there (BT, BK): channels of real tokens, and of all tokens of the chunk.
     """
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
@@ -158,7 +159,7 @@ class Chunks:
         self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if call.rate is None else 32  # with decay, a program forms a BT×BT matrix
+        most = 64 if call.rate is None else 32  # smaller with decay: a program holds a size × size matrix too
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if call.mask is None else call.mask.contiguous()
         if call.bounds is not None:

@@ -104,8 +104,9 @@ def _full(tokens: int, sources: int) -> float:
 def _window(tokens: int, window: int) -> float:
     """Return the expected rank under a causal window w, by the formula for any mask in `rank_barrier`.
 
-    Column j is seen by rows j … min(j + w, T) − 1. Rows i < w − 1 see i + 1 columns each; the product of
-    their factors 1 − 1/(i + 1) for i = j … k − 1 is j/k. Later rows see w columns each.
+    Column j is seen by rows j … min(j + w, T) − 1. Rows i < w − 1 see i + 1 columns each; over rows i = j … k
+    − 1 the product of the factors 1 − 1/(i + 1) is j/k (``early``). Later rows, ``late`` in number, see w
+    columns each.
     """
     if window == 1:
         return float(tokens)

@@ -31,8 +31,8 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
     r"""Return the smallest |λ| that satisfies both hypotheses of Theorem 4.1 of the λ-skip paper.
 
     The hypotheses are Eq. 7, λ² − a(S·C_M + |λ|)² > 0, and μ² ≥ b = 2|λ|·T·D·S·C_M/(λ² − a(S·C_M + |λ|)²).
-    If both hold, μ² (the squared spread of the states) is at least a·μ² after the norm. Eq. 7 alone
-    guarantees nothing.
+    If both hold, the squared spread of the states after the norm is at least a·μ², where μ is the spread
+    before the layer. Eq. 7 alone guarantees nothing.
     Formula: the larger root λ of (1 − a)μ²·λ² − 2S·C_M(a·μ² + T·D)·λ − a(S·C_M)²μ² = 0. For μ = ∞ it is the
     smallest |λ| that satisfies Eq. 7, √a·S·C_M/(1 − √a).
     Range: [0, ∞]; infinite for μ = 0; above 2·S·C_M for any a, if each state has norm √D. Cost: O(1) time.

@@ -177,8 +177,8 @@ def singular_values_of_stochastic(
     """Return the singular values of a non-negative matrix M, and the smallest δ at which ranks are exact.
 
     By default they are square roots of eigenvalues of the smaller Gram matrix, which take an eighth of the
-    time of an SVD. The rounding error of an eigenvalue is about n·ε·‖M‖_1·‖M‖_∞, so δ² must be far larger. If
-    ``precise``, the SVD is computed, with which ranks are exact for any δ.
+    time of an SVD. The rounding error of an eigenvalue is about max(T, S)·ε·‖M‖_1·‖M‖_∞, so δ² must be far
+    larger. If ``precise``, the SVD is computed, with which ranks are exact for any δ.
     """
     if precise:
         return torch.linalg.svdvals(matrix).numpy(), 0.0

@@ -32,10 +32,10 @@ def random_head_rank(
     The simulation uses the head width K and the temperature τ of a head. For τ → 0 and K → ∞ the rank tends
     to `rank_barrier`, and for τ → ∞ to `uniform_rank`.
 
-    ``interpolate`` is for sequences of many different lengths. Simulated are only lengths up to 32, lengths
-    32·2^(i/2) and the first four multiples of a window. In between, rank is linear in T if T exceeds a
-    window; otherwise log rank is linear in log T (and in log S, if S is passed). The error compared with
-    direct simulation is below 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
+    ``interpolate`` is for sequences of many different lengths. Only lengths up to 32, lengths 32·2^(i/2) and
+    the first four multiples of a window are simulated. In between, the rank is interpolated: linearly in T
+    if T exceeds a window, otherwise on logarithmic scales of rank and T (and of S, if S is passed). Compared
+    with simulation, the error is below 1 % for K ≥ 4 and 4 % for K < 4, plus the noise of the trials.
 
     Range: [1, min(T, S)] for the usual δ. The rank grows with K, and saturates under the full mask.
     Cost: trials × O(T S (K + min(T, S))) time. Spectra are cached, so another δ only takes a count. On one

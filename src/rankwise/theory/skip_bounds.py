@@ -16,7 +16,8 @@ Rows = Float[Tensor, "*batch T D"]
 """Token states or outputs of a mixer, one row per token."""
 Norm = Literal["none", "layer", "rms"]
 DOUBLINGS, HALVINGS = 30, 40
-"""Steps of the search for the smallest |λ|: up to 2^30 ≈ 1e9 first guesses, error 2^−40 ≈ 1e-12."""
+"""Steps of the search for the smallest |λ|: doublings reach 2^30 ≈ 1e9 times the first guess, and halvings
+then locate |λ| to 2^−40 ≈ 1e-12 of that range."""
 
 
 def skip_bound(
@@ -32,17 +33,17 @@ def skip_bound(
     μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.token_spread`).
 
     - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. The bound is attained for f(x) = −c·x.
-    - "layer" and "rms": the larger of two bounds before gain and bias, or 0. y_i, m_i are the rows of x and
-      f(x), centered for LayerNorm. u_i = y_i/‖y_i‖ are directions, ū their mean, U their matrix. f(x) turns
-      row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more. The bounds are
+    - "layer" and "rms": the larger of two bounds, or 0, before gain and bias of the norm. y_i and m_i are the
+      rows of x and f(x), centered for LayerNorm. The directions u_i = y_i/‖y_i‖ are the rows of U, with mean
+      ū. f(x) turns row i by at most φ_i = arcsin(‖m_i‖/(|λ|‖y_i‖)), or π if the ratio is 1 or more:
 
         μ ≥ √D·μ(U) − ‖(e_i)_i‖₂,             e_i = min(2√D sin(φ_i/2) + √D − r_i, 2√D),
         μ² ≥ Σ_i r_i² − T·(√D‖ū‖ + ē)²,       ē the mean of the e_i.
 
-      Here r_i = √D·s_i/√(s_i² + Dε) is the least length of row i after the norm, s_i = max(|λ|‖y_i‖ − ‖m_i‖,
-      0). Row i moves by at most e_i. If y_i = 0, then u_i = r_i = 0, and e_i = √D, or 0 if m_i = 0 too. The
-      first bound subtracts the moves of all rows. The second bounds the mean row; it is better if rows turn
-      far.
+      After the norm, row i differs from √D·u_i by at most e_i, and its length is at least r_i =
+      √D·s_i/√(s_i² + Dε), where s_i = max(|λ|‖y_i‖ − ‖m_i‖, 0). If y_i = 0, then u_i = r_i = 0, and e_i = √D,
+      or 0 if m_i = 0 too. The first bound subtracts the differences of all rows. The second bounds the mean
+      row; it is better if rows turn far.
 
     Range: [0, |λ|μ(x)] without a norm; [0, √D·μ(U)] with a norm, which is [0, μ(x)] if the rows y_i have norm
     √D. It grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
@@ -92,10 +93,10 @@ def min_lambda(
     Formula: √a + μ(f(x))/μ(x) without a norm. ``relative`` replaces μ by μ/‖·‖_F, which does not grow with
     the length of the states: (μ(f(x))/μ(x) + √a·‖f(x)‖_F/‖x‖_F)/(1 − √a). With a norm, |λ| is found by
     bisection, and √D·μ(U) replaces μ(x) (equal if rows have norm √D; directions U as in `skip_bound`).
-    Range: without a norm [√a, ∞]: infinite if μ(x) = 0 < μ(f(x)), and √a if both are 0; with ``relative``
-    [0, ∞]; with a norm (0, ∞]: infinite if all rows of x have the same direction, or if f(x) moves rows of
-    zeros too far.
-    Cost: O(T D) time; with a norm also about 70 times O(T).
+    Range: [√a, ∞] without a norm: infinite if μ(x) = 0 < μ(f(x)), and √a if both are 0. [0, ∞] with
+    ``relative``. (0, ∞] with a norm: infinite if all rows of x have the same direction, or if f(x) moves rows
+    of zeros too far.
+    Cost: O(T D) time; with a norm, the search adds about 70 evaluations of the bound in O(T) time each.
     Source: this project; proof in docs/proofs/skip-bound.md.
 
     Args:

@@ -17,12 +17,13 @@ def uniform_rank(
     """Return the numerical rank of uniform attention: equal weights on all columns that a row sees.
 
     Without a mask all rows are equal, and the rank is 1. A mask alone increases the rank: under the causal
-    mask, row i has the entries 1/i up to column i. At δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at
-    T = 1,024.
+    mask, row i has the entries 1/i up to column i. At δ = 0.01 the rank is 0.94 T at T = 64 and 0.15 T at T =
+    1,024.
 
     Formula: without a mask, M = 1 1ᵀ/S has one nonzero singular value, √(T/S). The causal M is the inverse of
-    a matrix B with i on the diagonal and −(i − 1) below it, so the σ_i ≥ δ of M correspond to eigenvalues
-    ≤ 1/δ² of the tridiagonal BᵀB, which the signs of pivots count (Sturm). Under a window, M is decomposed.
+    a matrix B with i on the diagonal and −(i − 1) below it. So the σ_i ≥ δ of M correspond to eigenvalues ≤
+    1/δ² of the tridiagonal BᵀB, and the signs of its pivots count these (Sturm). Under a window, M is
+    decomposed.
     Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S.
     Cost: O(T) time for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
 

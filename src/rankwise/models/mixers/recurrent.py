@@ -62,7 +62,7 @@ class ShortConvolution(nn.Conv1d):
         mask: Bool[Tensor, "B T"] | None = None,
         state: Float[Tensor, "B R C"] | None = None,
     ) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B R C"]]:
-        """Return the outputs, and as state the last ``tokens − 1`` real inputs, with zeros in front.
+        """Return the outputs, and the state: the last ``tokens − 1`` real inputs, with zeros in front.
 
         Args:
             x: tokens of this call.
@@ -132,7 +132,7 @@ def drop_state_rows(operator: MixingOperator, states: int) -> MixingOperator:
 
 
 def decay_to_end(log_decay: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Return the log-decay from each token to the last, the sum of all later log-decays, computed directly.
+    """Return the log-decay from each token to the last token: the sum of all later log-decays.
 
     Examples:
         >>> decay_to_end(torch.tensor([-9.0, -2.0, -1.0])).tolist()

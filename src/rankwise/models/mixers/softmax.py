@@ -69,7 +69,7 @@ class SoftmaxAttention(Mixer):
         self._add_output(num_heads * self.head_dim, hidden_size, bias, dropout)
 
     def state_size(self, tokens: int) -> int:
-        """Return the number of entries in keys, values and the flags of real tokens, one per token."""
+        """Return the number of entries in keys, values and the mask of real tokens (one entry per token)."""
         return tokens * (self.num_heads * (self.query_dim + self.head_dim) + 1)
 
     def _mix(

@@ -41,8 +41,9 @@ class TokenStatisticsAttention(Mixer):
     are -w / (1 + m). Tokens influence each other only through sums in Π and m, so there is no attention map.
     Two options that the released models do not have let tokens read other tokens directly: a short
     convolution of w, and a scan added to diag(Π_h), see `MembershipScan`.
-    Cost: O(T D) in addition to the two projections. The decoding state has 2 K + 1 numbers per head, F K more
-    with a scan, and ``conv_tokens - 1`` per channel of H (K + 2 F) with a convolution, independent of T.
+    Cost: O(T D) in addition to the two projections. The size of the decoding state does not depend on T: per
+    head 2 K + 1 numbers, and F K more with a scan; with a convolution, also ``conv_tokens - 1`` numbers for
+    each of H (K + 2 F) channels.
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction";
     the causal variant follows the released language models.
 
@@ -219,7 +220,7 @@ class MembershipScan(nn.Module):
 
     Formula: ``M_h[t, u] = δ_tu Π_u + c_t·b_u exp(-a_h Σ_{u < r ≤ t} Π_r) Π_u`` for u ≤ t, applied to the
     values ``-w_u / (1 + m_u)``. c and b are unit vectors of F features per head, so c_t·b_u is a cosine. The
-    added matrix is that of Mamba-2 with steps Π_r: the state of a head decays only at tokens of that head. A
+    added matrix is Mamba-2's with steps Π_r, so the state of a head decays only at tokens of that head. A
     masked token has Π = 0: it adds nothing, and the state does not decay. The rate a_h > 0 is learned.
     Cost: O(T F K) per head; the state has F K numbers per head, independent of T.
     Source: this package; the scan algorithm follows T. Dao and A. Gu, "Transformers are SSMs", ICML 2024,
@@ -228,8 +229,8 @@ class MembershipScan(nn.Module):
     Args:
         heads: H, the number of heads.
         features: F, the number of features per head.
-        half_life: initial half-life of each head, in tokens with membership 1 / H; None for 1,024 tokens.
-            By default, half-lives are between 4 and 256 tokens on a logarithmic scale.
+        half_life: initial half-life of each head, in tokens with membership 1 / H, at most 1,024; None in the
+            list means 1,024. By default, half-lives are from 4 to 256 tokens on a logarithmic scale.
     """
 
     def __init__(
