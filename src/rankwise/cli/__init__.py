@@ -1,4 +1,4 @@
-"""The command line: one file a command; each parses, calls the library and prints."""
+"""Command line, with one file per command: each parses options, calls the library and prints results."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for module in (audit, compare, plan, skip, compress, convert):
-    # Rich keeps line breaks within paragraphs, which would break lines twice in a narrow terminal.
+    # Rich keeps line breaks in paragraphs, so that a narrow terminal would break lines a second time.
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", module.HELP)
     name = module.__name__.rpartition(".")[2]
     app.command(name, help=paragraphs, cls=OptionalValues)(module.command)
@@ -35,7 +35,7 @@ def _main(
 
 
 def main() -> None:
-    """Run a command; errors meant for users are shown without a traceback, on standard error."""
+    """Run a command; print errors that are meant for users on standard error, without a traceback."""
     from rankwise.cli.torchrun import silence_other_ranks
     from rankwise.errors import RankwiseError
 

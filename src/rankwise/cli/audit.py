@@ -1,4 +1,4 @@
-"""`rankwise audit`."""
+"""Command `rankwise audit`: audit one model, several models, or one model in several processes."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ index.html shows curves over the models. Under torchrun, several processes share
   rankwise audit --merge first/audit.json second/audit.json --out both
 """
 FOUND = 3
-"""Exit status if a code of --fail-on was found."""
+"""Exit status of the command if an audit has a finding of --fail-on."""
 INTERRUPTED = 130
 
 
@@ -180,7 +180,7 @@ def command(
         typer.Option("--merge", help="Merge saved audits of one model on different data into one."),
     ] = False,
 ) -> None:
-    """Audit one model or several; see `HELP`."""
+    """Audit one model or several models; `HELP` describes the command."""
     from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_job import AuditJob
@@ -226,7 +226,7 @@ def command(
 
 
 def _check_processes(processes: "Processes", models: Sequence[str], options: Mapping[str, object]) -> None:
-    """Refuse arguments that several processes of torchrun cannot share."""
+    """Raise if torchrun started several processes, but the arguments are for a single process."""
     from rankwise.errors import InputError
 
     given = ["several models"] * (len(models) > 1)
@@ -237,7 +237,7 @@ def _check_processes(processes: "Processes", models: Sequence[str], options: Map
 
 
 def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> None:
-    """Refuse several sources of data, and a data set that cannot be parsed."""
+    """Raise if several sources of data are named, or if the name of a data set cannot be parsed."""
     from rankwise.cli.load_data import parse_dataset
     from rankwise.errors import InputError
 
@@ -251,7 +251,7 @@ def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> 
 
 
 def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, job: "AuditJob") -> None:
-    """Refuse processors that no Ray task would use."""
+    """Raise if --cpus or --gpus reserve processors that no Ray task would use."""
     from rankwise.errors import InputError
 
     for option, value in (("--cpus", cpus), ("--gpus", gpus)):
@@ -267,7 +267,7 @@ def _audit_many(
     job: "AuditJob", models: Sequence[str], out: Path, *, resume: bool, ray: str | None, cpus: float | None,
     gpus: float | None,
 ) -> "list[Audit]":  # fmt: skip
-    """Audit each model into a folder of its own; exit if a model failed or after Ctrl-C."""
+    """Audit each model into its own folder; exit with an error status if a model failed or after Ctrl-C."""
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.output import new_folder, show_progress
     from rankwise.cli.ray_jobs import run_on_ray
@@ -291,7 +291,7 @@ def _audit_many(
 
 
 def _refuse_with_merge(options: Sequence[str]) -> None:
-    """Refuse options that say how to audit: saved audits stay as they were measured."""
+    """Raise if options of an audit are combined with --merge, which does not measure anything again."""
     from rankwise.errors import InputError
 
     if options:
@@ -301,7 +301,7 @@ def _refuse_with_merge(options: Sequence[str]) -> None:
 
 
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
-    """Merge saved audits, given as files or their folders, and write the report of the merged audit.
+    """Merge saved audits (files or their folders), and write the report of the merged audit.
 
     Raise `InputError` if the report would replace one of these audits.
     """
@@ -326,7 +326,7 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
 def _importance(
     how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
 ) -> "ImportanceSettings | Literal[False]":
-    """Return the settings of importance, False if it is not measured; for the demo, by default exact."""
+    """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
     from rankwise.errors import one_of
     from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
 
@@ -342,7 +342,7 @@ def _importance(
 
 
 def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
-    """Return the folder of the demo and its text, or the text that the user chose."""
+    """Return the folder of the demo model, and the demo's text unless the user named other data."""
     from rankwise.cli.load_model import demo_model, demo_text
     from rankwise.errors import InputError
 
@@ -353,7 +353,7 @@ def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[
 
 
 def _fail_on(audits: "Sequence[Audit]", codes: Sequence[str]) -> None:
-    """Exit with status `FOUND` if an audit has a finding of these codes."""
+    """Exit with status `FOUND` if an audit has a finding with one of these codes."""
     found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if found:
         print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Describe one audit as a job: model, data and settings; load and run it."""
+"""Describe one audit as a job (model, data and settings), and load and run the job."""
 
 import hashlib
 import shlex
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rankwise.importance import ImportanceSettings
 
 WHOLE = 1 << 26
-"""Number of bytes that a digest reads of a file at most, of larger files in evenly spaced pieces."""
+"""Number of bytes up to which a digest reads a whole file; larger files are sampled in pieces."""
 PIECE = 1 << 16
 Say = Callable[[str], None]
-"""Function that shows which step is running."""
+"""Function that shows the user which step is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditJob:
-    """One audit: model, data and settings. The fields are options of `rankwise audit`."""
+    """Model, data and settings of one audit; the fields are options of `rankwise audit`."""
 
     model: str
     revision: str | None = None
@@ -53,7 +53,7 @@ class AuditJob:
 
     @property
     def options(self) -> dict[str, str | None]:
-        """Options that differ from their defaults, with their values; None for an option without a value."""
+        """Options that differ from their defaults, with their values; None for a flag, which has no value."""
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
         defaults = {field.name: field.default for field in fields(self)}
         if importance := given.pop("importance"):
@@ -71,14 +71,14 @@ class AuditJob:
 
     @property
     def command(self) -> str:
-        """The command line that repeats this audit, without options of output and Ray."""
+        """Command line that repeats this audit, without the options for output and Ray."""
         words = (word for pair in self.options.items() for word in pair if word is not None)
         return shlex.join(["rankwise", "audit", self.model, *words])
 
     def for_model(self, model: str) -> "AuditJob":
-        """Return this job for a name, a folder, ``module.py:factory``, or ``NAME@REVISION`` of the Hub.
+        """Return this job for another model: name, folder, ``module.py:factory`` or ``NAME@REVISION``.
 
-        A path that exists is a folder, even if its name contains an @.
+        An existing path is a folder, even if the path contains an @.
         """
         name, _, revision = model.rpartition("@")
         is_factory = model.rpartition(":")[0].endswith(".py")
@@ -87,9 +87,9 @@ class AuditJob:
         return replace(self, model=name, revision=revision)
 
     def file_digests(self) -> dict[str, str]:
-        """Return digests of the local files that the job reads, by option; none for names on the Hub.
+        """Return digests of the local files that the job reads, by option; names on the Hub have none.
 
-        In folders of models and tokenizers, subfolders do not count: they may hold results.
+        Subfolders of models and tokenizers are ignored, because they may contain results.
         """
         factory, _, _ = self.model.rpartition(":")
         model = factory if factory.endswith(".py") else self.model
@@ -105,7 +105,7 @@ class AuditJob:
 
 
 def _digest(path: Path, pattern: str) -> str:
-    """Return the digest of a file, or of all files in a folder that match a pattern and are not hidden."""
+    """Return the digest of a file, or of a folder's visible files whose names match a pattern."""
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.glob(pattern)):
         name = "" if file == path else file.relative_to(path).as_posix()
@@ -127,20 +127,20 @@ def _file_digest(file: Path, size: int, changed: int) -> str:
 
 
 class LoadedJob(NamedTuple):
-    """A job with its model loaded and its data open."""
+    """Job with a loaded model and opened data."""
 
     job: AuditJob
     model: LoadedModel
     data: LoadedData
     notes: list[str]
     first: list[Any]
-    """The first batch, after the audit has started."""
+    """List for the first batch, which is added when the audit starts."""
     is_empty: bool = False
-    """True if this shard has no sequences."""
+    """True if this process's shard of the data has no sequences."""
 
 
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
-    """Load the model, with the λ-skips saved next to it, and open the data of one shard.
+    """Load the model of a job with its saved λ-skips, and open the data of one shard.
 
     Raise `InputError` if the model or the data cannot be loaded.
     """
@@ -169,9 +169,9 @@ def run(
     provenance: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, str], None] | None = None,
 ) -> "AuditStatistics":
-    """Measure the model of a loaded job on its data; raise as `rankwise.audit` does.
+    """Measure the model of a loaded job on its data; raise the same errors as `rankwise.audit`.
 
-    Entries of `provenance` replace entries that follow from the job, such as the command.
+    Entries of `provenance` replace entries that are derived from the job, such as the command.
     """
     from rankwise.auditing import AuditSettings
     from rankwise.auditing.provenance import weights_digest
@@ -196,16 +196,16 @@ def run(
 
 
 def _keep_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
-    """Yield batches; keep the first batch, on which the model may run again."""
+    """Yield batches, and store the first batch in the list `first`, because the model may run on it again."""
     for batch in batches:
         first[:] = first or [batch]
         yield batch
 
 
 def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[Audit, bool]":
-    """Return the audit of statistics, with a recommended λ if it is complete; also True after Ctrl-C.
+    """Return the audit with recommended λ, and True if Ctrl-C stopped the audit or the recommendation.
 
-    If the recommendation fails, the audit has a note that says why.
+    An incomplete audit has no recommendation. If the recommendation fails, a note of the audit says why.
     """
     from rankwise.auditing.run import build_audit
     from rankwise.auditing.settings import chosen_heads
@@ -218,7 +218,7 @@ def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[
         return recommend(audit, loaded.model.model, loaded.first[0]), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
-    except Exception as error:  # the audit must not be lost
+    except Exception as error:  # an error in the recommendation must not lose the audit
         reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
         note, stopped = f"no λ is named for COLLAPSE: {reason}", False
         say(note)
@@ -227,15 +227,15 @@ def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[
 
 
 def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
-    """Load a job, run it to its end and return the audit, with digests of the files that it read.
+    """Load and run a job; return the complete audit, with digests of the files that the job read.
 
-    Raise `RankwiseError` for every failure, as processes of Ray can send it, and `KeyboardInterrupt` instead
-    of returning an incomplete audit.
+    Raise `RankwiseError` for every failure, because Ray can send it between processes. Raise
+    `KeyboardInterrupt` if Ctrl-C stopped the audit.
     """
     from rankwise.auditing import AuditError
 
     try:
-        digests = job.file_digests()  # before files are read: --resume then sees every later change
+        digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
         loaded = load(job)
         statistics = run(
             loaded,
@@ -244,7 +244,7 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
         )
         audit, interrupted = build(loaded, statistics, say)
     except AuditError as error:
-        error.audit = error.statistics = None  # large, and not needed where the error is shown
+        error.audit = error.statistics = None  # large, and not needed to show the error
         raise
     except RankwiseError:
         raise

@@ -1,4 +1,4 @@
-"""Audit several models: keep finished audits, write each new audit as it finishes, then the history."""
+"""Audit several models: keep finished audits, write each new audit, then the history of all audits."""
 
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -14,25 +14,25 @@ from rankwise.cli.output import print_results, write_report
 from rankwise.errors import InputError, RankwiseError, RecordError
 
 Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
-"""Jobs with their audits or errors, in the order in which they finish."""
+"""Generator of pairs (job, its audit or error), in the order in which jobs finish."""
 Runner = Callable[[Sequence[AuditJob]], Results]
 
 
 @dataclass
 class Outcome:
-    """Results of `audit_many`."""
+    """Audits and errors of `audit_many`."""
 
     audits: dict[str, Audit] = field(default_factory=dict)
-    """Finished audits, new and kept, by folder in the order of the jobs."""
+    """Finished audits, new and kept, by the name of their folder, in the order of the jobs."""
     kept: int = 0
     failures: list[RankwiseError] = field(default_factory=list)
     interrupted: bool = False
 
 
 def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
-    """Return a job per model, sorted by training steps.
+    """Return one job per model, sorted by training step.
 
-    Paths become absolute, since Ray workers may run in another folder.
+    Paths become absolute, because Ray workers may run in another folder.
     """
     shared = replace(
         job,
@@ -46,7 +46,7 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
 
 
 def _absolute(name: str) -> str:
-    """Make the path of a model or a factory absolute; return names on the Hub as they are."""
+    """Return the absolute path of a model or factory; names on the Hub are returned unchanged."""
     path, colon, factory = name.rpartition(":")
     if path.endswith(".py"):
         return f"{Path(path).resolve()}{colon}{factory}"
@@ -54,7 +54,7 @@ def _absolute(name: str) -> str:
 
 
 def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
-    """Run jobs one after the other in this process; yield each result."""
+    """Run jobs one after the other in this process, and yield each job with its audit or error."""
     for job in jobs:
         result: Audit | RankwiseError
         try:
@@ -65,10 +65,10 @@ def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
 
 
 def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool) -> Outcome:
-    """Write each audit to ``OUT/NAME`` as it finishes, then the history of all audits.
+    """Write each audit to ``OUT/NAME`` as soon as it finishes, then the history of all audits.
 
-    A failure is printed and does not stop other jobs. Ctrl-C stops them; the history then has the finished
-    audits. With `resume`, a job is not run if `out` has its finished audit, whatever the folder is called.
+    A failed job is printed, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
+    finished audits. With `resume`, a job is skipped if any folder in `out` has its finished audit.
     """
     saved = _saved_audits(out) if resume else {}
     folders = {job: folder for job in jobs if saved and (folder := _find(job, saved))}
@@ -96,7 +96,7 @@ def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: b
 
 
 def _saved_audits(out: Path) -> dict[str, Audit]:
-    """Return the audits that can be read, by folder."""
+    """Return the readable audits in subfolders of `out`, by the name of their folder."""
     found: dict[str, Audit] = {}
     for path in sorted(out.glob("*/audit.json")):
         try:
@@ -107,7 +107,7 @@ def _saved_audits(out: Path) -> dict[str, Audit]:
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
-    """Return the folder of a job's finished audit, or "" and print why audits of its model do not count."""
+    """Return the folder of a job's finished audit; otherwise "", and print why other audits do not count."""
     digests = job.file_digests()
     for folder, audit in saved.items():
         before, command = audit.provenance.sources, audit.provenance.command
@@ -126,7 +126,7 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
 
 
 def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, str]:
-    """Return a free folder per job: the last part of its name, the whole name, or a number and the name."""
+    """Return an unused folder name per job: short name, full name, or full name after a number."""
     names = [f"{job.model}@{job.revision}" if job.revision else job.model for job in jobs]
     lower = {folder.lower() for folder in taken}  # file systems may ignore case
     for tried in ([Path(name).name for name in names], names):
@@ -139,7 +139,7 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, st
 
 
 def _write_history(audits: Mapping[str, Audit], out: Path) -> None:
-    """Print how audits change from model to model, and write it as a page and a table."""
+    """Print how the audits change from model to model, and write the history as a page and a table."""
     from rankwise.report import write_page
     from rankwise.report.comparison_report import history_document
 

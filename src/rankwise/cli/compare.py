@@ -1,4 +1,4 @@
-"""`rankwise compare`."""
+"""Command `rankwise compare`: compare two audits, or show the history of more."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ def command(
         typer.Option(help="Write .html, or .json for two audits and .csv for more; can be repeated."),
     ] = None,
 ) -> None:
-    """Compare audits; see `HELP`."""
+    """Compare audits; `HELP` describes the command."""
     from rankwise._internals.files import write_file
     from rankwise.auditing import Audit, History, compare
     from rankwise.cli.output import print_results
@@ -58,7 +58,7 @@ def command(
 
 
 def _audit_paths(given: list[Path]) -> list[Path]:
-    """Replace folders without an audit by the folders of audits in them, sorted by training step."""
+    """Return paths of audits: a folder without an audit is replaced by the audits in its subfolders."""
     from rankwise.auditing import in_order
     from rankwise.errors import InputError
 
@@ -73,7 +73,7 @@ def _audit_paths(given: list[Path]) -> list[Path]:
 
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """Return the last folder of each path; the whole paths if two are equal."""
+    """Return the last folder of each path, or the whole paths if two last folders are equal."""
     homes = [path.parent if path.name == "audit.json" else path for path in paths]
     short = [home.name or str(home) for home in homes]
     return short if len(set(short)) == len(short) else list(map(str, homes))

@@ -1,4 +1,4 @@
-"""`rankwise compress`."""
+"""Command `rankwise compress`: make a trained model smaller, and measure costs and savings."""
 
 import json
 import shutil
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rankwise.compression import Compression
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
-"""Files of sentence-transformers: which modules follow the model, and how texts are read."""
+"""Files of sentence-transformers: the list of modules after the model, and how texts are read."""
 MODULE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
-"""Files of each module that follows the model, such as pooling."""
+"""Files of each module after the model, such as a pooling module."""
 SENTENCE_MODULES = (
     "Modules of sentence-transformers were copied ({names}): after "
     "`from rankwise.compression import load_compressed`, SentenceTransformer loads the folder."
@@ -92,7 +92,7 @@ def command(
     revision: Revision = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Compress a model; see `HELP`."""
+    """Compress a model; `HELP` describes the command."""
     from rankwise.cli.load_model import load_model
     from rankwise.cli.output import check_unused, command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression.run import compress, part_targets
@@ -115,7 +115,7 @@ def command(
         )
         batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
         with show_progress() as on_step, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*became slower")  # also a note of the record
+            warnings.filterwarnings("ignore", message=".*became slower")  # the record notes it as well
             record = compress(
                 subject.model,
                 batches,
@@ -136,14 +136,14 @@ def command(
             "folder": str(out),
             "library": _library(subject.model),
         }
-        if subject.source:  # only then has the folder a tokenizer or an image processor
+        if subject.source:  # a model of a factory has no tokenizer or image processor
             about["data"] = "text" if images is None else "images"
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
         config: Any = getattr(subject.model, "config", None)
         if hasattr(config, "use_cache"):
-            config.use_cache = True  # it was off while whole texts ran
+            config.use_cache = True  # `load_model` turned the cache off
         if not structure_of(subject.model).changes:
             _show(record, [])
             raise CompressionError(
@@ -169,7 +169,7 @@ def _library(model: Any) -> str:
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
-    """Return the number of an option, or its numbers by part."""
+    """Return the number of an option, or a dict of its numbers per part; None if the option is not used."""
     from rankwise.errors import InputError
 
     numbers: dict[str, float] = {}
@@ -194,7 +194,7 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
 def _data(
     subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
 ) -> tuple[list[Any], list[Any], list[str]]:
-    """Return batches for calibration, batches for costs, and notes on them."""
+    """Return batches for calibration, batches for measuring costs, and notes on the data."""
     from rankwise.cli.load_data import load_data, split_held_out
 
     if subject.batches is not None and text is None and images is None:
@@ -210,7 +210,7 @@ def _data(
 
 
 def _show(record: "Compression", written: list[tuple[str, Path]]) -> None:
-    """Print the record, without next steps if no model was written."""
+    """Print the report of a compression; without the next steps if no model was written."""
     from rankwise.cli.output import print_results
     from rankwise.report.compression_report import compression_document
 
@@ -221,11 +221,11 @@ def _show(record: "Compression", written: list[tuple[str, Path]]) -> None:
 
 
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
-    """Copy tokenizer, image processor and modules of sentence-transformers; return the modules' names."""
+    """Copy tokenizer, image processor and sentence-transformers modules; return the module names."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     for kind in (AutoTokenizer, AutoImageProcessor):
-        with suppress(Exception):  # a model has one of them, or none
+        with suppress(Exception):  # a model has at most one of the two
             kind.from_pretrained(source, revision=revision).save_pretrained(folder)
     for name in SENTENCE_FILES:
         _copy(source, revision, name, folder)
@@ -242,7 +242,7 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
 
 
 def _copy(source: str, revision: str, name: str, folder: Path) -> None:
-    """Copy one file of a model, if the model has it."""
+    """Copy one file of a model into a folder, if the model has the file."""
     from transformers.utils import cached_file
 
     with suppress(OSError):

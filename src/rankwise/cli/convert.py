@@ -1,4 +1,4 @@
-"""`rankwise convert`."""
+"""Command `rankwise convert`: convert a released ToST checkpoint into a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ def command(
         typer.Option(help="Convert a vision model trained with tokens_norm, as all released sizes are."),
     ] = True,
 ) -> None:
-    """Convert a checkpoint; see `HELP`."""
+    """Convert a checkpoint; `HELP` describes the command."""
     from rankwise._internals.files import writable_folder
     from rankwise.cli.output import print_results, quiet_libraries
     from rankwise.models import load_released_tost, save_model

@@ -1,4 +1,4 @@
-"""Load the data that a command names, a text, pictures or a data set, as batches for a loaded model."""
+"""Load data that a command names (text, pictures or a data set) as batches for a loaded model."""
 
 import gzip
 import re
@@ -18,13 +18,13 @@ from rankwise.errors import InputError, did_you_mean, first_line, need_package, 
 
 GZIP = b"\x1f\x8b"
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-"""Data files by their ending, and the reader of `datasets` for each."""
+"""Endings of data files, and the reader of `datasets` for each ending."""
 DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Batches for a model, with a description and notes for the reader of a report."""
+    """Batches for a model, with a description and notes that reports show."""
 
     batches: Iterable[Any]
     data: str
@@ -43,9 +43,10 @@ def load_data(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> LoadedData:
-    """Return batches of a text, of pictures or of a data set in the form that the model reads.
+    """Return a text, pictures or a data set as batches in the form that the model reads.
 
-    Without data, a factory's own batches are taken. Several processes take one shard of the sequences each.
+    If no data are named, the batches of the model's factory are used. Each of several processes reads one
+    shard of the sequences.
 
     Raises:
         InputError: if no data or several are named, they cannot be read, or the model cannot read them.
@@ -139,19 +140,19 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
 
 
 class ByteTokenizer:
-    """Encode a text as its UTF-8 bytes, for models without a tokenizer."""
+    """Tokenizer for models without one: the tokens of a text are its UTF-8 bytes."""
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        """Return the bytes of each text."""
+        """Return the bytes of each text as token ids."""
         return {"input_ids": [list(text.encode()) for text in texts]}
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of some bytes, with � for incomplete characters."""
+        """Return the text of the given bytes, with � for incomplete characters."""
         return bytes(ids).decode(errors="replace")
 
 
 def load_text(path: str | Path) -> str | list[str]:
-    """Return one continuous text, or one text per row of a `.jsonl` or `.jsonl.gz` file.
+    """Read one continuous text; from a `.jsonl` or `.jsonl.gz` file, return one text per row.
 
     Examples:
         >>> load_text("missing.txt")
@@ -163,7 +164,7 @@ def load_text(path: str | Path) -> str | list[str]:
 
 
 def read_text(path: str | Path) -> str:
-    """Return a UTF-8 text file without its byte order mark; raise InputError if it is empty."""
+    """Return a UTF-8 text file without its byte order mark; raise `InputError` if it is empty."""
     text = _decode(readable_file(path, "a text file"), path)
     if not text.strip():
         fix = "Pass a file with a paragraph or more."
@@ -172,7 +173,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _read_rows(path: str | Path) -> list[str]:
-    """Return the field `text` of each row of a JSON Lines file, gzipped or not; blank lines do not count."""
+    """Return the field `text` of each row in a JSON Lines file, which may be gzipped; skip blank lines."""
     raw = readable_file(path, "a text file")
     if raw.startswith(GZIP):
         try:
@@ -193,7 +194,7 @@ def _read_rows(path: str | Path) -> list[str]:
 
 
 def _row_text(line: str) -> str:
-    """Return the text of a row; otherwise raise ValueError with a description of the row."""
+    """Return the field `text` of a row; raise `ValueError` with a description of the row if it has none."""
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -211,7 +212,7 @@ def _decode(raw: bytes, path: str | Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The offset counts from the end of a byte order mark.
+        # The decoder counts offsets from the end of the byte order mark, which has 3 bytes.
         offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
         line = raw.count(b"\n", 0, offset) + 1
         got = f"byte 0x{raw[offset]:02X} at offset {offset} (line {line})"
@@ -224,7 +225,7 @@ def _decode(raw: bytes, path: str | Path) -> str:
 
 
 class DatasetSpec(NamedTuple):
-    """Which texts of which data set; an empty split is the first of validation, test and train."""
+    """Parts of a data set's name; if the split is empty, the first of validation, test and train is used."""
 
     name: str
     config: str = ""
@@ -233,7 +234,7 @@ class DatasetSpec(NamedTuple):
 
 
 def parse_dataset(spec: str) -> DatasetSpec:
-    """Parse `NAME[@CONFIG][:SPLIT[:COLUMN]]`; a path that exists wins, even with colons and @ in it.
+    """Parse `NAME[@CONFIG][:SPLIT[:COLUMN]]`; an existing path is the name, even if it contains : or @.
 
     Examples:
         >>> parse_dataset("imdb:test:text")
@@ -245,7 +246,7 @@ def parse_dataset(spec: str) -> DatasetSpec:
         return DatasetSpec(spec)
     drive = DRIVE.match(spec)
     head = drive.group() if drive else ""
-    name, *rest = re.split(r":(?![^\[]*\])", spec[len(head) :])  # not the colon of a slice, test[:100]
+    name, *rest = re.split(r":(?![^\[]*\])", spec[len(head) :])  # not the colon in test[:100]
     if len(rest) > 2 or not head + name:
         got = f"{len(rest) + 1} parts" if name else "no name"
         fix = "For instance: --dataset stanfordnlp/imdb:test:text"
@@ -259,10 +260,10 @@ def parse_dataset(spec: str) -> DatasetSpec:
 
 
 def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
-    """Return at most `rows` texts of a data set, evenly spread over its rows; missing texts are empty.
+    """Return at most `rows` texts of a data set, evenly spaced over its rows; missing texts are empty.
 
-    The data set is a name on the Hugging Face Hub, a .json, .jsonl, .csv, .parquet or .txt file (the first
-    three gzipped or not), or a folder that `datasets` reads or has written.
+    The data set is a name on the Hugging Face Hub, a folder that `datasets` reads or has written, or a file.
+    The file ends in .json, .jsonl, .csv (each of these can be gzipped), .parquet or .txt.
 
     Raises:
         InputError: if `datasets` is not installed, or the data set, split or column cannot be read.
@@ -273,7 +274,7 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
         data = _open_dataset(name, config, split)
     except InputError:
         raise
-    except Exception as error:  # readers and file systems of `datasets` raise errors of any class
+    except Exception as error:  # `datasets` raises errors of many classes
         fix = "Check name, configuration and split: NAME@CONFIG:SPLIT:COLUMN; or pass a file: --text FILE."
         got = first_line(error).rstrip(".")
         raise InputError(name, expected="a data set that can be read", got=got, fix=fix) from error
@@ -300,14 +301,14 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
         if suffix not in READERS:
             expected = f"a data file ({', '.join(READERS)})"
             raise InputError(name, expected=expected, got=f"{suffix or 'no'} ending", fix="Convert it.")
-        # Not load_dataset("json", …): it asks the Hub, and waits for it without a network.
+        # load_dataset("json", …) would send a request to the Hub, and wait if there is no network.
         splits = {"train": getattr(Dataset, f"from_{READERS[suffix]}")(name)}
     elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         saved = load_from_disk(name)
         splits = {"train": saved} if isinstance(saved, Dataset) else saved
     elif path.is_dir():
         splits = load_dataset(name, config or None)
-    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # meant as a path
+    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # the name looks like a path
         raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     else:
         expected = "a data set: a file, a folder or a name on the Hugging Face Hub"
@@ -327,9 +328,9 @@ def _preferred_split(names: Iterable[str]) -> str:
 
 
 def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return copies of every other sequence of each batch, and of the sequences in between.
+    """Return two halves of each batch, as copies: sequences 0, 2, 4, … and sequences 1, 3, 5, ….
 
-    Both halves then cover all of the text. A half without sequences of a batch omits that batch.
+    Both halves then cover all of the text. A batch of one sequence is only in the first half.
     """
 
     def half(batch: Any, first: int) -> Any:

@@ -1,7 +1,7 @@
-"""Load pictures as batches for a vision model, through the Pillow image processors of transformers.
+"""Load pictures as batches for a vision model, with the Pillow image processors of transformers.
 
-transformers has a torchvision and a Pillow class for most image processors, and prefers torchvision. Rankwise
-always takes Pillow, so that the pixels do not depend on what is installed.
+transformers has torchvision and Pillow classes for most image processors, and prefers torchvision. Rankwise
+always uses Pillow, so that pixels do not depend on the installed packages.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.errors import InputError, first_line, need_package, whole_number
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Endings of the files that count as pictures in a folder."""
+"""Endings of file names that count as pictures in a folder."""
 ImageProcessor = Callable[..., Any]
-"""An image processor of transformers, or a function with `(images=…, return_tensors="pt")`."""
+"""Image processor of transformers, or a function with the arguments `(images=…, return_tensors="pt")`."""
 
 
 def read_images(
@@ -29,10 +29,10 @@ def read_images(
     mode: str = "RGB",
     shard: Shard = ALL,
 ) -> Iterator[dict[str, Tensor]]:
-    """Iterate over batches `{"pixel_values": (B, C, H, W)}` of a picture, or of pictures in a folder.
+    """Return an iterator over batches `{"pixel_values": (B, C, H, W)}` of the pictures in a folder or file.
 
-    Pictures are chosen evenly over the sorted paths, because folders are often sorted by class. `mode` is
-    Pillow's name for the channels: "RGB", or "L" for one channel. A picture is read with its batch.
+    Pictures are evenly spaced in the sorted paths, because folders are often sorted by class. `mode` is
+    Pillow's name for the channels: "RGB", or "L" for one channel. A picture is opened when its batch is made.
 
     Raises:
         InputError: at the call, for a wrong number or folder; later, for a picture that cannot be read.
@@ -49,7 +49,7 @@ def read_images(
 
 
 def find_images(folder: str | Path) -> list[Path]:
-    """Return the pictures in a folder at any depth, sorted by path and without hidden ones; or the file."""
+    """Return the visible pictures in a folder at any depth, sorted by path; for a file, return the file."""
     folder = Path(folder)
     if folder.is_file():
         return [folder]
@@ -66,7 +66,7 @@ def find_images(folder: str | Path) -> list[Path]:
 
 
 def open_image(path: Path, mode: str = "RGB") -> Any:
-    """Return one picture as `PIL.Image.Image` in `mode`, upright by its EXIF data; the first frame of many.
+    """Return the first frame of a picture in `mode` as `PIL.Image.Image`, turned upright by its EXIF data.
 
     Raises:
         InputError: if Pillow cannot read the file.
@@ -83,7 +83,7 @@ def open_image(path: Path, mode: str = "RGB") -> Any:
 
 
 def _to_eight_bits(image: Any) -> Any:
-    """Scale 16-bit gray to 8 bits: Pillow's own conversion clips and makes most of the picture white."""
+    """Scale 16-bit gray to 8 bits, because Pillow's own conversion clips most values to white."""
     from PIL import Image
 
     if not image.mode.startswith(("I", "F")):
@@ -115,10 +115,10 @@ def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[
 def load_image_processor(
     model: str | Path, *, config: Any = None, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[ImageProcessor, str]:
-    """Return the image processor of a model in its Pillow form, with a note if it is a substitute.
+    """Return the Pillow image processor of a model, and a note if the processor is a substitute.
 
-    Settings without a Pillow class in transformers go to `plain_processor`. Without settings, pictures are
-    resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
+    `plain_processor` is the substitute if transformers has no Pillow class for the settings. If the model has
+    no settings, pictures are resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
 
     Raises:
         InputError: if Pillow is missing, or if there are neither settings nor an image size.
@@ -154,7 +154,7 @@ def load_image_processor(
 
 
 def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcessor:
-    """Return CLIP's image processor with the settings of a `preprocessor_config.json`, ViT's by default.
+    """Return CLIP's image processor with settings of a `preprocessor_config.json`; defaults are ViT's.
 
     Examples:
         >>> plain_processor({"size": {"shortest_edge": 256}, "crop_size": 224}).do_center_crop
@@ -174,7 +174,7 @@ def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcess
     return CLIPImageProcessorPil(
         size=size,
         do_center_crop=settings.get("do_center_crop", "crop_size" in settings),
-        do_convert_rgb=False,  # `open_image` has converted
+        do_convert_rgb=False,  # `open_image` has already converted
         image_mean=(settings.get("image_mean") or [0.5] * 3)[:channels],
         image_std=(settings.get("image_std") or [0.5] * 3)[:channels],
         resample=settings.get("resample", 2),  # bilinear, the default of transformers

@@ -1,4 +1,4 @@
-"""Load the model that a command names: by Hub name, folder or Python factory, onto one device or several."""
+"""Load the model that a command names (Hub name, folder or Python factory) onto one or more devices."""
 
 import importlib.util
 import json
@@ -19,48 +19,48 @@ from rankwise.errors import InputError, did_you_mean, first_line, need_package, 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways in which accelerate spreads a model over the devices it finds."""
+"""Strategies by which accelerate distributes a model over the devices that it finds."""
 MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
 ASSETS = Path(__file__).parents[1] / "assets"
-"""The bundled models, as `python -m experiments.train_demo` writes them."""
+"""Folder with the bundled models, which `python -m experiments.train_demo` writes."""
 
 
 def demo_model() -> Path:
-    """Return the folder of the bundled demo, a small trained language model."""
+    """Return the folder of the bundled demo model, a small trained language model."""
     return ASSETS / "demo"
 
 
 def demo_tost_model() -> Path:
-    """Return the folder of the demo's twin, a ToST language model trained in the same way."""
+    """Return the folder of the second demo model, a ToST language model trained in the same way."""
     return ASSETS / "demo_tost"
 
 
 def demo_text() -> Path:
-    """Return the demo's text, 40 kilobytes of "The Taming of the Shrew" that the demo was not trained on."""
+    """Return the path of the demo's text: 40 kB of "The Taming of the Shrew", not used in training."""
     return demo_model() / "text.txt"
 
 
 @dataclass
 class LoadedModel:
-    """A model in evaluation mode, and how its inputs are made."""
+    """Model in evaluation mode, with the information that is required to prepare its inputs."""
 
     model: nn.Module
     name: str
     revision: str = ""
     source: str = ""
-    """Where tokenizer and image processor are loaded from; empty for a factory's model."""
+    """Name or folder with the tokenizer and the image processor; empty for a factory's model."""
     batches: Iterable[Any] | None = None
     """Batches that a factory returned with the model."""
     notes: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
     tokenizer: str = ""
-    """Folder or name of the tokenizer, if it is not saved with the model."""
+    """Folder or name of a tokenizer that is not saved with the model."""
     random_weights: tuple[str, ...] = ()
-    """Weights that are not in the checkpoint: they are random and differ at each start."""
+    """Names of weights that are not in the checkpoint, and therefore random at each start."""
 
     @property
     def input_name(self) -> str:
-        """Name of the model's main input, such as `pixel_values`; `input_ids` if the model names none."""
+        """Name of the model's main input, such as `pixel_values`; by default `input_ids`."""
         return str(getattr(self.model, "main_input_name", "input_ids"))
 
 
@@ -77,8 +77,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model in evaluation mode from a Hugging Face name, a folder or `module.py:factory`.
 
-    A factory takes no arguments and returns a module, or a module and its batches. The default device is
-    the CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON `{"module": "device", …}`.
+    A factory takes no arguments. It returns a module, or a module and its batches. The default device is the
+    CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON such as `{"module": "device", …}`.
 
     Raises:
         InputError: if there is no such model, or it cannot be loaded with these options.
@@ -160,7 +160,7 @@ def _from_transformers(
         named = [getattr(home, name, None) for name in config.architectures or [] for home in homes]
         kind = next((kind for kind in named if kind is not None), transformers.AutoModel)
         if kind is not transformers.AutoModel:
-            options.pop("trust_remote_code")  # only Auto classes take it
+            options.pop("trust_remote_code")  # only Auto classes have this argument
         dtype_option = dtype if dtype == "auto" else DTYPES[dtype]
         model, loading = kind.from_pretrained(
             spec, dtype=dtype_option, output_loading_info=True, **options, **placement
@@ -169,7 +169,7 @@ def _from_transformers(
         got = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=_loading_fix(str(error))) from error
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # one pass over whole texts needs no cache
+        model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
     loaded = LoadedModel(model, spec, commit, source=spec)
@@ -202,7 +202,7 @@ def _loading_fix(error: str) -> str:
 
 
 def check_device(name: str, option: str = "--device") -> torch.device:
-    """Return a device if torch sees it; raise InputError otherwise. Nothing is allocated on the device.
+    """Return a device if torch finds it, without allocating memory on it; raise `InputError` otherwise.
 
     Examples:
         >>> check_device("cpu")
@@ -212,7 +212,7 @@ def check_device(name: str, option: str = "--device") -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
-    with suppress(RuntimeError):  # torch has no devices of that kind
+    with suppress(RuntimeError):  # torch does not know this kind of device
         device = torch.device(name)
         if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
             return device
@@ -227,7 +227,7 @@ def check_device(name: str, option: str = "--device") -> torch.device:
 def _placement(
     model: str, device: str | None, device_map: str | None, offload_folder: Path | None
 ) -> dict[str, Any]:
-    """Return placement arguments for `from_pretrained`; empty for a single device."""
+    """Return the arguments of `from_pretrained` for several devices; empty for a single device."""
     option = f"--device-map {device_map}"
     if device_map is None:
         if offload_folder is None:
@@ -272,7 +272,7 @@ def _parse_device_map(device_map: str, option: str) -> str | dict[str, Any]:
 
 
 def hub_reachable(timeout: float = 5.0) -> bool:
-    """Return True if the Hub answers one request, or if `HF_HUB_OFFLINE` is set and no request is needed."""
+    """Return True if the Hub answers one request, or if `HF_HUB_OFFLINE` makes a request unnecessary."""
     from huggingface_hub import constants, get_session
 
     answers: list[Any] = []
@@ -283,14 +283,14 @@ def hub_reachable(timeout: float = 5.0) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return True
-    thread = Thread(target=request, daemon=True)  # the name look-up has no timeout of its own
+    thread = Thread(target=request, daemon=True)  # the DNS lookup has no timeout
     thread.start()
     thread.join(timeout)
     return bool(answers)
 
 
 def need_hub(name: str, *, expected: str, fix: str) -> None:
-    """Raise InputError if the Hub does not answer within 5 seconds; libraries would retry for 30 seconds."""
+    """Raise `InputError` if the Hub does not answer within 5 s; other libraries would retry for 30 s."""
     from huggingface_hub import constants
 
     if not hub_reachable():

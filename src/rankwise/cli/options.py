@@ -1,4 +1,4 @@
-"""Option types that commands share, and options whose value can be left out."""
+"""Types of the options that several commands share, and options whose value is optional."""
 
 import re
 from collections.abc import Sequence
@@ -35,19 +35,19 @@ BARE = {
     "--importance": ("auto", "auto|estimate|exact|none"),
     "--ray": ("", r"auto|local|ray://\S+|[^\s/]+:\d+"),
 }
-"""Options that may have no value: the value used then, and a pattern of values."""
+"""Options whose value is optional: (value if none is given, regular expression of valid values)."""
 
 
 class OptionalValues(TyperCommand):
-    """A command that adds the values that were left out."""
+    """Command whose options in `BARE` can be passed without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the values, then parse."""
+        """Add the omitted values of such options, then parse the arguments."""
         return super().parse_args(ctx, add_bare_values(args))
 
 
 def add_bare_values(args: Sequence[str]) -> list[str]:
-    """Return arguments with the value for no value after each option of `BARE` that no value follows.
+    """Return the arguments, with the default value inserted after each option of `BARE` without a value.
 
     Examples:
         >>> add_bare_values(["--importance", "gpt2"]), add_bare_values(["gpt2", "--importance", "exact"])

@@ -1,4 +1,4 @@
-"""Prepare folders, print progress and results, and write reports, as all commands do."""
+"""Prepare folders, show progress, print results and write reports for all commands."""
 
 import os
 import shlex
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     from rankwise.report.document import Document
 
 TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
-"""Records of an audit that are also written as CSV."""
+"""Tables of an audit that are written as CSV files."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Create a folder that can be written; if the command fails, no empty folder is left."""
+    """Create a writable folder; remove the folder if the command fails and the folder is new and empty."""
     existed = folder.exists()
     writable_folder(folder)
     try:
         yield
     except BaseException:
         if not existed:
-            with suppress(OSError):  # the folder is not empty
+            with suppress(OSError):  # a folder with files is kept
                 folder.rmdir()
         raise
 
 
 def check_unused(folder: Path, fix: str = "Choose another name.") -> None:
-    """Raise InputError if `--out` is a file or a folder with files."""
+    """Raise `InputError` if `--out` is a file, or a folder that contains files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = "one with files in it" if folder.is_dir() else "a file"
         raise InputError(f"--out {folder}", expected="a folder that is new or empty", got=got, fix=fix)
 
 
 def command_line() -> str:
-    """Return the command that is running, for the record of its results."""
+    """Return the running command, which is recorded with its results."""
     return shlex.join(["rankwise", *sys.argv[1:]])
 
 
 def quiet_libraries() -> None:
-    """Keep advice and progress bars of other libraries out of the output."""
+    """Turn off the messages and progress bars of other libraries."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers.utils import logging
 
@@ -60,7 +60,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def show_progress(what: str = "running the model", total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Show a line on standard error if it is a terminal; yield `update(what, steps_done)`."""
+    """Show a progress line if standard error is a terminal; yield `update(what, steps_done)`."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -73,12 +73,12 @@ def show_progress(what: str = "running the model", total: int | None = None) -> 
 
 
 def print_path(kind: str, path: Path, console: Console) -> None:
-    """Print where a file was written, in one line that can be copied."""
+    """Print the path of a written file in one line, so that it can be copied."""
     console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_results(document: "Document | None", written: Iterable[tuple[str, Path]] = ()) -> None:
-    """Print a document and the kinds and paths of the files written; a closed pipe is no error."""
+    """Print a report, then the kind and path of each written file; ignore a closed pipe."""
     from rankwise.report import print_document
 
     console = Console()
@@ -90,7 +90,7 @@ def print_results(document: "Document | None", written: Iterable[tuple[str, Path
 
 
 def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
-    """Write an audit, its page and its tables; print the findings, or with `brief` one line about them.
+    """Write an audit, its page and its tables; print the findings, or a single line if `brief`.
 
     Raises:
         InputError: if the folder cannot be written. The audit is then in the temporary folder.

@@ -1,4 +1,4 @@
-"""`rankwise plan`, and token states from a model, a text or images."""
+"""Command `rankwise plan`, and token states from a model, a text or images."""
 
 import platform
 import re
@@ -36,9 +36,9 @@ trained heads require is measured too. Writes plan.json and index.html. Ctrl-C k
   rankwise plan --tokens 256 --model gpt2 --text book.txt --out gpt2-plan
 """
 SIDE = 224
-"""Pixels per side to which images of several sizes are resized, as for ViT."""
+"""Pixels per side to which images are resized if their sizes differ, as for ViT."""
 DIM = 768
-"""Width of random embeddings of words and patches by default."""
+"""Default width of the random embeddings of words and patches."""
 
 
 def command(
@@ -74,7 +74,7 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into a folder with files.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Plan a head width; see `HELP`."""
+    """Plan a query/key width; `HELP` describes the command."""
     import torch
 
     from rankwise import __version__
@@ -108,7 +108,7 @@ def command(
     if model is not None:
         loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
         own = attention_of(loaded, width)
-        if heads is None:  # another number of heads has other groups and widths
+        if heads is None:  # the model's key heads and widths only fit its own number of heads
             sizes = {**{name: own[name] for name in sizes}, **({"kv_heads": kv_heads} if kv_heads else {})}
         positions, mask = positions or own["positions"], mask or own["mask"]
         present_head_dim(**sizes, width=own["width"], positions=positions)
@@ -143,7 +143,7 @@ def command(
 
 
 def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[Any]) -> "HeadDimPlan":
-    """Add the widths that the trained heads require, and a note that compares them with K*."""
+    """Return the plan with the widths that trained heads require, and a note that compares them with K*."""
     from rankwise.plan import trained_widths
 
     trained = trained_widths(loaded.model, batches, plan.tolerance)
@@ -160,9 +160,10 @@ def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
-    """Return heads, widths, positions and mask of a model from its configuration.
+    """Return heads, widths, positions and mask of a model, according to its configuration.
 
-    Raise InputError if it has no heads, a latent of keys and values, or another width than `width`.
+    Raise `InputError` if the model has no heads, has one latent for keys and values, or does not have
+    `width`.
     """
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -172,7 +173,7 @@ def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, A
     def value(name: str) -> Any:
         try:
             return getattr(config, name, None)
-        except RuntimeError:  # a configuration of Gemma 4 raises it for a missing name
+        except RuntimeError:  # Gemma 4's configuration raises it for a missing name
             return None
 
     heads, dim = value("num_attention_heads") or value("n_head"), value("hidden_size")
@@ -193,13 +194,13 @@ def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, A
         "kv_heads": value("num_key_value_heads") or heads,
         "head_dim": value("head_dim") or dim // heads,
         "width": dim,
-        "positions": "rope" if rotary else "none",  # learned positions are part of the token states
+        "positions": "rope" if rotary else "none",  # token states include learned positions
         "mask": "causal" if causal else "full",
     }
 
 
 class TokenStates(NamedTuple):
-    """States (B, T, D) or a number of tokens, with a description, notes, and the batches of a model."""
+    """Token states (B, T, D) or a number of tokens, with a description, notes and the batches of a model."""
 
     states: "int | Tensor"
     data: str = ""
@@ -210,9 +211,9 @@ class TokenStates(NamedTuple):
 def model_states(
     loaded: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
 ) -> TokenStates:
-    """Return the states that the first block reads, of real tokens and the longest sequences only.
+    """Return the states that the first block reads: real tokens of the longest sequences only.
 
-    Raise InputError if the text is too short, or the model does not take these data.
+    Raise `InputError` if the text is too short, or the model cannot read the data.
     """
     import torch
 
@@ -242,7 +243,7 @@ def model_states(
 
 
 def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
-    """Return states of words through a random embedding; raise InputError if no text is long enough."""
+    """Return random embeddings of the words in a text; raise `InputError` if no text is long enough."""
     import torch
 
     from rankwise.cli.load_data import load_text
@@ -274,9 +275,9 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
 
 
 def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
-    """Return states of patches through a random linear map; raise InputError if no patches fit.
+    """Return random linear maps of image patches as states; raise `InputError` if no patches fit.
 
-    Patches are the smallest squares that divide the image into 2 to `tokens` patches; pixels are in [−1, 1].
+    Patches are the smallest squares that divide an image into 2 to `tokens` patches; pixels are in [−1, 1].
     """
     import torch
     from torch.nn import functional as F
@@ -306,7 +307,7 @@ def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: in
 
 
 def _stack_images(images: list[Any], return_tensors: str) -> dict[str, "Tensor"]:
-    """Return the pixels of images, resized if their sizes differ."""
+    """Return the pixels of images in one tensor; images of different sizes are resized."""
     import numpy as np
     import torch
 

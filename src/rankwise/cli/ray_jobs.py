@@ -1,4 +1,4 @@
-"""Run audit jobs as tasks of a Ray cluster."""
+"""Run audit jobs as tasks of a Ray cluster, for `rankwise audit --ray`."""
 
 import os
 from collections.abc import Sequence
@@ -13,15 +13,16 @@ from rankwise.errors import InputError, RankwiseError, first_line, need_package
 def run_on_ray(
     jobs: Sequence[AuditJob], address: str | None, *, cpus: int | float = 1, gpus: int | float = 0
 ) -> Results:
-    """Run jobs as Ray tasks, each with its CPUs and GPUs; yield each result as it finishes.
+    """Run jobs as Ray tasks with reserved CPUs and GPUs, and yield each result as soon as it is finished.
 
-    Without an address, Ray uses RAY_ADDRESS or a running cluster, or starts one on this machine, as ``local``
-    does. Ray runs a task up to three more times if its worker or machine died, but not if the audit failed.
-    Raise `InputError` if Ray is missing, no cluster answers, or a local cluster is too small for a job.
+    Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine (also if the
+    address is ``local``). Ray repeats a task up to three times if its worker or machine died, but not if the
+    audit failed. Raise `InputError` if Ray is missing, no cluster answers, or a local cluster is too small
+    for a job.
     """
     ray: Any = need_package("ray", "--ray", "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # they are sent over the network
-    os.environ.setdefault("RAY_task_oom_retries", "3")  # by default Ray reruns for ever if memory runs out
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics over the network
+    os.environ.setdefault("RAY_task_oom_retries", "3")  # the default repeats tasks forever
     local = _connect(ray, address)
     try:
         if local:
@@ -33,7 +34,7 @@ def run_on_ray(
 
 
 def _connect(ray: Any, address: str | None) -> bool:
-    """Connect to a cluster; return True if it was started here and so cannot grow."""
+    """Connect to a cluster; return True if the cluster was started here, so that it cannot grow."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     asked = address or os.environ.get("RAY_ADDRESS") or None
     try:
@@ -53,7 +54,7 @@ def _connect(ray: Any, address: str | None) -> bool:
 
 
 def _check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
-    """Refuse jobs larger than a local cluster: Ray would wait for ever."""
+    """Raise if a job is larger than the local cluster, because Ray would wait forever."""
     room = ray.cluster_resources()
     if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
         asked, expected = f"--cpus {cpus:g} --gpus {gpus:g}", "at most the processors of this machine per job"
@@ -62,7 +63,7 @@ def _check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
 
 
 def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:
-    """Yield results as tasks finish; if the cluster is lost, yield that error for each job that is left."""
+    """Yield results as tasks finish; if the cluster is lost, yield its error for each remaining job."""
     left = list(jobs)
     try:
         waiting = {task.remote(job): job for job in jobs}
@@ -83,7 +84,7 @@ def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, RankwiseError):
             return error.cause
-        # All lines: if a module is missing on a machine of the cluster, the last line names it.
+        # All lines of the message, because the last line names a module that is missing on a machine.
         got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split()).rstrip(".")
         fix = f"Try `{job.command}` on the machine that ran it."
         return RankwiseError(job.model, expected="an audit", got=got, fix=fix)
@@ -92,7 +93,7 @@ def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
 
 
 def _lost(job: AuditJob, error: Exception) -> RankwiseError:
-    """Return the error of a job that Ray could not finish."""
+    """Return the error for a job that Ray could not finish."""
     got = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
     fix = "If memory ran out, use a smaller --batch-size or more --cpus. `--resume` audits what is missing."
     return RankwiseError(job.model, expected="a worker that finishes the audit", got=got, fix=fix)

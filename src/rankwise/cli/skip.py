@@ -1,4 +1,4 @@
-"""`rankwise skip`."""
+"""Command `rankwise skip`: add, fit, save and certify λ-skips."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +59,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Write the model and its λ-skips to this folder.")] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Add, fit and certify λ-skips; see `HELP`."""
+    """Add, fit and certify λ-skips; `HELP` describes the command."""
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_data import load_data
     from rankwise.cli.load_model import load_model
@@ -99,7 +99,7 @@ def command(
         print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
     if not certify:
         return
-    if out is not None and not skips_of(loaded.model):  # they were removed to save the model
+    if out is not None and not skips_of(loaded.model):  # saving the model removed them
         load_skips(loaded.model, out)
     certificate = certify_skip(loaded.model, held[0], share)
     document = certificate_document(certificate)
@@ -118,7 +118,7 @@ def _check(
     learn_on: Path | None,
     text: Path | None,
 ) -> None:
-    """Refuse before the model is loaded."""
+    """Raise if options are wrong, before the model is loaded."""
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
 
@@ -141,7 +141,7 @@ def _check(
 def _split(
     inputs: "LoadedData", loaded: "LoadedModel", learn: bool, batch_size: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return batches to learn on, and batches to measure on: every fifth sequence."""
+    """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""
     import torch
 
     device = next(loaded.model.parameters()).device
@@ -162,7 +162,7 @@ def _split(
         raise InputError("--learn-on", expected=expected, got=f"{len(batches)}", fix=fix)
     held = batches[::5]
     rest = [batch for at, batch in enumerate(batches) if at % 5]
-    if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal lengths cannot be joined
+    if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal sequences cannot be joined
         return rest, held
     joined = [
         {name: torch.cat([sequence[name] for sequence in rest[at : at + batch_size]]) for name in rest[0]}
@@ -174,7 +174,7 @@ def _split(
 def _add_skips(
     loaded: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None
 ) -> "Skips":
-    """Return the λ-skips of a model; the chosen ones, by default all, can learn."""
+    """Return the λ-skips of a model; only λ at `sites` (by default all) receive gradients."""
     import torch
 
     from rankwise.skips import add_lambda_skip, apply_saved_skips
@@ -225,18 +225,18 @@ def _fit(
 
 
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
-    """Write the λ-skips, remove them from the model, write the model, and return the paths."""
+    """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
     from rankwise.skips import remove_lambda_skip, save_skips
 
     written = [*save_skips(loaded.model, out, fitted=report)]
     for name in CERTIFICATE:
-        (out / name).unlink(missing_ok=True)  # of the previous λ
+        (out / name).unlink(missing_ok=True)  # older certificates are for other λ
     if loaded.source:
         remove_lambda_skip(loaded.model)
         model: Any = loaded.model
         older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         model.save_pretrained(out)
         weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
-        written.extend(sorted(weights))  # one file, or shards and their index
+        written.extend(sorted(weights))  # one file, or several shards and their index
         inputs.tokenizer.save_pretrained(out)
     return written

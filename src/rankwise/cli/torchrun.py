@@ -1,6 +1,6 @@
-"""Run one audit in several torchrun processes: ranks, collectives, errors, merged statistics.
+"""Run one audit in several torchrun processes, and merge their statistics and errors.
 
-The module imports torch only inside functions, since every command imports the module first.
+torch is only imported inside functions, because every command imports this module first.
 """
 
 import os
@@ -30,36 +30,37 @@ T = TypeVar("T")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that torchrun sets."""
 TIMEOUT = timedelta(days=7)
-"""How long processes wait for the slowest, since shards may differ by hours. The end of one shows at once."""
+"""Time that processes wait for the slowest one: shards can differ by hours. (A dead process shows at once.)
+"""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of modules that wait in each forward pass for the other processes."""
+"""Classes of modules that wait for other processes in each forward pass."""
 INTERRUPTED = 130
 
 
 @dataclass
 class Processes:
-    """This process among the processes that torchrun started; by default the only one."""
+    """Place of this process among the processes that torchrun started; by default the only process."""
 
     rank: int = 0
     local_rank: int = 0
-    """Rank among the processes of this machine."""
+    """Rank among the processes on this machine."""
     world: int = 1
-    """Number of processes."""
+    """Number of processes on all machines."""
     interrupted: bool = False
-    """True if Ctrl-C came during a collective."""
+    """True if Ctrl-C was pressed during a collective operation."""
 
     @property
     def several(self) -> bool:
-        """True if there are other processes."""
+        """True if there is more than one process."""
         return self.world > 1
 
     @property
     def is_main(self) -> bool:
-        """True for the process that prints and writes."""
+        """True for the process that prints and writes results."""
         return self.rank == 0
 
     def device(self, name: str | None) -> str | None:
-        """Return the device of this process: for ``cuda``, the GPU with its local rank.
+        """Return the device of this process; for ``cuda``, the GPU whose number is the local rank.
 
         Raise `InputError` if there are fewer GPUs than processes.
         """
@@ -76,7 +77,7 @@ class Processes:
 
     @contextmanager
     def process_group(self) -> Iterator[None]:
-        """Join the process group; SIGTERM, from torchrun or a scheduler, then counts as Ctrl-C."""
+        """Join the process group; SIGTERM (from torchrun or a scheduler) then has the effect of Ctrl-C."""
         if not self.several:
             yield
             return
@@ -97,7 +98,7 @@ class Processes:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Run code that every process runs; if it fails in one process, raise that error in all of them."""
+        """Context manager around code of all processes: an error in one process is raised in all of them."""
         if not self.several:
             yield
             return
@@ -110,7 +111,7 @@ class Processes:
             raise first
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the small values of all processes, by rank, in every process.
+        """Return the values (small ones) of all processes, ordered by rank, in every process.
 
         Raise `RankwiseError` if a process has ended.
         """
@@ -125,7 +126,7 @@ class Processes:
         return found
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank, in the main process, and an empty list in the others.
+        """Return the values of all processes, by rank, in the main process; an empty list in the others.
 
         Raise `RankwiseError` if a process has ended.
         """
@@ -138,7 +139,7 @@ class Processes:
         return found or []
 
     def _exchange(self, exchange: Callable[[], None]) -> None:
-        """Run a collective; signals wait until it ends, since the other processes wait for it too."""
+        """Run a collective operation; signals wait for its end, because the other processes do as well."""
         try:
             with _held_signals() as signals:
                 exchange()
@@ -151,7 +152,7 @@ class Processes:
 
 
 def from_environment() -> Processes:
-    """Return this process by torchrun's environment variables; raise `InputError` if they are wrong.
+    """Return this process by torchrun's environment variables; raise `InputError` if they are invalid.
 
     Examples:
         >>> from_environment()
@@ -171,7 +172,7 @@ def from_environment() -> Processes:
 
 
 def as_rankwise_error(error: Exception) -> RankwiseError:
-    """Return an error that other processes can read: exceptions of other libraries may not be pickled."""
+    """Return the error as `RankwiseError`, because errors of other libraries may not be picklable."""
     if isinstance(error, RankwiseError):
         return error
     got, fix = f"{type(error).__name__}: {error}", "Run it in a single process to see the whole traceback."
@@ -179,7 +180,7 @@ def as_rankwise_error(error: Exception) -> RankwiseError:
 
 
 def first_error(errors: Sequence[RankwiseError | None]) -> RankwiseError | None:
-    """Return the first error by rank, with the number of its process unless all processes failed alike."""
+    """Return the first error by rank; it names its process, unless all processes have the same error."""
     failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if not failed:
         return None
@@ -192,20 +193,20 @@ def first_error(errors: Sequence[RankwiseError | None]) -> RankwiseError | None:
 
 @contextmanager
 def silence_other_ranks() -> Iterator[None]:
-    """Print nothing in other processes than the main process, which reports their errors."""
+    """Context manager that silences all processes but the main process, which reports their errors."""
     if os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
         try:
             yield
-        except SystemExit as leaving:  # Python would print a text
+        except SystemExit as leaving:  # Python would print a text as exit status
             sys.exit(leaving.code if isinstance(leaving.code, int | None) else 1)
 
 
 @contextmanager
 def _held_signals() -> Iterator[list[int]]:
-    """Collect the signals that arrive, without acting on them."""
+    """Context manager that collects signals in a list in place of acting on them."""
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield arrived
@@ -222,7 +223,7 @@ def _held_signals() -> Iterator[list[int]]:
 
 @dataclass
 class ShardResult:
-    """Result of a process on its shard of the data."""
+    """Result of one process for its shard of the data."""
 
     statistics: "AuditStatistics | None" = None
     error: RankwiseError | None = None
@@ -230,10 +231,10 @@ class ShardResult:
 
 
 def audit_shards(job: "AuditJob", out: Path, processes: Processes, provenance: dict[str, Any]) -> "Audit":
-    """Audit one model, each process on its shard of the data, and write the report in the main process.
+    """Audit one model, each process on its shard of the data; the main process writes the report.
 
-    Raise `RankwiseError` if a process failed, after finished batches are written, and `typer.Exit` after
-    Ctrl-C and in all processes but the main process.
+    Raise `RankwiseError` if a process failed, after the report on finished batches is written. Raise
+    `typer.Exit` after Ctrl-C, and in all processes except the main process.
     """
     from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import build, load
@@ -262,7 +263,7 @@ def audit_shards(job: "AuditJob", out: Path, processes: Processes, provenance: d
 
 
 def _own_matrices(job: "AuditJob", processes: Processes) -> str | None:
-    """Return the matrices of this process: only the main process keeps any; flagged heads are known later."""
+    """Return which matrices this process keeps: none except in the main process, where flagged means all."""
     if not processes.several or job.matrices is None:
         return job.matrices
     flagged = job.matrices.strip().lower() == "flagged"
@@ -270,7 +271,7 @@ def _own_matrices(job: "AuditJob", processes: Processes) -> str | None:
 
 
 def _check_model(model: "nn.Module", processes: Processes) -> None:
-    """Refuse a model whose forward pass waits for other processes."""
+    """Raise if the forward pass of a model waits for other processes."""
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     waiting = sorted(classes.intersection(WRAPPERS))
     if processes.several and waiting:
@@ -281,7 +282,7 @@ def _check_model(model: "nn.Module", processes: Processes) -> None:
 
 
 def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
-    """Refuse weights that differ between processes, such as weights drawn at random in a factory."""
+    """Raise if weights differ between processes, for example if a factory draws them at random."""
     from rankwise.auditing.provenance import weights_digest
 
     if not processes.several:
@@ -297,7 +298,7 @@ def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
 def _measure(
     loaded: "LoadedJob", processes: Processes, provenance: dict[str, Any], say: Callable[[str], None]
 ) -> ShardResult:
-    """Measure the model on the shard of this process; return errors, since other processes need to know."""
+    """Measure the model on the shard of this process; return errors, to send them to other processes."""
     from rankwise.auditing import AuditError
     from rankwise.cli.audit_job import run
 
@@ -313,7 +314,7 @@ def _measure(
         statistics = run(loaded, provenance, show)
     except AuditError as error:
         result = ShardResult(error.statistics, error)
-        error.statistics = error.audit = None  # the error is sent to the main process too
+        error.statistics = error.audit = None  # they would be sent to the main process twice
         return result
     except KeyboardInterrupt:
         return ShardResult(interrupted=True)
@@ -325,13 +326,13 @@ def _measure(
 
 
 def _gather_shards(result: ShardResult, out: Path, processes: Processes) -> ShardResult:
-    """Return the merged result in the main process, and exit in the others.
+    """Return the merged result in the main process; exit in the others.
 
-    If a process has died, save what this process measured, and raise.
+    If a process has ended, save the measurements of this process and raise the error.
     """
     from rankwise.auditing import Audit
 
-    if result.statistics is not None:  # two processes may have equal data, from repeated lines of a text
+    if result.statistics is not None:  # repeated lines of a text can give two processes equal data
         known = result.statistics.provenance
         parts = [f"{part}-{processes.rank}of{processes.world}" for part in known.parts]
         result.statistics.provenance = known.model_copy(update={"parts": parts})
@@ -354,7 +355,7 @@ def _gather_shards(result: ShardResult, out: Path, processes: Processes) -> Shar
 
 
 def merge_shards(shards: Sequence[ShardResult], interrupted: bool = False) -> ShardResult:
-    """Return the merged statistics of shards, of which some may be empty, and the first error."""
+    """Return the merged statistics of all shards that are not empty, with the first error."""
     error = first_error([shard.error for shard in shards])
     stopped = interrupted or any(shard.interrupted for shard in shards)
     measured = [shard.statistics for shard in shards if shard.statistics is not None]
