@@ -308,7 +308,7 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
         splits = {"train": saved} if isinstance(saved, Dataset) else saved
     elif path.is_dir():
         splits = load_dataset(name, config or None)
-    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # the name looks like a path
+    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # a path
         raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     else:
         expected = "a data set: a file, a folder or a name on the Hugging Face Hub"
