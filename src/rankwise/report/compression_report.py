@@ -50,15 +50,12 @@ def _headline(record: Compression) -> str:
         words.append(f"queries and keys narrowed from {before:.0f} to {record.mean_width:.1f} on average")
     if record.latents:
         rank, channels = (mean(getattr(x, name) for x in record.latents) for name in ("rank", "before"))
-        words.append(
-            f"keys and values computed from latents of {rank:.1f} for {channels:.0f} channels on average"
-        )
+        latents = f"latents of {rank:.1f} for {channels:.0f} channels on average"
+        words.append(f"keys and values computed from {latents}")
     done = "; ".join(words)
-    cost = (
-        f"attention KL {format_number(record.kl, 4)} nats"
-        if math.isfinite(record.kl)
-        else f"relative error of the output {format_number(record.output_error, 4)}"
-    )
+    cost = f"attention KL {format_number(record.kl, 4)} nats"
+    if not math.isfinite(record.kl):
+        cost = f"relative error of the output {format_number(record.output_error, 4)}"
     saving = ""
     if record.parameters_before:
         saved = 1 - record.parameters_after / record.parameters_before
@@ -69,28 +66,23 @@ def _headline(record: Compression) -> str:
 
 
 def _costs(record: Compression) -> Table:
-    rows = [
-        [name, "0", format_number(value, 4)]
-        for name, value in (
-            ("attention KL, nats", record.kl),
-            ("KL of the outputs, nats", record.output_kl),
-            ("relative error of the output, ‖y′ − y‖/‖y‖", record.output_error),
-        )
-        if math.isfinite(value)
-    ]
+    measured = {
+        "attention KL, nats": record.kl,
+        "KL of the outputs, nats": record.output_kl,
+        "relative error of the output, ‖y′ − y‖/‖y‖": record.output_error,
+    }
+    rows = [[name, "0", format_number(cost, 4)] for name, cost in measured.items() if math.isfinite(cost)]
     if math.isfinite(record.loss_before):
         losses = record.loss_before, record.loss_after
         rows.append(["loss", *(f"{loss:.4f}" for loss in losses)])
         rows.append(["perplexity", *(f"{math.exp(loss):.3f}" for loss in losses)])
     if record.metric:
         rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
-    return Table(
-        "Costs",
-        ["", "before", "after"],
-        rows,
-        note=f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean "
-        "over rows, heads and layers, each layer with the inputs of the original.",
+    note = (
+        f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean over rows, heads "
+        "and layers, each layer with the inputs of the original."
     )
+    return Table("Costs", ["", "before", "after"], rows, note=note)
 
 
 def _savings(record: Compression) -> Table:
@@ -167,16 +159,12 @@ def _curves(record: Compression) -> Figure:
 
 
 def _latents(record: Compression) -> Table:
-    return Table(
-        "Latents",
-        ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"],
-        [
-            [str(x.layer), str(x.before), str(x.full), str(x.rank), format_number(x.nats, 6)]
-            for x in record.latents
-        ],
-        note="Predicted: KL of the outputs per token to second order, on the calibration data; "
-        "layers add up.",
-    )
+    columns = ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"]
+    rows = []
+    for x in record.latents:
+        rows.append([*map(str, (x.layer, x.before, x.full, x.rank)), format_number(x.nats, 6)])
+    note = "Predicted: KL of the outputs per token to second order, on the calibration data; layers add up."
+    return Table("Latents", columns, rows, note=note)
 
 
 def _layers(record: Compression) -> Table:
@@ -193,12 +181,9 @@ def _layers(record: Compression) -> Table:
         average = f"{mean(widths):.1f}" if widths else ""
         costs = (format_number(cost, 4) for cost in (layer.kl, layer.output_error))
         rows.append([name, ", ".join(words), average, *costs])
-    return Table(
-        "Layers",
-        ["layer", "widths of its heads", "mean", "attention KL", "error of states"],
-        rows,
-        note="Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch.",
-    )
+    columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
+    note = "Error of states: ‖y′ − y‖/‖y‖ after the layer in the compressed model, first batch."
+    return Table("Layers", columns, rows, note=note)
 
 
 def _next_steps(record: Compression) -> str:
@@ -215,7 +200,6 @@ def _next_steps(record: Compression) -> str:
             audit = f"rankwise audit {shlex.quote(folder)} {option}"
             lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")
     elif about["library"] == "torch":
-        lines.append(
-            f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
-        )
+        load = f"model = rankwise.load_compressed({quoted}, model)"
+        lines.append(f"{load}   # model: new, as built by {source}")
     return "\n".join([*lines, f"# back: {source} is unchanged, load it instead"])

@@ -53,12 +53,7 @@ def certificate_document(certificate: SkipCertificate) -> Document:
             note="Kept: μ after the layer over μ before; proved: a lower bound of it for this batch; "
             "mixing: ‖f(x)‖/‖λx + f(x)‖.",
         ),
-        Table(
-            "Least |λ|",
-            ["site", "proved", "any mixing", "paper"],
-            rows[1],
-            note=f"For each layer to keep {root} of μ.",
-        ),
+        Table("Least |λ|", ["site", "proved", "any mixing", "paper"], rows[1], note=f"To keep {root} of μ."),
     ]
     return Document(
         command="Rankwise skip",
