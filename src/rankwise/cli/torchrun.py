@@ -30,8 +30,7 @@ T = TypeVar("T")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that torchrun sets."""
 TIMEOUT = timedelta(days=7)
-"""Time that processes wait for the slowest one: shards can differ by hours. (A dead process shows at once.)
-"""
+"""Time that processes wait for the slowest one: shards can differ by hours. A dead process shows at once."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of modules that wait for other processes in each forward pass."""
 INTERRUPTED = 130
