@@ -1,5 +1,6 @@
 """What a request to compress is told: refusals that name the cause, and notes where little came of it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
+from rankwise.compression import evaluate
+from rankwise.compression.kv_modules import LatentCache, latent_layers
 from rankwise.compression.record import Latency
 from rankwise.compression.run import slower
 from rankwise.errors import CompressionError, InputError
@@ -36,6 +39,24 @@ def test_decoding_is_timed_where_the_context_has_room(
     assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
     assert sum(one.phase == "prefill" for one in done.latency) == 2
     assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
+
+
+def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pairs, run = llama(), set(), evaluate.run_model
+
+    def recorded(model: nn.Module, batch: Any) -> Any:
+        cache = batch.get("past_key_values")
+        if cache is not None:
+            pairs.add((bool(latent_layers(model)), isinstance(cache.layers[0], LatentCache)))
+        return run(model, batch)
+
+    monkeypatch.setattr(evaluate, "SECONDS", 0.0)
+    monkeypatch.setattr(evaluate, "run_model", recorded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        done = rw.compress(model, [ids(8, 30)], keep=0.4, parts="kv", time=True)
+    assert pairs == {(True, True), (False, False)}
+    assert {timing.phase for timing in done.latency} == {"prefill", "decode"}
 
 
 def test_a_request_that_takes_nothing_away_says_so() -> None:

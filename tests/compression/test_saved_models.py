@@ -1,0 +1,134 @@
+"""Saved models: loading by transformers, plain modules, and folders that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.compression.compression_cases import gpt2, ids, output, siglip, t5
+from torch import nn
+
+import rankwise as rw
+from rankwise.compression import save_compressed
+from rankwise.compression.qk_modules import NarrowProjection
+from rankwise.compression.save import KEY, note_structure, structure_of
+from rankwise.errors import CompressionError, InputError
+
+
+@pytest.mark.parametrize("family", [t5, siglip])
+def test_families_that_initialize_projections_by_name_are_loaded(family: Any, tmp_path: Path) -> None:
+    pixels = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    model, batch = family(), ids() if family is t5 else {"pixel_values": pixels}
+    rw.compress(model, [batch], keep=3 / 8)
+    save_compressed(model, tmp_path / "one")
+    loaded = rw.load_compressed(tmp_path / "one")
+    assert torch.equal(output(loaded, batch), output(model, batch))
+    narrow = [one for one in loaded.modules() if isinstance(one, NarrowProjection)]
+    assert len(narrow) == 4
+    assert not any(hasattr(one, "weight") or hasattr(one, "bias") for one in narrow)
+
+
+def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+            return mixed.transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, x = Own(), torch.randn(3, 20, 16)
+    rw.compress(model, [x], keep=3 / 8)
+    save_compressed(model, tmp_path / "own")
+    again = rw.load_compressed(tmp_path / "own", model=Own())
+    assert torch.equal(again(x), model(x))
+
+
+def saved_gpt2(folder: Path, keep: dict[str, float]) -> Any:
+    model = gpt2()
+    rw.compress(model, [ids()], keep=keep)
+    save_compressed(model, folder)
+    return model
+
+
+def test_a_loaded_model_is_not_marked_as_quantized(tmp_path: Path) -> None:
+    """Otherwise, Trainer and peft refuse to train it."""
+    saved_gpt2(tmp_path / "one", {"qk": 0.5})
+    loaded: Any = rw.load_compressed(tmp_path / "one")
+    assert not loaded.is_quantized
+    assert not hasattr(loaded, "hf_quantizer")
+    assert not hasattr(loaded, "quantization_method")
+    configs = [module.config for module in loaded.modules() if hasattr(module, "config")]
+    assert not any(getattr(config, "_is_quantized", False) for config in configs)
+
+
+def test_heads_are_built_before_widths_and_latents(tmp_path: Path) -> None:
+    model = saved_gpt2(tmp_path / "one", {"heads": 0.5, "qk": 0.5, "kv": 0.5})
+    kinds = [change.kind for change in structure_of(model).changes]
+    assert kinds == sorted(kinds, key=["heads", "narrow", "keys", "latent"].index)
+    assert set(kinds) == {"heads", "narrow", "keys", "latent"}
+    assert torch.equal(output(rw.load_compressed(tmp_path / "one"), ids()), output(model, ids()))
+
+
+def test_the_structure_in_a_configuration_follows_the_model() -> None:
+    model: Any = gpt2()
+    rw.compress(model, [ids()], keep=0.5)
+    changed = getattr(model.config, KEY)
+    plain: Any = gpt2()
+    setattr(plain.config, KEY, changed)
+    note_structure(plain)
+    assert not hasattr(plain.config, KEY)
+    other = {"quant_method": "other"}
+    setattr(plain.config, KEY, other)
+    note_structure(plain)
+    assert getattr(plain.config, KEY) == other
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({KEY: None}, "a configuration without a compression"),
+        ({"architectures": ["OwnModel"]}, "expected a class of transformers, got OwnModel"),
+        (
+            {KEY: {"quant_method": "rankwise", "structure": {"format": 9}}},
+            "the structure of a compressed model",
+        ),
+    ],
+    ids=["plain", "class", "structure"],
+)
+def test_folders_that_hold_something_else_are_refused(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    saved_gpt2(tmp_path / "one", {"qk": 0.5})
+    file = tmp_path / "one" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CompressionError, match=said):
+        rw.load_compressed(tmp_path / "one")
+    file.write_text("{")
+    with pytest.raises(InputError, match="expected JSON of a compressed model"):
+        rw.load_compressed(tmp_path / "one")
+    file.unlink()
+    with pytest.raises(InputError, match=r"got no such file\. Check the folder"):
+        rw.load_compressed(tmp_path / "one")
+
+
+def test_a_module_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    from tests.compression.test_compress_prices import TwoWidths
+
+    torch.manual_seed(0)
+    model = TwoWidths().eval()
+    rw.compress(model, [torch.randn(6, 30, 32)], keep=0.5)
+    save_compressed(model, tmp_path / "one")
+    small = TwoWidths()
+    small.layers[0] = small.layers[1]
+    with pytest.raises(CompressionError, match="a linear layer with 16 channels"):
+        rw.load_compressed(tmp_path / "one", small)
+    with pytest.raises(CompressionError, match=r"a module 'layers\.0\.q', which was compressed"):
+        rw.load_compressed(tmp_path / "one", nn.Linear(2, 2))
+    (tmp_path / "one" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(InputError, match="a file that `save_compressed` wrote"):
+        rw.load_compressed(tmp_path / "one", TwoWidths())
