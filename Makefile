@@ -46,7 +46,8 @@ check: $(STAMP)  ## Lint, format, types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(STAMP)  ## Build the documentation into site/; warnings are errors.
+docs: $(STAMP)  ## Check that pages are those of the results, and build the documentation into site/; warnings are errors.
+	PYTHONPATH=. $(BIN)/python -m experiments render --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: $(STAMP)  ## Build the wheel into dist/.

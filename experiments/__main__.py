@@ -1,12 +1,15 @@
-"""Run the experiments on training, and write their page.
+"""Run experiments and studies, and write their pages.
 
     python -m experiments list
     python -m experiments run language --data data --rows tost transformer --seeds 0 1 2
+    python -m experiments run collapse_depth
     python -m experiments render --check
 
-`run` trains what has no run yet and keeps it in experiments/results/NAME.jsonl. An interrupted run resumes.
-The folder of `--data` holds tiny_shakespeare/input.txt, wikitext2/valid.txt, cifar10/cifar10.npz and
-imdb/{train,test}.jsonl.gz. Checkpoints and the best models are in `--folder`.
+`run` trains the rows of an experiment that have no run yet, and keeps them in experiments/results/NAME.jsonl;
+an interrupted run resumes. It measures a study anew, keeps its report in experiments/results/NAME.json, and
+writes its page. `render` writes all pages from what is kept. The folder of `--data` holds
+tiny_shakespeare/input.txt, wikitext2/valid.txt, cifar10/cifar10.npz and imdb/{train,test}.jsonl.gz.
+Checkpoints and the best models are in `--folder`.
 """
 
 import argparse
@@ -15,38 +18,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.experiment import run_missing
-from experiments.registry import EXPERIMENTS
+from experiments.registry import EXPERIMENTS, STUDIES
 from experiments.render import PAGE, page
 from experiments.results import RESULTS
+from experiments.study import Study
 from rankwise._internals.files import write_file
 from rankwise.errors import RankwiseError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if all runs succeeded, or the page is that of the runs."""
+    """Return the exit status: 0 if all runs succeeded, or all pages are those of the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list the experiments")
-    run = commands.add_parser("run", help="train what has no run yet")
-    run.add_argument("experiment", choices=EXPERIMENTS)
+    commands.add_parser("list", help="list experiments and studies")
+    run = commands.add_parser("run", help="run an experiment or a study")
+    run.add_argument("name", choices=[*EXPERIMENTS, *STUDIES])
     run.add_argument("--rows", nargs="+", metavar="LABEL", help="default: all")
     run.add_argument("--seeds", nargs="+", type=int, help="default: those of the experiment")
     run.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
     run.add_argument("--folder", type=Path, default=Path("runs"), help="folder of checkpoints and models")
     run.add_argument("--results", type=Path, default=RESULTS)
-    render = commands.add_parser("render", help="write docs/results.md")
-    render.add_argument("--check", action="store_true", help="compare with the page in place of writing it")
+    render = commands.add_parser("render", help="write all pages")
+    render.add_argument("--check", action="store_true", help="compare them in place of writing them")
     given = parser.parse_args(arguments)
     if given.command == "list":
         for one in EXPERIMENTS.values():
             print(f"{one.name:22} {one.title}: {', '.join([*one.rows, *one.large])}")
+        for study in STUDIES.values():
+            print(f"{study.name:22} {study.claim}")
         return 0
     try:
         if given.command == "render":
             return _render(check=given.check)
-        experiment = EXPERIMENTS[given.experiment]
+        if given.name in STUDIES:
+            _run_study(STUDIES[given.name], given.data)
+            return 0
+        experiment = EXPERIMENTS[given.name]
         rows = given.rows or list(experiment.rows)
         if unknown := [label for label in rows if label not in {**experiment.rows, **experiment.large}]:
             parser.error(f"no rows {', '.join(unknown)}; see `python -m experiments list`")
@@ -59,13 +68,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
+def _run_study(study: Study, data: Path) -> None:
+    report = study.run(data)
+    for path, text in study.files(report).items():
+        print(f"wrote {write_file(path, text, 'page')}")
+    if not study.page:
+        print("\n\n".join(f"{name}\n\n{table}" for name, table in study.tables(report).items()))
+
+
 def _render(*, check: bool) -> int:
-    text = page(list(EXPERIMENTS.values()))
+    """Write all pages and figures, or compare them with what they would be."""
+    files = {PAGE: page(list(EXPERIMENTS.values()))}
+    for study in STUDIES.values():
+        files |= study.files(study.kept())
     if check:
-        same = PAGE.read_text(encoding="utf-8") == text
-        print(f"{PAGE} is {'' if same else 'not '}that of the runs")
-        return 0 if same else 1
-    print(f"wrote {write_file(PAGE, text, 'page')}")
+        stale = [path for path, text in files.items() if path.read_text(encoding="utf-8") != text]
+        for path in stale:
+            print(f"{path} is not that of the results: python -m experiments render", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in files.items():
+        write_file(path, text, "page")
+    print(f"wrote {len(files)} pages and figures")
     return 0
 
 

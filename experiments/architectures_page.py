@@ -1,12 +1,12 @@
-"""docs/architectures.md, from what was found of every model type."""
+"""Tables of docs/architectures.md."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-TEXT_OF_PAGE = Path(__file__).with_name("architectures_page.md")
+from experiments.render import markdown_table
+
 HEADINGS = (
     "model type",
     "operators",
@@ -18,33 +18,21 @@ HEADINGS = (
 Entry = Mapping[str, Any]
 
 
-def page(entries: Mapping[str, Entry], versions: Mapping[str, str], types: int) -> str:
-    """The whole page: the sums, the table, and what was not captured or did not run, with reasons.
-
-    Args:
-        entries: what was found, by model type.
-        versions: what it was found with.
-        types: how many model types there are.
-    """
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sums, the table, and what was not captured or did not run, with reasons."""
+    entries, versions = report["entries"], report["versions"]
     ran = {name: entry for name, entry in sorted(entries.items()) if entry["ran"]}
     failed = {name: entry["why"] for name, entry in sorted(entries.items()) if not entry["ran"]}
-    where = (
-        f"transformers {versions['transformers']}, torch {versions['torch']}, "
-        f"Python {versions['python']}, {versions['machine']}"
-    )
-    parts = {
-        "{where}": where,
-        "{sums}": _sums(ran, failed, types),
-        "{unseen}": _uncaptured(ran),
-        "{silent}": _silent(ran),
-        "{skips}": _skips(ran),
-        "{failed}": _failed(failed),
-        "{table}": _table(HEADINGS, map(_row, ran.items())),
+    return {
+        "where": f"transformers {versions['transformers']}, torch {versions['torch']}, "
+        f"Python {versions['python']}, {versions['machine']}",
+        "sums": _sums(ran, failed, report["model_types"]),
+        "unseen": _uncaptured(ran),
+        "silent": _silent(ran),
+        "skips": _skips(ran),
+        "failed": _failed(failed),
+        "table": markdown_table(HEADINGS, list(map(_row, ran.items()))),
     }
-    text = TEXT_OF_PAGE.read_text(encoding="utf-8")
-    for mark, part in parts.items():
-        text = text.replace(mark, part)
-    return text
 
 
 def _sums(ran: Mapping[str, Entry], failed: Mapping[str, str], types: int) -> str:
@@ -73,7 +61,7 @@ def _sums(ran: Mapping[str, Entry], failed: Mapping[str, str], types: int) -> st
         ("did not build, or took no input that was tried", len(failed)),
         ("not tried yet", types - len(ran) - len(failed)),
     )
-    return _table(("", "number"), ((name, str(value)) for name, value in rows))
+    return markdown_table(("", "number"), ((name, str(value)) for name, value in rows))
 
 
 def _whole(entry: Entry) -> bool:
@@ -103,7 +91,7 @@ def _uncaptured(ran: Mapping[str, Entry]) -> str:
         (reason, _some(classes, code=True), _some(types))
         for reason, (classes, types) in sorted(reasons.items(), key=lambda item: -len(item[1][1]))
     )
-    return _table(("reason in `uncaptured`", "classes", "model types"), rows)
+    return markdown_table(("reason in `uncaptured`", "classes", "model types"), rows)
 
 
 def _silences(ran: Mapping[str, Entry]) -> dict[str, list[str]]:
@@ -118,17 +106,18 @@ def _silent(ran: Mapping[str, Entry]) -> str:
     classes = _silences(ran)
     if not classes:
         return "None."
-    return _table(("class", "model types"), ((f"`{kind}`", _some(types)) for kind, types in classes.items()))
+    rows = ((f"`{kind}`", _some(types)) for kind, types in classes.items())
+    return markdown_table(("class", "model types"), rows)
 
 
 def _skips(ran: Mapping[str, Entry]) -> str:
     whys = Counter(_short(entry["skips_why"]) for entry in ran.values() if "skips_why" in entry)
     rows = ((why, str(count)) for why, count in whys.most_common())
-    return _table(("why no λ-skip was put in", "model types"), rows)
+    return markdown_table(("why no λ-skip was put in", "model types"), rows)
 
 
 def _failed(failed: Mapping[str, str]) -> str:
-    return _table(("model type", "first error"), ((name, _cell(why)) for name, why in failed.items()))
+    return markdown_table(("model type", "first error"), ((name, _cell(why)) for name, why in failed.items()))
 
 
 def _short(why: str) -> str:
@@ -150,9 +139,3 @@ def _cell(text: str) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def _table(headings: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    names = tuple(headings)
-    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])

@@ -6,27 +6,22 @@ Data      the first reviews of the test part of IMDB, one JSON object with "text
 Hardware  two CPU cores, about a minute
 Expect    fresh heads at a rank of 25 to 27, of 194 tokens on average, where two nulls stand at 123 and 161
 
-    python -m experiments.baselines --text imdb/test.jsonl.gz
+    python -m experiments run baselines
 """
 
-import argparse
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-import transformers
-
 import rankwise as rw
 from experiments.real_models import minilm
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
+from experiments.study import Study
 from rankwise.auditing import HeadRecord
 from rankwise.auditing.findings import rank_code
 from rankwise.cli.load_data import load_text
 
-ROOT = Path(__file__).parents[1]
 TOKENS, SEQUENCES, SEEDS = 256, 8, 3
 COLUMNS = {
     "trained": lambda head: head.numerical_rank,
@@ -64,7 +59,6 @@ def run(text: Path) -> dict[str, Any]:
         "tokens": round(mean(head.tokens for head in audit.heads), 1),
         "heads": len(audit.heads),
         "rows": rows,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 
@@ -79,41 +73,29 @@ def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
     }
 
 
-def table(report: dict[str, Any]) -> Iterator[str]:
-    """A row for each layer."""
-    names = ("layer", "trained", "fresh", "random winners", "random q and k", "equal weights")
-    yield f"| {' | '.join(names)} | effective | fresh | above | below |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for row in report["rows"]:
-        yield (
-            "| {layer} | {trained:.0f} | {fresh:.1f} ± {fresh_std:.1f} | {winners:.0f} | {random:.0f} | "
-            "{uniform:.0f} | {effective:.1f} | {fresh_effective:.1f} | {above} | {below} |"
-        ).format(**row)
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the table of layers, and the numbers of the text."""
+    rows = report["rows"]
+    names = ("layer", "trained", "fresh", "random winners", "random q and k", "equal weights", "effective")
+    cells = [
+        (
+            "{layer} | {trained:.0f} | {fresh:.1f} ± {fresh_std:.1f} | {winners:.0f} | {random:.0f} | "
+            "{uniform:.0f} | {effective:.1f} | {fresh_effective:.1f} | {above} | {below}"
+        )
+        .format(**row)
+        .split(" | ")
+        for row in rows
+    ]
+    times = [row[null] / row["fresh"] for row in rows for null in ("winners", "random")]
+    return {
+        **{name: str(report[name]) for name in ("data", "tokens", "heads", "delta")},
+        **{name: report["versions"][name] for name in ("torch", "transformers")},
+        "least": f"{min(times):.1f}",
+        "most": f"{max(times):.1f}",
+        "beyond": str(sum(row["beyond_nulls"] for row in rows)),
+        "above": str(sum(row["above"] for row in rows)),
+        "table": markdown_table((*names, "fresh", "above", "below"), cells),
+    }
 
 
-def page(report: dict[str, Any]) -> str:
-    """The report in words and a table."""
-    text = Path(__file__).with_name("baselines_page.md").read_text(encoding="utf-8")
-    words = {name: report[name] for name in ("data", "tokens", "heads", "delta")} | report["versions"]
-    beyond = sum(row["beyond_nulls"] for row in report["rows"])
-    above = sum(row["above"] for row in report["rows"])
-    times = [row[null] / row["fresh"] for row in report["rows"] for null in ("winners", "random")]
-    words |= {"least": min(times), "most": max(times)}
-    return text.format(**words, beyond=beyond, above=above, table="\n".join(table(report)))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="reviews, one JSON object a line")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "baselines.md")
-    parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results" / "baselines.json")
-    given = parser.parse_args(arguments)
-    report = run(given.text)
-    write_file(given.out, json.dumps(report, indent=1) + "\n", "results")
-    write_file(given.page, page(report), "page")
-    print(given.page.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()
+STUDY = Study("baselines", lambda data: run(data / "imdb" / "test.jsonl.gz"), "baselines", tables)

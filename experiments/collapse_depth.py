@@ -12,36 +12,24 @@ Setting   T = D = 64, 4 heads, states of 16 numbers, blocks without feed-forward
 Hardware  two CPU cores, some minutes
 Expect    causal softmax, no skip, post-norm: μ/‖Y‖ below 0.05 at layer 64; TSSA above 0.9 with any skip
 
-    python -m experiments.collapse_depth            writes its results, a JSON file, and the docs page,
-                                                again after each seed
-    python -m experiments.collapse_depth --quick    16 layers, one seed; give --results and --page of your own
+    python -m experiments run collapse_depth
 """
 
-import argparse
-import json
 import math
-import platform
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-import rankwise
-from experiments.collapse_depth_page import write_page
-from rankwise._internals.files import write_file
+from experiments.collapse_depth_page import figures, tables
+from experiments.study import Study
 from rankwise.measures import state_effective_rank, token_spread
 from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
 from rankwise.models.mixers.recurrent import ShortConvolution
 
-RESULTS = Path(__file__).with_name("results") / "collapse_depth.json"
-PAGE = Path(__file__).parents[1] / "docs" / "collapse-depth.md"
 MIXERS = {
     "softmax": ("softmax", True),
     "softmax, full": ("softmax", False),
@@ -223,65 +211,17 @@ def log10(value: float) -> float:
     return math.log10(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
-def runs(recipe: Recipe) -> Iterator[tuple[int, list[Curve]]]:
-    """Every setting with one seed, then with one more: what a run gave up to any of them is a result."""
+def measure(recipe: Recipe) -> dict[str, object]:
+    """Return the curves of every setting, means over seeds."""
     grid = [group for group in groups(recipe) if group]
-    found: list[list[Measured]] = [[] for _ in grid]
-    for seed in range(recipe.seeds):
-        for group, seeds in zip(grid, found, strict=True):
-            seeds.append(measured(group, recipe, seed))
-        yield (
-            seed + 1,
-            [curve for group, seeds in zip(grid, found, strict=True) for curve in curves_of(group, seeds)],
-        )
-
-
-def report_of(recipe: Recipe, found: Sequence[Curve], seconds: float) -> dict[str, object]:
-    """What was run and what came out."""
+    found = [[measured(group, recipe, seed) for seed in range(recipe.seeds)] for group in grid]
+    curves = [curve for group, seeds in zip(grid, found, strict=True) for curve in curves_of(group, seeds)]
     return {
-        "recipe": "collapse_depth",
-        "command": " ".join(["python", "-m", "experiments.collapse_depth", *sys.argv[1:]]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds),
         "settings": asdict(recipe),
         "layers": recipe.layers,
         "unit": "means over seeds by layer; share = μ/‖Y‖_F, share_std its spread, rank = effective rank",
-        "curves": [asdict(one) for one in found],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "rankwise": rankwise.__version__,
-        },
+        "curves": [asdict(one) for one in curves],
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe, print its tables, write the results and the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="16 layers, one seed")
-    parser.add_argument("--depth", type=int)
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--mixers", nargs="+", choices=list(MIXERS))
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(argv)
-    recipe = Recipe(depth=16, seeds=1, weights=(1.0, 4.0), inputs=(0.1, 1.0)) if options.quick else Recipe()
-    given = {name: getattr(options, name) for name in ("depth", "seeds", "mixers")}
-    given["mixers"] = tuple(given["mixers"]) if given["mixers"] else None
-    recipe = replace(recipe, **{name: value for name, value in given.items() if value})
-    start = time.monotonic()
-    tables = ""
-    for seeds, found in runs(recipe):
-        report = report_of(replace(recipe, seeds=seeds), found, time.monotonic() - start)
-        text = json.dumps(report, ensure_ascii=False)
-        text = text.replace('{"setting"', '\n{"setting"').replace('"versions"', '\n"versions"')
-        write_file(options.results, text + "\n", "results")
-        tables = write_page(options.page, json.loads(text))
-        print(f"{seeds} of {recipe.seeds} seeds: wrote {options.results} and {options.page}", flush=True)
-    print(f"\n{tables}")
-
-
-if __name__ == "__main__":
-    main()
+STUDY = Study("collapse_depth", lambda data: measure(Recipe()), "collapse-depth", tables, figures)

@@ -1,13 +1,11 @@
-"""The page of `experiments.collapse_depth`: its tables and its figure."""
+"""Tables and figure of `experiments.collapse_depth`."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
 
-TEXT = Path(__file__).with_name("collapse_depth_page.md")
 FIGURE = "collapse-depth.svg"
 NORM_NAMES = {"none": "no norm", "pre": "pre-norm", "post": "post-norm"}
 COLOURS = {0: "#111111", -2: "#b2182b", -1: "#ef8a62", 0.5: "#92c5de", 1: "#2166ac", 2: "#1b7837"}
@@ -20,24 +18,21 @@ Report = dict[str, Any]
 Found = dict[str, Any]
 
 
-def write_page(page: Path, report: Report) -> str:
-    """Write the page, and the figure beside it in images/.
+def tables(report: Report) -> dict[str, str]:
+    """Return the tables of the page, and the numbers of its text."""
+    return {
+        "command": "python -m experiments run collapse_depth",
+        "seconds": str(report["seconds"]),
+        "seeds": str(report["settings"]["seeds"]),
+        "where": f"torch {report['versions']['torch']}",
+        "grid": "\n\n".join(grid_tables(report)),
+        "weights": "\n\n".join(weight_tables(report)),
+    }
 
-    Returns:
-        The tables.
-    """
-    tables = "\n\n".join([*grid_tables(report), *weight_tables(report)])
-    text = TEXT.read_text(encoding="utf-8").format(
-        command=report["command"],
-        seconds=report["seconds"],
-        seeds=report["settings"]["seeds"],
-        where=f"torch {report['versions']['torch']}",
-        grid="\n\n".join(grid_tables(report)),
-        weights="\n\n".join(weight_tables(report)),
-    )
-    write_file(page, text, "page")
-    write_file(page.parent / "images" / FIGURE, figure(report), "figure")
-    return tables
+
+def figures(report: Report) -> dict[str, str]:
+    """Return the figure."""
+    return {FIGURE: figure(report)}
 
 
 def grid_of(report: Report, **wanted: Any) -> list[Found]:
@@ -52,17 +47,13 @@ def grid_tables(report: Report) -> Iterator[str]:
     mixers = list(dict.fromkeys(one["setting"]["mixer"] for one in grid_of(report)))
     for norm, name in NORM_NAMES.items():
         for gate in (False, True):
-            lines = [
-                f"{name}, gate {'on' if gate else 'off'}, layer {report['layers'][-1]}",
-                "",
-                row(["mixer", *map(skip_name, skips)]),
-                row(["---"] * (len(skips) + 1)),
-            ]
+            rows = []
             for mixer in mixers:
                 found = grid_of(report, mixer=mixer, norm=norm, gate=gate)
                 by_skip = {one["setting"]["skip"]: cell(one) for one in found}
-                lines.append(row([mixer, *(by_skip[skip] for skip in skips)]))
-            yield "\n".join(lines)
+                rows.append([mixer, *(by_skip[skip] for skip in skips)])
+            table = markdown_table(["mixer", *map(skip_name, skips)], rows)
+            yield f"{name}, gate {'on' if gate else 'off'}, layer {report['layers'][-1]}\n\n{table}"
 
 
 def weight_tables(report: Report) -> Iterator[str]:
@@ -76,20 +67,17 @@ def weight_tables(report: Report) -> Iterator[str]:
     mixers = list(dict.fromkeys(one["setting"]["mixer"] for one in plain))
     shows: dict[str, Callable[[Found], str]] = {"μ/‖Y‖ (effective rank)": cell, "log10 μ": power}
     for name, show in shows.items():
-        lines = [
-            f"{name} without skip, norm and gate, layer {report['layers'][-1]}, by weights × input",
-            "",
-            row(["mixer", *(f"{weight:g} × {size:g}" for weight, size in sizes)]),
-            row(["---"] * (len(sizes) + 1)),
-        ]
+        rows = []
         for mixer in mixers:
             by_size = {
                 (one["setting"]["weights"], one["setting"]["inputs"]): show(one)
                 for one in plain
                 if one["setting"]["mixer"] == mixer
             }
-            lines.append(row([mixer, *(by_size[size] for size in sizes)]))
-        yield "\n".join(lines)
+            rows.append([mixer, *(by_size[size] for size in sizes)])
+        head = f"{name} without skip, norm and gate, layer {report['layers'][-1]}, by weights × input"
+        table = markdown_table(["mixer", *(f"{weight:g} × {size:g}" for weight, size in sizes)], rows)
+        yield f"{head}\n\n{table}"
 
 
 def cell(one: Found) -> str:
@@ -115,11 +103,6 @@ def power(one: Found) -> str:
 def skip_name(skip: float) -> str:
     """As a column is headed."""
     return f"λ = {skip:g}" if skip else "no skip"
-
-
-def row(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
 
 
 def figure(report: Report) -> str:

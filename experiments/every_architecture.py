@@ -10,17 +10,14 @@ weights, each in a process of its own with a time limit, and notes
 - how many of the eager model's ``output_attentions`` are among the captured matrices;
 - λ-skips: none of them changes an output at λ = 1, and all come out again.
 
-    python -m experiments.every_architecture --jobs 2
+    python -m experiments run every_architecture
 
-writes experiments/results/every_architecture.json, one entry a model type, and docs/architectures.md from it.
-What is in the file already is not run again: an interrupted run goes on where it stopped. Expected: outputs
-are bit-identical wherever a model runs, and every mixer is captured or listed with its reason.
+Expected: outputs are bit-identical wherever a model runs, and every mixer is captured or listed with its
+reason.
 """
 
-import argparse
 import json
 import multiprocessing
-import platform
 import resource
 import time
 from collections.abc import Iterator
@@ -29,11 +26,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from experiments.architectures_page import page
+from experiments.architectures_page import tables
+from experiments.results import RESULTS
+from experiments.study import Study
+from rankwise._internals.files import write_file
 
-RESULTS = Path(__file__).with_name("results") / "every_architecture.json"
-PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 LIMIT, MEMORY = 60.0, 8 << 30
+PROGRESS = RESULTS / "every_architecture.part"
 PRELOADED = [
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -115,52 +114,16 @@ def _answer(process: ForkServerProcess, answers: Connection, late: bool, limit: 
     return entry
 
 
-def versions() -> dict[str, str]:
-    """What the results depend on."""
-    import torch
-    import transformers
-
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()} CPU",
-    }
-
-
-def save(entries: dict[str, Entry], types: int, path: Path) -> None:
-    """Write all entries, a line each, in one piece."""
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
-    head = f'"versions": {json.dumps(versions())},\n"model_types": {types}'
-    text = f'{{\n{head},\n"entries": {{\n{lines}\n}}\n}}\n'
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check what is not in the results yet, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="check these, also those checked before")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each (default: %(default)g)")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    given = parser.parse_args(arguments)
-    entries: dict[str, Entry] = {}
-    if given.results.exists():
-        kept = json.loads(given.results.read_text(encoding="utf-8"))
-        entries = kept["entries"] if kept["versions"] == versions() else {}
+def measure(data: Path) -> dict[str, Any]:
+    """Check every model type, two at a time; an interrupted run resumes."""
     every = model_types()
-    types = given.types or [name for name in every if name not in entries]
-    for done, (name, entry) in enumerate(run_all(types, given.jobs, given.limit), start=1):
+    entries: dict[str, Entry] = json.loads(PROGRESS.read_text(encoding="utf-8")) if PROGRESS.exists() else {}
+    for name, entry in run_all([name for name in every if name not in entries], 2, LIMIT):
         entries[name] = entry
-        print(f"{done}/{len(types)} {name}: {entry.get('why') or 'ran'}", flush=True)
-        save(entries, len(every), given.results)
-    given.page.write_text(page(entries, versions(), len(every)), encoding="utf-8")
-    print(f"wrote {given.page}")
-    return 0
+        print(f"{len(entries)}/{len(every)} {name}: {entry.get('why') or 'ran'}", flush=True)
+        write_file(PROGRESS, json.dumps(entries), "progress")
+    PROGRESS.unlink()
+    return {"model_types": len(every), "entries": dict(sorted(entries.items()))}
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+STUDY = Study("every_architecture", measure, "architectures", tables)

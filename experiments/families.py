@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from experiments.family_checks import Family, Row, check, replay_attention, replay_layer
+from experiments.render import fill_page, markdown_table
 from experiments.state_space_checks import STATE_SPACE_HEADINGS, StateSpaceRow, check_state_space
 from experiments.state_space_models import STATE_SPACE
 from experiments.tiny_models import (
@@ -45,7 +46,6 @@ from experiments.tiny_models import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-TEXT_OF_PAGE = Path(__file__).with_name("models_page.md")
 
 HEADINGS = (
     "family",
@@ -60,11 +60,11 @@ HEADINGS = (
 )
 
 
-def line(row: Row) -> str:
-    """One row of the table."""
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row."""
     mixers, states = row.trace.mixers, row.trace.states
     kinds = sorted({type(site.operator).__name__ for site in mixers})
-    cells = (
+    return (
         row.family.name,
         attention_of(row),
         f"{len(mixers)} of {row.family.mixers}",
@@ -73,7 +73,6 @@ def line(row: Row) -> str:
         *(shown(error) for error in (row.product_error, row.attention_error, row.state_error)),
         "yes" if row.identical else "no",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def attention_of(row: Row) -> str:
@@ -96,15 +95,14 @@ def page(rows: Iterable[Row], state_space: Iterable[StateSpaceRow], command: str
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     where = f"Python {platform.python_version()}, {platform.machine()} CPU"
-    table = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}", *map(line, rows)]
-    names = STATE_SPACE_HEADINGS
-    second = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}", *(row.line for row in state_space)]
-    text = TEXT_OF_PAGE.read_text(encoding="utf-8")
-    return (
-        text.replace("{command}", command)
-        .replace("{where}", f"{versions}, {where}")
-        .replace("{table}", "\n".join(table))
-        .replace("{state_space}", "\n".join(second))
+    return fill_page(
+        "models",
+        {
+            "command": command,
+            "where": f"{versions}, {where}",
+            "table": markdown_table(HEADINGS, [cells(row) for row in rows]),
+            "state_space": markdown_table(STATE_SPACE_HEADINGS, [row.cells for row in state_space]),
+        },
     )
 
 

@@ -7,30 +7,22 @@ Asked     How well first order and curvature sort the heads of two real models; 
 Hardware  one CPU core, about 4 minutes
 Expect    Curvature by random projections sorts heads nearly as removal does; first order less well.
 
-    python -m experiments.importance --text imdb.jsonl.gz
+    python -m experiments run importance
 """
 
-import argparse
-import json
 import math
-import platform
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
 
 import rankwise as rw
-from experiments.importance_page import write_page
+from experiments.importance_page import figures, tables
 from experiments.rank_saturation import rounded
 from experiments.real_models import minilm
-from rankwise._internals.files import write_file
+from experiments.study import Study
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import HeadRecord
 from rankwise.auditing.measure_table import HEAD_MEASURES
@@ -38,8 +30,6 @@ from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 
-RESULTS = Path(__file__).with_name("results") / "importance.json"
-PAGE = Path(__file__).parents[1] / "docs" / "worth.md"
 ESTIMATES = ("first_order", "fisher", "curvature", "estimate")
 RANKS = (
     "numerical_rank",
@@ -66,26 +56,14 @@ class Recipe:
 
 
 def results(recipe: Recipe, text: Path | None) -> dict[str, Any]:
-    """Both models; MiniLM only where its weights and a text are."""
-    begun = time.perf_counter()
+    """Measure both models; MiniLM only if its weights are installed and there is a text."""
     weights, found = minilm(), []
     if weights is not None and text is not None:
         splits = batches(weights, text, recipe.tokens, recipe)
         found.append(one_model("all-MiniLM-L6-v2", f"{text.name}, {recipe.tokens} tokens", *splits, recipe))
     splits = batches(demo_model(), demo_text(), recipe.demo_tokens, recipe)
     found.append(one_model("the bundled demo", f"its text, {recipe.demo_tokens} tokens", *splits, recipe))
-    return {
-        "command": "python -m experiments.importance" + ("" if text is None else f" --text {text.name}"),
-        "recipe": asdict(recipe),
-        "seconds": round(time.perf_counter() - begun),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "models": found,
-    }
+    return {"recipe": asdict(recipe), "models": found}
 
 
 def batches(folder: Path, text: Path, tokens: int, recipe: Recipe) -> tuple[nn.Module, list[list[Any]]]:
@@ -195,26 +173,13 @@ def numbers(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
     return [[math.nan if value is None else value for value in row] for row in rows]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe, write results and page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--text", type=Path, help="reviews, .jsonl(.gz) with a field text")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--page-only", action="store_true", help="write the page of saved results")
-    options = parser.parse_args(argv)
-    if options.page_only:
-        report = json.loads(options.results.read_text())
-    else:
-        report = results(Recipe(), options.text)
-        for model in report["models"]:
-            model["correlations"] = correlations(model)
-        report = rounded(report)
-        print(f"wrote {write_file(options.results, json.dumps(report, indent=1) + chr(10), 'results')}")
-    print(f"wrote {write_page(options.page, report)}")
+def measure_models(data: Path) -> dict[str, Any]:
+    """Measure both models, and how measures sort their heads."""
+    report = results(Recipe(), data / "imdb" / "test.jsonl.gz")
+    for model in report["models"]:
+        model["correlations"] = correlations(model)
+    rounded_report: dict[str, Any] = rounded(report)
+    return rounded_report
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study("importance", measure_models, "worth", tables, figures)

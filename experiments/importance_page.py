@@ -1,14 +1,11 @@
-"""The page of `experiments.importance`: tables and figures."""
+"""Tables and figures of `experiments.importance`."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.rank_saturation_page import markdown
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
 from rankwise.importance.records import HeadImportance, agreement
 
-TEXT = Path(__file__).with_name("importance_page.md")
 WIDTH, HEIGHT, LEFT, BOTTOM = 520, 320, 64, 44
 NAMES = {
     "first_order": "first order, mean of abs. ∂L_i/∂ξ",
@@ -36,20 +33,22 @@ ESTIMATES = (
 Report = dict[str, Any]
 
 
-def write_page(page: Path, report: Report) -> Path:
-    """Write the page, and its figures in images/ beside it."""
+def tables(report: Report) -> dict[str, str]:
+    """Return the sections of the models, and the numbers of the text."""
     recipe = report["recipe"]
-    for model in report["models"]:
-        write_file(page.parent / "images" / figure_name(model), scatter(model), "figure")
-    text = TEXT.read_text(encoding="utf-8").format(
-        command=report["command"],
-        seconds=report["seconds"],
-        torch=report["versions"]["torch"],
-        splits=recipe["splits"],
-        sequences=recipe["sequences"],
-        models="\n\n".join(part for model in report["models"] for part in model_parts(model)),
-    )
-    return write_file(page, text, "page")
+    return {
+        "command": "python -m experiments run importance",
+        "seconds": str(report["seconds"]),
+        "torch": report["versions"]["torch"],
+        "splits": str(recipe["splits"]),
+        "sequences": str(recipe["sequences"]),
+        "models": "\n\n".join(part for model in report["models"] for part in model_parts(model)),
+    }
+
+
+def figures(report: Report) -> dict[str, str]:
+    """Return a scatter for each model."""
+    return {figure_name(model): scatter(model) for model in report["models"]}
 
 
 def figure_name(model: Report) -> str:
@@ -86,7 +85,7 @@ def correlation_table(found: Report, names: Sequence[str]) -> str:
         ]
         for name in known
     ]
-    return markdown(["", *(f"split {at + 1}" for at in range(width))], rows)
+    return markdown_table(["", *(f"split {at + 1}" for at in range(width))], rows)
 
 
 def size_table(model: Report) -> str:
@@ -102,7 +101,7 @@ def size_table(model: Report) -> str:
         ["median of heads", *(f"{found.median:.2f}" for found in known)],
         ["the costliest head", *(f"{found.costliest:.2f}" for found in known)],
     ]
-    return markdown(["", *(f"split {at + 1}" for at in range(len(known)))], rows)
+    return markdown_table(["", *(f"split {at + 1}" for at in range(len(known)))], rows)
 
 
 def set_table(sets: Sequence[Report]) -> str:
@@ -128,7 +127,7 @@ def set_table(sets: Sequence[Report]) -> str:
         "cost on the others",
         "layer.head",
     ]
-    return markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def scatter(model: Report) -> str:

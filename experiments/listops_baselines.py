@@ -4,24 +4,21 @@ The task of the experiment `long-range-listops`. Two classifiers that cannot tel
 another, but for the first: the most common value of each first operation, and a linear classifier of the
 logarithms of how often each token occurs, apart for each first operation.
 
-    python -m experiments.listops_baselines
-
-writes experiments/results/listops_baselines.json: the share right of the test split, the loss in nats, and
-the checksum of the data.
+    python -m experiments run listops_baselines
 """
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from experiments.study import Study
 from experiments.tasks import load_task
 from experiments.tasks.listops import TOKENS
 from experiments.tasks.task import Examples
-from experiments.tost.long_range import COUNTS, config
-from rankwise._internals.files import write_file
+from experiments.tost.long_range import config
 
 CLASSES = 10
 DECAY = 1e-4
@@ -68,19 +65,16 @@ def by_counts(train: Examples, test: Examples) -> tuple[float, float]:
     return float((logits.argmax(1) == right).double().mean()), float(F.cross_entropy(logits, right))
 
 
-def main() -> None:
-    """Write and print both."""
-    task = load_task(config("listops", "tost"), Path())
+def measure(data: Path) -> dict[str, Any]:
+    """Measure both classifiers."""
+    task = load_task(config("listops", "tost"), data)
     share, loss = by_counts(task.train, task.test)
-    content = {
+    return {
         "first_operation": by_first(task.train, task.test),
         "counts": share,
         "counts_loss": round(loss, 5),
         "sha256": task.record["sha256"],
     }
-    write_file(COUNTS, json.dumps(content, indent=1) + "\n", "results")
-    print(json.dumps(content, indent=1))
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study("listops_baselines", measure)

@@ -8,12 +8,9 @@ Data      held-out pictures of CIFAR-10, in data/cifar10/cifar10.npz
 Hardware  one CPU core, seconds
 
     python -m experiments run vision --rows tost --seeds 0 --results try
-    python -m experiments.memberships --model runs/vision/tost-seed0-*/model --images data/cifar10
+    python -m experiments run memberships
 """
 
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +21,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
+from experiments.study import DOCS, Study
 from experiments.tasks.pictures import cifar10
-from rankwise._internals.files import write_file
 from rankwise.models import TokenStatisticsAttention
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).with_name("results") / "memberships.json"
-PAGE = ROOT / "docs" / "memberships.md"
-PICTURE = ROOT / "docs" / "images" / "memberships.webp"
-INTRODUCTION = Path(__file__).with_name("memberships_page.md")
+PICTURE = DOCS / "images" / "memberships.webp"
 EXAMPLES, SHOWN, ENLARGED, GAP = 200, 6, 2, 4
 """Pictures measured and pictures drawn; screen pixels for a pixel, and between two pictures."""
 
@@ -108,39 +101,16 @@ def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
     return sheet
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page of the results."""
-    rows = [
-        f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
-        f"| {fresh['entropy']:.4f} | {trained['by_place']:.2f} | {fresh['by_place']:.2f} |"
-        for layer, (trained, fresh) in enumerate(zip(found["trained"], found["fresh"], strict=True))
-    ]
-    text = INTRODUCTION.read_text(encoding="utf-8")
-    learned = [value for layer in found["temperatures"] for value in layer]
-    return text.format(
-        table="\n".join(rows),
-        examples=found["examples"],
-        shown=found["shown"],
-        coldest=f"{min(learned):.2f}",
-        hottest=f"{max(learned):.2f}",
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, draw, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a trained model")
-    parser.add_argument("--images", type=Path, required=True, help="folder of cifar10.npz")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    chosen = parser.parse_args(arguments)
+def measure(data: Path) -> dict[str, Any]:
+    """Measure the newest model of the row `tost` of the experiment `vision`, and draw its memberships."""
+    folders = sorted(Path("runs", "vision").glob("tost-seed0-*/model"), key=lambda path: path.stat().st_mtime)
     torch.manual_seed(0)
-    model = AutoModelForImageClassification.from_pretrained(chosen.model)
+    model = AutoModelForImageClassification.from_pretrained(folders[-1])
     fresh = AutoModelForImageClassification.from_config(model.config)
-    task = cifar10(chosen.images)
+    task = cifar10(data / "cifar10")
     pixels = torch.stack([task.test[place]["pixel_values"] for place in range(EXAMPLES)])
-    found = {
+    drawn(model, pixels[:SHOWN]).save(PICTURE, lossless=True)
+    return {
         "examples": EXAMPLES,
         "shown": SHOWN,
         "sha256": task.record["sha256"],
@@ -152,11 +122,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if isinstance(module, TokenStatisticsAttention)
         ],
     }
-    write_file(chosen.results, json.dumps(found, indent=1) + "\n", "results")
-    drawn(model, pixels[:SHOWN]).save(chosen.picture, lossless=True)
-    write_file(chosen.page, page(found), "page")
-    print(f"wrote {chosen.page}, {chosen.picture} and {chosen.results}")
 
 
-if __name__ == "__main__":
-    main()
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    """Return the rows of the table, and the numbers of the text."""
+    rows = [
+        f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
+        f"| {fresh['entropy']:.4f} | {trained['by_place']:.2f} | {fresh['by_place']:.2f} |"
+        for layer, (trained, fresh) in enumerate(zip(found["trained"], found["fresh"], strict=True))
+    ]
+    learned = [value for layer in found["temperatures"] for value in layer]
+    return {
+        "table": "\n".join(rows),
+        "examples": str(found["examples"]),
+        "shown": str(found["shown"]),
+        "coldest": f"{min(learned):.2f}",
+        "hottest": f"{max(learned):.2f}",
+    }
+
+
+STUDY = Study("memberships", measure, "memberships", tables)

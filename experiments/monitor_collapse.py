@@ -15,19 +15,15 @@ Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none t
           λ = 2: none, and a loss lower by half a nat per byte; the bound (2.7 to 3.8) and the command
           (2.7 to 3.9 in all layers): as λ = 2 or better
 
-    python -m experiments.monitor_collapse        writes results/monitor_collapse.json, prints a table
+    python -m experiments run monitor_collapse
 """
 
-import argparse
-import json
-import platform
 import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +31,9 @@ from torch import Tensor
 from transformers import set_seed
 
 import rankwise as rw
-from rankwise._internals.files import write_file
+from experiments.study import Study
 from rankwise.cli.load_model import demo_text
 from rankwise.models import ToSTConfig, ToSTForCausalLM
-
-RESULTS = Path(__file__).with_name("results") / "monitor_collapse.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +51,7 @@ class Recipe:
 
 
 def model_of(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
-    """The model, at the same weights for every λ.
-
-    Args:
-        recipe: sizes.
-        scale: λ.
-        seed: of the weights.
-    """
+    """The model, at the same weights for every λ."""
     set_seed(seed)
     config = ToSTConfig(
         vocab_size=256,
@@ -83,14 +71,7 @@ def model_of(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
 
 
 def windows(recipe: Recipe, ids: Tensor, seed: int, count: int) -> list[Tensor]:
-    """Batches of windows of the text.
-
-    Args:
-        recipe: sizes.
-        ids: the bytes of the text.
-        seed: of the windows.
-        count: of the batches.
-    """
+    """Batches of windows of the text."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(ids) - recipe.tokens + 1, (count, recipe.batch, 1), generator=draw)
     return list(ids[starts + torch.arange(recipe.tokens)])
@@ -102,12 +83,7 @@ def text_ids() -> Tensor:
 
 
 def probe_of(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """What the monitor audits: two windows that are drawn apart from those of the training.
-
-    Args:
-        recipe: sizes.
-        seed: of the run.
-    """
+    """What the monitor audits: two windows that are drawn apart from those of the training."""
     return {"input_ids": windows(recipe, text_ids(), 10_000 + seed, 1)[0][:2]}
 
 
@@ -124,26 +100,14 @@ class Advice:
 
 
 def with_skips(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
-    """The same model with its λ put in by `rankwise.add_lambda_skip`: advice names sites of such λ.
-
-    Args:
-        recipe: sizes.
-        scale: λ.
-        seed: of the weights.
-    """
+    """The same model with its λ put in by `rankwise.add_lambda_skip`: advice names sites of such λ."""
     model = model_of(recipe, 1.0, seed)
     rw.add_lambda_skip(model, scale, learnable=False, example=probe_of(recipe, seed))
     return model
 
 
 def advice(recipe: Recipe, scale: float, seed: int) -> Advice:
-    """What `rankwise.skips.recommend` says to the model before its first step.
-
-    Args:
-        recipe: sizes.
-        scale: λ, with which it is collapsed.
-        seed: of weights and probe.
-    """
+    """What `rankwise.skips.recommend` says to the model before its first step."""
     model, probe = with_skips(recipe, scale, seed).eval(), probe_of(recipe, seed)
     found = rw.skips.recommend(rw.audit(model, [probe]), model, probe).findings
     collapse = next(finding for finding in found if finding.code == "COLLAPSE")
@@ -153,14 +117,7 @@ def advice(recipe: Recipe, scale: float, seed: int) -> Advice:
 
 
 def advised(recipe: Recipe, given: Advice, scale: float, seed: int) -> ToSTForCausalLM:
-    """The model after the command of the advice.
-
-    Args:
-        recipe: sizes.
-        given: the advice.
-        scale: λ where the command leaves it.
-        seed: of the weights.
-    """
+    """The model after the command of the advice."""
     model = with_skips(recipe, scale, seed)
     skips = rw.skips.skips_of(model)
     with torch.no_grad():
@@ -224,11 +181,7 @@ def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "gi
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """The runs as lines.
-
-    Args:
-        runs: what `train` gave.
-    """
+    """The runs as lines."""
     lines = [
         "   λ  from     layers  seed  stopped  steps    loss  COLLAPSE at layer, by step      "
         "μ/‖Y‖ at the end, by step"
@@ -244,35 +197,18 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for.
-
-    Args:
-        arguments: of the command line.
-    """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="12 layers, 4 steps, one seed; kept in no file")
-    parser.add_argument("--results", type=Path, help=f"default: {RESULTS.name}, and none with --quick")
-    chosen = parser.parse_args(arguments)
-    to = chosen.results or (None if chosen.quick else RESULTS)
-    recipe = Recipe(depth=12, steps=4, every=2, seeds=(0,)) if chosen.quick else Recipe()
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Train every model of the claim, the stopped one first."""
     runs = [train(recipe, recipe.scales[0], recipe.seeds[0], stop=True)]
-    print(table(runs), flush=True)
     for seed in recipe.seeds:
         trained = [(scale, "given") for scale in recipe.scales]
         trained += [(recipe.scales[0], "command"), (recipe.scales[0], "bound")]
-        for scale, source in trained:
-            runs.append(train(recipe, scale, seed, stop=False, source=source))
-            print(table(runs[-1:]).splitlines()[1], flush=True)
-    record = {
-        "recipe": asdict(recipe),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "threads": torch.get_num_threads(),
-        "runs": runs,
-    }
-    if to is not None:
-        write_file(to, json.dumps(record, indent=1) + "\n", "results")
+        runs += [train(recipe, scale, seed, stop=False, source=source) for scale, source in trained]
+    return {"recipe": asdict(recipe), "threads": torch.get_num_threads(), "runs": runs}
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study(
+    "monitor_collapse",
+    lambda data: measure(Recipe()),
+    tables=lambda report: {"runs": table(report["runs"])},
+)

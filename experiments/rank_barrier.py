@@ -8,28 +8,20 @@ Hardware  one CPU core, float64, about half a minute
 Expect    hardmax without a mask, rank/T at K = 1, 16, 256: .04 .54 .63 (T = 50), .01 .44 .61 (T = 200),
           .003 .34 .60 (T = 800), each ± 0.02
 
-    python -m experiments.rank_barrier
+    python -m experiments run rank_barrier
 """
 
-import argparse
-import json
 import math
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import combinations
-from pathlib import Path
+from typing import Any
 
-import torch
-
-import rankwise
 from experiments.rank.theorem1 import theorem1_bound, theorem1_rank
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
+from experiments.study import Study
 from rankwise.theory import SimulatedRank, random_head_rank, rank_barrier
 
-RESULTS = Path(__file__).with_name("results") / "rank_barrier.json"
 HEAD_DIMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SIGNIFICANT = 5.0
 """Standard errors from which a fall counts: among 864 pairs of widths chance brings one in 20 runs."""
@@ -124,70 +116,33 @@ def curves(recipe: Recipe) -> list[Curve]:
     ]
 
 
-def table(recipe: Recipe, found: Sequence[Curve]) -> str:
-    """Rank/T as Markdown, the spread of single matrices in brackets."""
-    blocks = []
-    for mask, temperature in dict.fromkeys((one.mask, one.temperature) for one in found):
-        kind = "hardmax" if temperature == 0 else f"softmax, τ = {temperature:g}·√K, δ = {recipe.delta:g}"
-        head = ["T \\ K", *map(str, recipe.head_dims), "barrier", "falls at K"]
-        lines = [f"{mask} mask, {kind}, rank/T", "", row(head), row(["---"] * len(head))]
-        for one in found:
-            if (one.mask, one.temperature) == (mask, temperature):
-                shares = [
-                    f"{mean / one.tokens:.3f} ({std / one.tokens:.3f})"
-                    for mean, std in zip(one.mean, one.std, strict=True)
-                ]
-                falls = f"{one.fall[0]} → {one.fall[1]}" if one.fall else "–"
-                lines.append(row([str(one.tokens), *shares, f"{one.barrier / one.tokens:.3f}", falls]))
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-def row(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def results(recipe: Recipe, found: Sequence[Curve]) -> dict[str, object]:
-    """What was run and what came out."""
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Measure every curve."""
     return {
-        "recipe": "rank_barrier",
-        "command": " ".join(["python", "-m", "experiments.rank_barrier", *sys.argv[1:]]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": asdict(recipe),
         "unit": "mean and standard deviation of the rank over trials, by head width",
-        "theorem1_bound": {tokens: round(theorem1_bound(tokens), 4) for tokens in recipe.tokens},
-        "curves": [asdict(one) for one in found],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "rankwise": rankwise.__version__,
-        },
+        "theorem1_bound": {str(tokens): round(theorem1_bound(tokens), 4) for tokens in recipe.tokens},
+        "curves": [asdict(one) for one in curves(recipe)],
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe, print its tables and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=Recipe().tokens)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--trials", type=int, default=Recipe().trials)
-    parser.add_argument("--seed", type=int, default=Recipe().seed)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args(argv)
-    recipe = Recipe(
-        tokens=tuple(options.tokens),
-        head_dims=tuple(options.head_dims),
-        trials=options.trials,
-        seed=options.seed,
-    )
-    found = curves(recipe)
-    print(table(recipe, found))
-    report = json.dumps(results(recipe, found), indent=2)
-    print(f"\nwrote {write_file(options.results, report + chr(10), 'results')}")
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return rank/T, with the standard deviation of single matrices in parentheses, by mask and kind."""
+    settings, found = report["settings"], {}
+    for mask, temperature in dict.fromkeys((one["mask"], one["temperature"]) for one in report["curves"]):
+        softmax = f"softmax, τ = {temperature:g}·√K, δ = {settings['delta']:g}"
+        name = f"{mask} mask, {'hardmax' if temperature == 0 else softmax}, rank/T"
+        rows = []
+        for one in report["curves"]:
+            if (one["mask"], one["temperature"]) == (mask, temperature):
+                tokens = one["tokens"]
+                numbers = zip(one["mean"], one["std"], strict=True)
+                shares = [f"{mean / tokens:.3f} ({std / tokens:.3f})" for mean, std in numbers]
+                falls = "{} → {}".format(*one["fall"]) if one["fall"] else "–"
+                rows.append([str(tokens), *shares, f"{one['barrier'] / tokens:.3f}", falls])
+        head = ["T \\ K", *map(str, settings["head_dims"]), "barrier", "falls at K"]
+        found[name] = markdown_table(head, rows)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study("rank_barrier", lambda data: measure(Recipe()), tables=tables)

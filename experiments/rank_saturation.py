@@ -9,19 +9,12 @@ Expect    K* = a + b·ln T to within about one unit of width over T = 64 … 8,1
           length, text preparation, positions, number of heads, kind of block nor δ: all but the heads are
           varied, and the nearest variant is shown.
 
-    python -m experiments.rank_saturation --images cifar10.npz --text imdb.jsonl.gz
+    python -m experiments run rank_saturation
 """
 
-import argparse
-import json
 import math
-import platform
 import re
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,14 +33,12 @@ from experiments.rank.random_layers import (
     layer_ranks,
     token_states,
 )
-from experiments.rank_saturation_page import REBUTTAL, write_page
-from rankwise._internals.files import write_file
+from experiments.rank_saturation_page import REBUTTAL, figures, tables
+from experiments.study import Study
 from rankwise.cli.load_data import load_text
 from rankwise.plan.planner import DENSE_WIDTHS, saturation
 from rankwise.plan.ranks import RandomHead, hardmax_ranks
 
-RESULTS = Path(__file__).with_name("results") / "rank_saturation.json"
-PAGE = Path(__file__).parents[1] / "docs" / "rank-saturation.md"
 HEADS = 8
 """Of the text model: the rebuttal's widths are no multiples of K = 3, so its D was not H·K."""
 
@@ -236,57 +227,19 @@ def layer_means(name: str, head_dim: int, recipe: Recipe, batch: dict[str, Tenso
 
 
 def results(recipe: Recipe, images: Path | None, text: Path | None) -> dict[str, Any]:
-    """What was run and what came out."""
-    started = time.perf_counter()
+    """Return everything that is measured."""
     laws = {mask: fit_log_law(mask, lengths=recipe.law, seed=recipe.seed) for mask in ("full", "causal")}
-    found = {
+    return {
+        "settings": asdict(recipe),
         "synthetic": synthetic(recipe),
         "law": {mask: asdict(law) for mask, law in laws.items()},
         "rebuttal": rebuttal(recipe, text) if text is not None else None,
         "models": models(recipe, images, text),
     }
-    named = [f"--images {images.name}"] if images else []
-    named += [f"--text {text.name}"] if text else []
-    return {
-        "recipe": "rank_saturation",
-        "command": " ".join(["python -m experiments.rank_saturation", *named]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - started),
-        "settings": asdict(recipe),
-        **found,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rankwise": rw.__version__,
-        },
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the recipe, write results and page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--images", type=Path, help="npz with x_test, (N, 32, 32, 3) bytes")
-    parser.add_argument("--text", type=Path, help="reviews, .jsonl(.gz) with a field text")
-    parser.add_argument("--trials", type=int, default=Recipe().trials)
-    parser.add_argument("--seed", type=int, default=Recipe().seed)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--page-only", action="store_true", help="write the page of saved results")
-    options = parser.parse_args(argv)
-    if options.page_only:
-        report = json.loads(options.results.read_text())
-    else:
-        report = results(Recipe(trials=options.trials, seed=options.seed), options.images, options.text)
-        kept = json.dumps(rounded(report), indent=1)
-        print(f"wrote {write_file(options.results, kept + chr(10), 'results')}")
-    print(f"wrote {write_page(options.page, report)}")
 
 
 def rounded(value: Any) -> Any:
-    """Floats to five digits, NaN to null."""
+    """Return a report with floats rounded to five digits, and null in place of NaN."""
     if isinstance(value, float):
         return round(value, 5) if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -294,5 +247,12 @@ def rounded(value: Any) -> Any:
     return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(data: Path) -> dict[str, Any]:
+    """Measure on the pictures and the reviews of the folder."""
+    found: dict[str, Any] = rounded(
+        results(Recipe(), data / "cifar10" / "cifar10.npz", data / "imdb" / "test.jsonl.gz")
+    )
+    return found
+
+
+STUDY = Study("rank_saturation", measure, "rank-saturation", tables, figures)

@@ -1,16 +1,14 @@
-"""The page of `experiments.rank_saturation`: published numbers, tables and figure."""
+"""Published numbers, tables and figures of `experiments.rank_saturation`."""
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.rank.random_layers import LogLaw
 from experiments.rank_saturation_figure import curve_figure, law_figure
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
 from rankwise.plan import HeadDimPlan
 
-TEXT = Path(__file__).with_name("rank_saturation_page.md")
 LAW, BARRIER = "rank-saturation.svg", "rank-barrier.svg"
 
 _HEAD_DIMS = (2, 3, 4, 8, 16)
@@ -66,28 +64,30 @@ SYNTHETIC = {
 Report = dict[str, Any]
 
 
-def write_page(page: Path, report: Report) -> Path:
-    """Write the page, and its figures in images/ beside it."""
+def tables(report: Report) -> dict[str, str]:
+    """Return the tables of the page, and the numbers of its text."""
     rebuttal = report["rebuttal"]
-    text = TEXT.read_text(encoding="utf-8").format(
-        command=report["command"],
-        seconds=report["seconds"],
-        torch=report["versions"]["torch"],
-        synthetic="\n\n".join(synthetic_tables(report)),
-        quick=max(2, report["settings"]["trials"] // 3),
-        away=f"{max(synthetic_errors(report)):.3f}",
-        laws="\n\n".join(law_table(mask, law) for mask, law in report["law"].items()),
-        rebuttal="\n\n".join(rebuttal_tables(rebuttal)) if rebuttal else "Not run: no text was given.",
-        nearest=nearest_words(rebuttal) if rebuttal else "",
-        tried=tried_table(rebuttal) if rebuttal else "",
-        error=f"{cell_distance(rebuttal):.3f}" if rebuttal else "–",
-        models="\n\n".join(model_tables(report["models"])) or "Not run: no data were given.",
-    )
-    figures = {LAW: law_figure(LogLaw(**report["law"]["full"])), BARRIER: barrier_figure(report)}
-    for name, figure in figures.items():
-        paper = figure.replace("<title>", '<rect width="100%" height="100%" fill="#ffffff"/>\n<title>', 1)
-        write_file(page.parent / "images" / name, paper, "figure")
-    return write_file(page, text, "page")
+    return {
+        "command": "python -m experiments run rank_saturation",
+        "seconds": str(report["seconds"]),
+        "torch": report["versions"]["torch"],
+        "synthetic": "\n\n".join(synthetic_tables(report)),
+        "quick": str(max(2, report["settings"]["trials"] // 3)),
+        "away": f"{max(synthetic_errors(report)):.3f}",
+        "laws": "\n\n".join(law_table(mask, law) for mask, law in report["law"].items()),
+        "rebuttal": "\n\n".join(rebuttal_tables(rebuttal)),
+        "nearest": nearest_words(rebuttal),
+        "tried": tried_table(rebuttal),
+        "error": f"{cell_distance(rebuttal):.3f}",
+        "models": "\n\n".join(model_tables(report["models"])),
+    }
+
+
+def figures(report: Report) -> dict[str, str]:
+    """Return both figures, on white paper."""
+    found = {LAW: law_figure(LogLaw(**report["law"]["full"])), BARRIER: barrier_figure(report)}
+    paper = '<rect width="100%" height="100%" fill="#ffffff"/>\n<title>'
+    return {name: figure.replace("<title>", paper, 1) for name, figure in found.items()}
 
 
 def barrier_figure(report: Report) -> str:
@@ -125,7 +125,7 @@ def synthetic_tables(report: Report) -> Iterable[str]:
                 ends = [f"{one['barrier']:.3f}", f"{one['head_dim']} ({low} to {high})"]
                 rows.append([str(one["tokens"]), *cells, *ends])
         head = ["T \\ K", *(str(2**power) for power in range(9)), "barrier", "K*"]
-        yield f"{mask} mask, {inputs} tokens\n\n{markdown(head, rows)}"
+        yield f"{mask} mask, {inputs} tokens\n\n{markdown_table(head, rows)}"
 
 
 def synthetic_errors(report: Report) -> list[float]:
@@ -145,7 +145,7 @@ def law_table(mask: str, law: Report) -> str:
     left = ["residual", *(f"{one:+.2f}" for one in law["residuals"])]
     half = ["half of the barrier at K", *(f"{one:.1f}" for one in law["half"])]
     line = f"K* = {law['intercept']:.2f} + {law['slope']:.2f}·ln T, R² = {law['explained']:.2f}"
-    return f"{markdown(head, [found, left, half])}\n\n{mask} mask: {line}"
+    return f"{markdown_table(head, [found, left, half])}\n\n{mask} mask: {line}"
 
 
 def rebuttal_tables(rebuttal: Report) -> Iterable[str]:
@@ -161,7 +161,7 @@ def rebuttal_tables(rebuttal: Report) -> Iterable[str]:
                    for k in theirs]
             )  # fmt: skip
         head = ["width", *(f"K = {k}" for k in _HEAD_DIMS)]
-        yield f"Layer {layer}, rank/T: theirs / ours\n\n{markdown(head, rows)}"
+        yield f"Layer {layer}, rank/T: theirs / ours\n\n{markdown_table(head, rows)}"
 
 
 def cell_distance(rebuttal: Report) -> float:
@@ -193,7 +193,7 @@ def tried_table(rebuttal: Report) -> str:
          f"{one['error']:.3f}"]
         for one in [*tried[:5], tried[-1]]
     ]  # fmt: skip
-    return markdown(["T", "padded", "positions", "block", "rank of", "mean distance"], rows)
+    return markdown_table(["T", "padded", "positions", "block", "rank of", "mean distance"], rows)
 
 
 def model_tables(found: Sequence[Report]) -> Iterable[str]:
@@ -208,10 +208,4 @@ def model_tables(found: Sequence[Report]) -> Iterable[str]:
             for one in mine
         ]
         head = ["K", *(f"layer {at + 1}" for at in range(len(mine[0]["mean"])))]
-        yield f"{name}, T = {mine[0]['tokens']}, rank/T\n\n{markdown(head, rows)}"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        yield f"{name}, T = {mine[0]['tokens']}, rank/T\n\n{markdown_table(head, rows)}"

@@ -12,31 +12,25 @@ Hardware  two CPU cores, about ten minutes, nearly all of it training
 Expect    the derived step descends, always (it is the gradient); the layer's own does so untrained no better
           than chance
 
-    python -m experiments.rate_descent
-
-writes docs/rate-descent.md and experiments/results/rate_descent.json.
+    python -m experiments run rate_descent
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from experiments.render import markdown_table
+from experiments.study import Study
 from experiments.train_demo import tost
-from rankwise._internals.files import write_file
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_text, demo_tost_model
 from rankwise.measures import variational_rate
 from rankwise.models import ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification
 
-ROOT = Path(__file__).parents[1]
 TOKENS, WINDOWS, OFFSET = 256, 16, 3
 """ByT5Tokenizer's byte b is token b + 3."""
 HEADINGS = (
@@ -180,7 +174,7 @@ def trained(seed: int, text: str, steps: int) -> tuple[nn.Module, float]:
     return model, float(right)
 
 
-def run(steps: int, seeds: int) -> dict[str, Any]:
+def run(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
     """All models."""
     text = str(load_text(demo_text()))
     ids = as_ids(list(windows(text, WINDOWS, torch.Generator().manual_seed(0))))
@@ -195,45 +189,30 @@ def run(steps: int, seeds: int) -> dict[str, Any]:
         name = f"bidirectional, trained, seed {seed}"
         models[name], accuracy[name] = trained(seed, text, steps)
     layers = {name: [asdict(one) for one in study(model, ids)] for name, model in models.items()}
-    return {"steps": steps, "accuracy": accuracy, "layers": layers, "torch": torch.__version__}
+    return {"steps": steps, "accuracy": accuracy, "layers": layers}
 
 
-def page(report: dict[str, Any], command: str) -> str:
-    """The report in words and tables."""
-    template = Path(__file__).with_name("rate_descent_page.md").read_text(encoding="utf-8")
-    tables = []
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return one table per model, and the numbers of the text."""
+    parts = []
     for name, layers in report["layers"].items():
         known = report["accuracy"].get(name)
         score = "" if known is None else f", accuracy {known:.2f} on held-out text"
-        tables += [f"**{name}**{score}", "", f"| {' | '.join(HEADINGS)} |"]
-        tables += ["| --- | --- | --- | --- | --- | --- |"]
+        rows = []
         for number, one in enumerate(layers):
             after = (one["after_layer"], one["after_block"])
             changes = [f"{value:.2f} ({value - one['rate']:+.2f})" for value in after]
             cosines = f"{one['derived']:+.2f}", f"{one['cosine']:+.3f}"
-            cells = [str(number), f"{one['rate']:.2f}", *changes, *cosines]
-            tables.append(f"| {' | '.join(cells)} |")
-        tables.append("")
+            rows.append((str(number), f"{one['rate']:.2f}", *changes, *cosines))
+        parts.append(f"**{name}**{score}\n\n{markdown_table(HEADINGS, rows)}\n")
     chance = report["layers"]["causal, untrained"][0]["chance"]
-    words = {"command": command, "torch": report["torch"], "chance": f"{chance:.4f}"}
-    return template.format(**words, tables="\n".join(tables))
+    torch_version = report["versions"]["torch"] if "versions" in report else report["torch"]
+    return {
+        "command": STUDY.command,
+        "torch": torch_version,
+        "chance": f"{chance:.4f}",
+        "tables": "\n".join(parts),
+    }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train, study, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="training steps of the classifiers")
-    parser.add_argument("--seeds", type=int, default=3, help="classifiers")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "rate-descent.md")
-    parser.add_argument("--out", type=Path, default=ROOT / "experiments" / "results" / "rate_descent.json")
-    given = parser.parse_args(arguments)
-    report = run(given.steps, given.seeds)
-    write_file(given.out, json.dumps(report, indent=1) + "\n", "results")
-    write_file(given.page, page(report, "python -m experiments.rate_descent"), "page")
-    print(given.page.read_text(encoding="utf-8"))
-    exact = [one["derived"] for name, layers in report["layers"].items() if name[0] == "b" for one in layers]
-    return 0 if min(exact) > 0.999 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study("rate_descent", lambda data: run(), "rate-descent", tables)

@@ -1,7 +1,9 @@
 """Pages of results: tables in Markdown, and docs/results.md with what does not hold first."""
 
+import re
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.experiment import Experiment
@@ -9,7 +11,7 @@ from experiments.results import RESULTS, Run
 from experiments.verdicts import BYTE_LOSS, Row, Table, bytes_per_token, evaluated_examples
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
-INTRODUCTION = Path(__file__).with_name("results_page.md")
+PAGES = Path(__file__).with_name("pages")
 HOLDS = {False: "no", None: "unclear", True: "yes"}
 """Words of a verdict, in the order of the page."""
 HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s", "minutes", "memory")
@@ -18,7 +20,7 @@ HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s
 def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
     """Return docs/results.md: verdicts first, then each experiment that has runs."""
     tables = {experiment.name: experiment.table(folder) for experiment in experiments}
-    parts = [INTRODUCTION.read_text(encoding="utf-8"), verdicts(experiments, tables)]
+    parts = [fill_page("results", {}), verdicts(experiments, tables)]
     parts += [section(one, tables[one.name]) for one in experiments if tables[one.name]]
     return "\n".join(parts)
 
@@ -55,7 +57,26 @@ def section(experiment: Experiment, table: Table) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def fill_page(name: str, tables: Mapping[str, str]) -> str:
+    """Fill the marks of pages/NAME.md.
+
+    Raises:
+        ValueError: if a mark is left over, or a table has no mark.
+    """
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    marks = set(re.findall(r"\{\{(\w+)\}\}", text))
+    if marks != set(tables):
+        raise ValueError(f"pages/{name}.md: expected the marks {sorted(tables)}, got {sorted(marks)}")
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: tables[mark[1]], text)
+
+
+def mean_std(numbers: Sequence[float], digits: int = 4) -> str:
+    """Return mean ± standard deviation; the mean alone of one number."""
+    around = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.{digits}f}{around}"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -66,7 +87,7 @@ def cells(row: Row, published: str) -> tuple[str, ...]:
     return (
         row.label,
         loss(row),
-        mean_std(row, "accuracy", 3),
+        row_mean_std(row, "accuracy", 3),
         published,
         ", ".join(str(run["seed"]) for run in row.runs),
         f"{row.mean('parameters'):,.0f}",
@@ -84,15 +105,15 @@ def speed(row: Row) -> float:
     return tokens / sum(one[name] for one, name in zip(values, spent, strict=True))
 
 
-def mean_std(row: Row, name: str, digits: int) -> str:
-    """Return mean ± standard deviation; the mean alone for one seed."""
+def row_mean_std(row: Row, name: str, digits: int) -> str:
+    """Return the mean of a row over its seeds ± its standard deviation."""
     more = f" ± {row.std(name):.{digits}f}" if len(row.runs) > 1 else ""
     return f"{row.mean(name):.{digits}f}{more}"
 
 
 def loss(row: Row) -> str:
     """Return the loss in nats; for a model on tokens also in nats per byte."""
-    told = mean_std(row, "loss", 3)
+    told = row_mean_std(row, "loss", 3)
     return told if bytes_per_token(row.runs[0]) == 1 else f"{told} a token, {row.mean(BYTE_LOSS):.3f} a byte"
 
 

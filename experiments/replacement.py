@@ -15,12 +15,9 @@ Expect    the first layer adds most by far (0.75 nats a byte, the others 0.1 to 
           give the same order, which leaves it for last and is near the best; all four layers add 1.2 ± 0.1
           by TSSA, 1.1 ± 0.1 by linear attention
 
-    python -m experiments.replacement --text input.txt --seeds 0
+    python -m experiments run replacement
 """
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,18 +33,16 @@ import rankwise as rw
 from experiments.compress_cache import Recipe as Windows
 from experiments.compress_cache import load, windows
 from experiments.compress_demo import loss
-from experiments.compress_results import provenance
-from experiments.replacement_page import key, write_page
+from experiments.replacement_page import key, tables
+from experiments.study import Study
 from experiments.tost.replaced_attention import replace_attention
 from experiments.train_demo import TOKENIZER, demo, encode, split
-from rankwise._internals.files import write_file
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
 from rankwise.tracing import HeadId
 
-RESULTS = Path(__file__).with_name("results") / "replacement.json"
-PAGE = Path(__file__).parents[1] / "docs" / "replacement.md"
 KINDS = ("tssa", "linear")
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,39 +221,12 @@ def replaced(
     return {**found, "tuned": round(loss(model, held_out), 4)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run kinds and seeds, add them to the results, write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--text", type=Path, help="tiny Shakespeare, one UTF-8 file")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--page-only", action="store_true", help="write the page of saved results")
-    chosen = parser.parse_args(argv)
-    report = json.loads(chosen.results.read_text()) if chosen.results.exists() else {"runs": []}
-    if not chosen.page_only:
-        if chosen.text is None:
-            parser.error(
-                "--text is missing: the file that the demo was trained on, see experiments/train_demo.py"
-            )
-        torch.set_num_threads(1)
-        recipe, text = Recipe(), chosen.text.read_text(encoding="utf-8")
-        if report["runs"] and report["settings"] != asdict(recipe):
-            parser.error(f"{chosen.results} holds runs of other settings: choose another file")
-        for seed in chosen.seeds:
-            for kind in chosen.kinds:
-                made_by = provenance("replacement", recipe, "nats a byte", argv)
-                done = {"command": made_by.pop("command"), **run(recipe, text, kind, seed)}
-                kept = [one for one in report["runs"] if (one["kind"], one["seed"]) != (kind, seed)]
-                everything = sorted([*kept, done], key=lambda one: (one["kind"], one["seed"]))
-                report = {**made_by, "runs": everything}
-                content = json.dumps(report, indent=1) + "\n"
-                print(f"wrote {write_file(chosen.results, content, 'results')}")
-    print(f"wrote {write_page(chosen.page, report)}")
+def measure_kinds(recipe: Recipe, data: Path) -> dict[str, Any]:
+    """Measure every kind of mixer at every seed."""
+    torch.set_num_threads(1)
+    text = (data / "tiny_shakespeare" / "input.txt").read_text(encoding="utf-8")
+    runs = [run(recipe, text, kind, seed) for kind in KINDS for seed in SEEDS]
+    return {"settings": asdict(recipe), "unit": "nats a byte", "runs": runs}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study("replacement", lambda data: measure_kinds(Recipe(), data), "replacement", tables)

@@ -1,15 +1,12 @@
-"""The page of `experiments.replacement`: every order judged by the sets it passes through."""
+"""Tables of `experiments.replacement`: every order of layers, by the sets that it passes through."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, permutations
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiments.compress_results import filled, spread
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table, mean_std
 
-TEXT = Path(__file__).with_name("replacement_page.md")
 NAMES = {"tssa": "TSSA", "linear": "Linear attention"}
 GUIDES = {
     "importance": "worth, lowest first",
@@ -30,11 +27,7 @@ def key(layers: Iterable[int]) -> str:
 
 
 def orders(run: Run) -> dict[str, Order]:
-    """The orders that are compared, layers from the one that is replaced first.
-
-    Args:
-        run: one kind and seed.
-    """
+    """The orders that are compared, layers from the one that is replaced first."""
     layers = range(len(run["guides"]["importance"]))
     guided = {
         name: tuple(sorted(layers, key=lambda layer: run["guides"][guide][layer]))
@@ -44,34 +37,18 @@ def orders(run: Run) -> dict[str, Order]:
 
 
 def losses(run: Run, order: Sequence[int], stage: str = "tuned") -> list[float]:
-    """Loss with none, one, … all layers replaced in an order.
-
-    Args:
-        run: one kind and seed.
-        order: the layers.
-        stage: ``distilled`` or ``tuned``.
-    """
+    """Loss with none, one, … all layers replaced in an order."""
     return [run["sets"][key(order[:count])][stage] for count in range(len(order) + 1)]
 
 
 def ranked(run: Run, order: Sequence[int]) -> tuple[int, int]:
-    """How many of all orders have a lower mean loss over 1 … L − 1 layers replaced, and how many there are.
-
-    Args:
-        run: one kind and seed.
-        order: the layers.
-    """
+    """Return how many orders have a lower mean loss over 1 … L − 1 layers replaced, and of how many."""
     every = [_between(run, one) for one in permutations(order)]
     return sum(other < _between(run, order) - 1e-9 for other in every), len(every)
 
 
 def adds(run: Run, layer: int) -> float:
-    """What replacing a layer adds to the loss, mean over all sets of the other layers.
-
-    Args:
-        run: one kind and seed.
-        layer: which.
-    """
+    """What replacing a layer adds to the loss, mean over all sets of the other layers."""
     sets = run["sets"]
     without = [name for name in sets if str(layer) not in name.split()]
     return mean(
@@ -80,11 +57,7 @@ def adds(run: Run, layer: int) -> float:
 
 
 def among_last(run: Run) -> tuple[int, int]:
-    """Of the other orders that replace last the layer that adds most, how many are better than worth's.
-
-    Args:
-        run: one kind and seed.
-    """
+    """Of the other orders that replace last the layer that adds most, how many are better than worth's."""
     importance = orders(run)[GUIDES["importance"]]
     most = max(importance, key=lambda layer: adds(run, layer))
     others = [order for order in permutations(importance) if order[-1] == most and order != importance]
@@ -95,53 +68,32 @@ def _between(run: Run, order: Sequence[int]) -> float:
     return mean(losses(run, order)[1:-1])
 
 
-def write_page(page: Path, report: Mapping[str, Any]) -> Path:
-    """Write the page.
-
-    Args:
-        page: where to.
-        report: the results.
-    """
-    return write_file(page, made(report), "page")
-
-
-def made(report: Mapping[str, Any]) -> str:
-    """The page's text.
-
-    Args:
-        report: the results.
-    """
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables and the sentences of the page."""
     settings, runs = report["settings"], report["runs"]
     by_kind = {kind: [run for run in runs if run["kind"] == kind] for kind in NAMES}
     there = {kind: own for kind, own in by_kind.items() if own}
     seeds = sorted({run["seed"] for run in runs})
     minutes = sum(run["cpu_seconds"] for run in runs) / 60
     versions = report["versions"]
-    return filled(
-        TEXT,
-        {
-            "VERDICTS": "\n".join(f"- {line}" for line in verdicts(there)),
-            "SEEDS": f"Seeds of data and training: {', '.join(map(str, seeds))}"
-            + ("; differences between sets carry no spread." if len(seeds) == 1 else "."),
-            "DISTIL": f"{settings['distil_steps']} steps of Adam on {settings['distil_windows']} windows",
-            "TUNE": f"{settings['tune_steps']} steps of AdamW at a rate of {settings['tune_rate']:g}, "
-            f"{settings['tune_batch']} windows each",
-            "TOKENS": str(settings["tokens"]),
-            "HELD": str(settings["held_out"]),
-            "COMMAND": "\n    ".join(dict.fromkeys(run["command"] for run in runs)),
-            "MACHINE": f"in {minutes:.1f} minutes of one CPU core, torch {versions['torch']}, transformers "
-            f"{versions['transformers']}.",
-            "KINDS": "\n\n".join(part for kind, own in there.items() for part in section(kind, own)),
-        },
-    )
+    return {
+        "verdicts": "\n".join(f"- {line}" for line in verdicts(there)),
+        "seeds": f"Seeds of data and training: {', '.join(map(str, seeds))}"
+        + ("; differences between sets carry no spread." if len(seeds) == 1 else "."),
+        "distil": f"{settings['distil_steps']} steps of Adam on {settings['distil_windows']} windows",
+        "tune": f"{settings['tune_steps']} steps of AdamW at a rate of {settings['tune_rate']:g}, "
+        f"{settings['tune_batch']} windows each",
+        "tokens": str(settings["tokens"]),
+        "held": str(settings["held_out"]),
+        "command": "python -m experiments run replacement",
+        "machine": f"in {minutes:.1f} minutes of one CPU core, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}.",
+        "kinds": "\n\n".join(part for kind, own in there.items() for part in section(kind, own)),
+    }
 
 
 def verdicts(there: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Sentences that the numbers decide: what does not hold first.
-
-    Args:
-        there: runs by kind.
-    """
+    """Sentences that the numbers decide: what does not hold first."""
     lines = []
     for kind, runs in there.items():
         layers = range(len(runs[0]["guides"]["importance"]))
@@ -150,8 +102,8 @@ def verdicts(there: Mapping[str, Sequence[Run]]) -> list[str]:
         alone = [one["tuned"] - one["distilled"] for one in none]
         same = [orders(run)[GUIDES["importance"]] == orders(run)[GUIDES["rank"]] for run in runs]
         lines += [
-            f"{NAMES[kind]} in all {len(layers)} layers adds {spread(added, 2)} nats a byte. "
-            f"Tuning alone, with no layer replaced, adds {spread(alone, 3)}.",
+            f"{NAMES[kind]} in all {len(layers)} layers adds {mean_std(added, 2)} nats a byte. "
+            f"Tuning alone, with no layer replaced, adds {mean_std(alone, 3)}.",
             f"{NAMES[kind]}: worth and effective rank give the same order in {sum(same)} of {len(runs)} "
             f"seeds. How many orders are better than each that is compared, by the mean loss with one to "
             f"{len(layers) - 1} layers replaced: {places(runs)}.",
@@ -162,11 +114,7 @@ def verdicts(there: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def places(runs: Sequence[Run]) -> str:
-    """How many of all orders are better than each that is compared, the most first; a number for each seed.
-
-    Args:
-        runs: one a seed.
-    """
+    """Return how many orders are better than each compared one, for each seed, the most first."""
     found = {name: [ranked(run, orders(run)[name]) for run in runs] for name in orders(runs[0])}
     by_place = sorted(found.items(), key=lambda one: -mean(better for better, _ in one[1]))
     return "; ".join(
@@ -175,20 +123,15 @@ def places(runs: Sequence[Run]) -> str:
 
 
 def section(kind: str, runs: Sequence[Run]) -> Iterable[str]:
-    """The tables of one kind of mixer.
-
-    Args:
-        kind: tssa or linear.
-        runs: one a seed.
-    """
+    """The tables of one kind of mixer."""
     layers = len(runs[0]["guides"]["importance"])
     yield f"## {NAMES[kind]}"
-    yield "What guides the orders, by layer:\n\n" + table(
+    yield "What guides the orders, by layer:\n\n" + markdown_table(
         ["", *map(str, range(layers))],
         [
             [
                 said,
-                *(spread([run["guides"][guide][layer] for run in runs], digits) for layer in range(layers)),
+                *(mean_std([run["guides"][guide][layer] for run in runs], digits) for layer in range(layers)),
             ]
             for guide, said, digits in (
                 ("importance", "nats lost without its attention", 3),
@@ -198,11 +141,13 @@ def section(kind: str, runs: Sequence[Run]) -> Iterable[str]:
         ]
         + [
             ["relative error of its outputs, before distillation"]
-            + [spread([run["distillation"][layer]["before"] for run in runs], 2) for layer in range(layers)],
+            + [
+                mean_std([run["distillation"][layer]["before"] for run in runs], 2) for layer in range(layers)
+            ],
             ["after"]
-            + [spread([run["distillation"][layer]["after"] for run in runs], 2) for layer in range(layers)],
+            + [mean_std([run["distillation"][layer]["after"] for run in runs], 2) for layer in range(layers)],
             ["nats it adds, mean over all sets of the others, tuned"]
-            + [spread([adds(run, layer) for run in runs], 3) for layer in range(layers)],
+            + [mean_std([adds(run, layer) for run in runs], 3) for layer in range(layers)],
         ],
     )
     for stage, said in (("tuned", "after tuning"), ("distilled", "distilled, not tuned")):
@@ -210,36 +155,23 @@ def section(kind: str, runs: Sequence[Run]) -> Iterable[str]:
 
 
 def order_table(runs: Sequence[Run], stage: str) -> str:
-    """Loss by order and number of layers.
-
-    Args:
-        runs: one a seed.
-        stage: ``distilled`` or ``tuned``.
-    """
+    """Loss by order and number of layers."""
     layers = len(runs[0]["guides"]["importance"])
     rows = []
     for name in orders(runs[0]):
         every = [orders(run)[name] for run in runs]
         shown = "; ".join(dict.fromkeys("–".join(map(str, order)) for order in every))
         curves = [losses(run, order, stage) for run, order in zip(runs, every, strict=True)]
-        rows.append([f"{name} ({shown})", *(spread(list(one), 3) for one in zip(*curves, strict=True))])
+        rows.append([f"{name} ({shown})", *(mean_std(list(one), 3) for one in zip(*curves, strict=True))])
     found = [[losses(run, order, stage) for order in permutations(range(layers))] for run in runs]
     by_count = [[[curve[count] for curve in curves] for curves in found] for count in range(layers + 1)]
     many = len(found[0])
     rows.append(
-        [f"all {many} orders, with their spread", *(spread(list(chain(*own)), 3) for own in by_count)]
+        [
+            f"all {many} orders, with their spread",
+            *(mean_std(list(chain(*own)), 3) for own in by_count),
+        ]
     )
     for said, take in (("best set of each size", min), ("worst set", max)):
-        rows.append([said, *(spread([take(values) for values in own], 3) for own in by_count)])
-    return table(["order", *(f"{count / layers:.0%}" for count in range(layers + 1))], rows)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table.
-
-    Args:
-        head: of its columns.
-        rows: its cells.
-    """
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows.append([said, *(mean_std([take(values) for values in own], 3) for own in by_count)])
+    return markdown_table(["order", *(f"{count / layers:.0%}" for count in range(layers + 1))], rows)

@@ -9,17 +9,12 @@ Hardware  one CPU core, float64, about three minutes
 Expect    no violation; on all-MiniLM-L6-v2 the bound by the mean row lowers the least |λ| of every layer. The
           demo has no norm behind its sums: what it needs stays as it was
 
-    python -m experiments.skip_bound_search [--text TEXT]
+    python -m experiments run skip_bound_search
 """
 
-import argparse
-import json
 import math
-import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import rankwise
 from experiments.real_models import minilm
-from rankwise._internals.files import write_file
+from experiments.render import markdown_table
+from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text
@@ -37,7 +32,6 @@ from rankwise.skips.locate import find_sites
 from rankwise.skips.observe import observe
 from rankwise.theory import min_lambda, mixing_strength, skip_bound
 
-RESULTS = Path(__file__).with_name("results") / "skip_bound_search.json"
 SHAPES = ((2, 2), (3, 8), (8, 3), (12, 16))
 STARTS = ("random", "alike", "against", "towards")
 KEEP = 0.5
@@ -266,60 +260,37 @@ def models(recipe: Recipe, text: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def table(found: Sequence[Search], scales: dict[str, list[dict[str, Any]]]) -> str:
-    """Both parts as Markdown."""
-    lines = [
-        "| bound | norm | ε | evaluations | promising | worst |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in found:
-        numbers = f"{one.eps:g} | {one.evaluations} | {one.speaking} | {one.worst:.2g}"
-        lines.append(f"| {one.bound} | {one.norm} | {numbers} |")
-    lines += [
-        "",
-        "| model | site | norm | least abs(λ) by rows | by both |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, layers in scales.items():
-        for one in layers:
-            lines.append(
-                f"| {name} | {one['site']} | {one['norm']} | {one['rows']:.3g} | {one['both']:.3g} |"
-            )
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Search, write the results down and show them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=Recipe().steps)
-    parser.add_argument("--copies", type=int, default=Recipe().copies)
-    parser.add_argument("--text", type=Path, default=demo_text())
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    recipe = Recipe(steps=given.steps, copies=given.copies)
-    found, scales = searches(recipe), models(recipe, given.text)
-    report = {
-        "recipe": "skip_bound_search",
-        "command": " ".join(["python -m experiments.skip_bound_search", *(arguments or sys.argv[1:])]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Search, and take the least |λ| of the trained models."""
+    found = searches(recipe)
+    return {
         "settings": asdict(recipe),
-        "text": given.text.name,
+        "text": demo_text().name,
         "unit": "worst: largest (promised − found) over μ of the directions, of the theorem over μ²",
         "evaluations": sum(one.evaluations for one in found),
         "searches": [asdict(one) for one in found],
-        "least_scales": scales,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "rankwise": rankwise.__version__,
-        },
+        "least_scales": models(recipe, demo_text()),
     }
-    write_file(given.results, json.dumps(report, indent=1, ensure_ascii=False) + "\n", "results")
-    print(table(found, scales))
-    print(f"wrote: {given.results}")
 
 
-if __name__ == "__main__":
-    main()
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the searches, and the least |λ| by site."""
+    found = [
+        (
+            *(one["bound"], one["norm"], f"{one['eps']:g}"),
+            *(str(one["evaluations"]), str(one["speaking"]), f"{one['worst']:.2g}"),
+        )
+        for one in report["searches"]
+    ]
+    scales = [
+        (name, one["site"], one["norm"], f"{one['rows']:.3g}", f"{one['both']:.3g}")
+        for name, layers in report["least_scales"].items()
+        for one in layers
+    ]
+    return {
+        "searches": markdown_table(("bound", "norm", "ε", "evaluations", "promising", "worst"), found),
+        "scales": markdown_table(("model", "site", "norm", "least abs(λ) by rows", "by both"), scales),
+    }
+
+
+STUDY = Study("skip_bound_search", lambda data: measure(Recipe()), tables=tables)

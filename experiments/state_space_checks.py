@@ -40,11 +40,11 @@ class StateSpaceRow:
         return kinds == family.kinds and len(self.trace.states) == family.states and not self.trace.uncaptured
 
     @property
-    def line(self) -> str:
-        """Its row of the table."""
+    def cells(self) -> tuple[str, ...]:
+        """Return its cells of the table."""
         family = STATE_SPACE[self.name]
         operators = list(dict.fromkeys(type(site.operator).__name__ for site in self.trace.mixers))
-        cells = (
+        return (
             self.name,
             ", ".join(f"`{operator}`" for operator in operators),
             f"{len(self.trace.mixers)} of {len(family.kinds)}",
@@ -53,7 +53,6 @@ class StateSpaceRow:
             "no path beside it" if self.path_error is None else f"{self.path_error:.0e}",
             "yes" if self.identical else "no",
         )
-        return f"| {' | '.join(cells)} |"
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ from rankwise.models import ToSTConfig
 from rankwise.ops import half_lives
 
 ROOT = Path(__file__).parents[1]
-CARD = Path(__file__).with_name("demo_card.md")
+CARD = Path(__file__).parent / "pages" / "demo-card.md"
 TOKENIZER = {"extra_ids": 0, "model_max_length": 256}
 
 

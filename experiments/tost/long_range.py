@@ -3,11 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from experiments.experiment import Experiment
 from experiments.render import markdown_table
+from experiments.results import RESULTS
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Table, below, exceeds, within
 
@@ -81,15 +81,15 @@ NOTES = (
     "except Pathfinder. One set of hyper-parameters, but where a row says another learning rate. "
     "s4d and mamba2 read left to right."
 )
-COUNTS = Path(__file__).parents[1] / "results" / "listops_baselines.json"
+COUNTS = RESULTS / "listops_baselines.json"
 KNOWN = json.loads(COUNTS.read_text(encoding="utf-8"))
 COUNTING = {"listops": float(KNOWN["counts"])}
-"""Accuracy from token counts alone (`python -m experiments.listops_baselines`)."""
+"""Accuracy from token counts alone (`python -m experiments run listops_baselines`)."""
 MORE = {
     "listops": " Expressions of 32 to 128 tokens. The most common value of the first operation is right in "
     f"{KNOWN['first_operation']:.4f} of the test split, a linear classifier of it and the counts of the "
     f"tokens in {KNOWN['counts']:.4f}, with a loss of {KNOWN['counts_loss']:.3f} "
-    "(`python -m experiments.listops_baselines`).",
+    "(`python -m experiments run listops_baselines`).",
     "pathfinder": " Contours of 6 dashes: the distance of the two dots alone tells 60.3 % of the answers.",
 }
 BASELINES = ("softmax", "linear", "s4d", "mamba2")

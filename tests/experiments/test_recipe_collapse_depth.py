@@ -1,6 +1,5 @@
 import json
 import math
-import re
 from dataclasses import asdict
 from xml.etree import ElementTree
 
@@ -9,9 +8,8 @@ import torch
 from experiments import collapse_depth_page as page
 from experiments.collapse_depth import (
     MIXERS,
-    PAGE,
-    RESULTS,
     SKIPS,
+    STUDY,
     Curve,
     Recipe,
     RowSkips,
@@ -21,11 +19,10 @@ from experiments.collapse_depth import (
     gather,
     groups,
     log10,
-    main,
+    measure,
     measured,
     number,
     redraw,
-    runs,
     states_of,
 )
 
@@ -106,16 +103,6 @@ def once(*group: Setting) -> list[Curve]:
     return curves_of(group, [measured(group, SMALL, 0)])
 
 
-def test_a_run_gives_what_it_has_after_each_seed() -> None:
-    recipe = Recipe(depth=1, tokens=3, width=4, heads=2, seeds=2, mixers=("tssa",))
-    (one, first), (two, second) = runs(recipe)
-    assert (one, two) == (1, 2)
-    assert [curve.setting for curve in first] == [curve.setting for curve in second]
-    assert [curve.setting for curve in first] == [setting for group in groups(recipe) for setting in group]
-    assert all(spread == 0 for curve in first for spread in curve.share_std)
-    assert any(curve.share_std[-1] for curve in second)
-
-
 def test_the_share_of_s4d_knows_neither_input_nor_weight_size() -> None:
     """It is linear; other mixers are not, so the test could fail."""
     sizes = [Setting(mixer="s4d", inputs=size) for size in (1.0, 8.0)]
@@ -152,26 +139,19 @@ def test_the_figure_floors_and_ends() -> None:
     assert page.depth_of(0.0) == page.depth_of(1e-9) == 1
 
 
-def test_the_command_writes_what_it_ran(tmp_path, capsys) -> None:
-    results, where = tmp_path / "r.json", tmp_path / "docs" / "page.md"
-    words = f"--quick --depth 2 --mixers tssa s4d --results {results} --page {where}"
-    main(words.split())
-    report = json.loads(results.read_text())
-    assert report["settings"]["depth"] == 2
+def test_a_small_run_is_shown() -> None:
+    report = measure(Recipe(depth=2, tokens=4, width=8, heads=2, seeds=1, mixers=("tssa", "s4d")))
     assert report["layers"] == [0, 1, 2]
-    assert len(report["curves"]) == 2 * (3 * 2 * len(SKIPS) + 3)
-    assert report["versions"]["torch"]
-    text, printed = where.read_text(), capsys.readouterr().out
-    assert "post-norm, gate on, layer 2" in text
-    assert "post-norm, gate on, layer 2" in printed
-    assert f"wrote {results}" in printed
-    root = ElementTree.fromstring((where.parent / "images" / page.FIGURE).read_text())
+    assert len(report["curves"]) == 2 * (3 * 2 * len(SKIPS) + 3 * 3 - 1)
+    report = json.loads(json.dumps(report))
+    assert "post-norm, gate on, layer 2" in "".join(page.grid_tables(report))
+    root = ElementTree.fromstring(page.figure(report))
     lines = [one for one in root.iter() if one.tag.endswith("polyline")]
     assert len(lines) == 2 * 3 * len(page.COLOURS)
 
 
 def kept() -> dict:
-    return json.loads(RESULTS.read_text())
+    return STUDY.kept()
 
 
 def last(**wanted) -> dict[str, float | None]:
@@ -221,11 +201,3 @@ def test_the_kept_results_hold_what_the_page_says_of_sizes() -> None:
     for weights in (0.5, 1.0, 4.0):
         assert len({last(weights=weights, inputs=size)["s4d"] for size in (0.1, 1.0, 10.0)}) == 1
     assert all(last(inputs=0.1)[mixer] == 0 and last(inputs=10.0)[mixer] is None for mixer in MAMBAS)
-
-
-def test_the_page_is_that_of_the_kept_results(tmp_path) -> None:
-    page.write_page(tmp_path / "page.md", kept())
-    assert (tmp_path / "page.md").read_text() == PAGE.read_text()
-    drawn = tmp_path / "images" / page.FIGURE
-    assert drawn.read_text() == (PAGE.parent / "images" / page.FIGURE).read_text()
-    assert not re.search(r"\{\w*\}", PAGE.read_text())

@@ -1,24 +1,15 @@
-import json
-
 import pytest
 from experiments import collapse_trained as recipe
-from experiments.collapse_trained import ROOT
-
-RESULTS = ROOT / "experiments" / "results" / "collapse_trained.json"
 
 
 @pytest.fixture(scope="module")
 def kept():
-    return json.loads(RESULTS.read_text(encoding="utf-8"))
+    return recipe.STUDY.kept()
 
 
 def last(kept, model: str, weights: str, scale: float) -> float:
     rows = [one for one in kept["runs"] if (one["weights"], one["scale"]) == (weights, scale)]
     return next(one["share"][-1] for one in rows if one["model"].startswith(model))
-
-
-def test_the_page_is_that_of_the_kept_results(kept) -> None:
-    assert recipe.page(kept) == (ROOT / "docs" / "collapse-trained.md").read_text(encoding="utf-8")
 
 
 def test_the_kept_results_hold_what_the_page_says(kept) -> None:
@@ -31,13 +22,11 @@ def test_the_kept_results_hold_what_the_page_says(kept) -> None:
     assert last(kept, "demo ToST", "random", 0) > 0.9
 
 
-def test_it_runs(tmp_path, monkeypatch, kept) -> None:
+def test_it_runs(monkeypatch, kept) -> None:
     monkeypatch.setattr(recipe, "SCALES", (0.0,))
     monkeypatch.setattr(recipe, "SEQUENCES", 1)
     monkeypatch.setattr(recipe, "places", lambda: {"demo": recipe_places["demo transformer, 4 layers"]})
-    out = tmp_path / "out.json"
-    recipe.main(["--page", str(tmp_path / "page.md"), "--out", str(out)])
-    found = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    found = recipe.run()["runs"]
     assert [one["weights"] for one in found] == ["trained", "random"]
     assert found[0]["share"][-1] > found[1]["share"][-1]
 

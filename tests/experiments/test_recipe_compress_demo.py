@@ -1,16 +1,8 @@
-"""The page of pairs and heads is what its results say, and they keep what is promised."""
+"""Kept results of rotary pairs and heads keep what is promised."""
 
-import json
+from experiments.compress_demo import STUDY
 
-from experiments import compress_demo as recipe
-
-CONTENT = json.loads(recipe.RESULTS.read_text(encoding="utf-8"))
-
-
-def test_the_page_is_made_of_the_results() -> None:
-    settings = CONTENT["settings"]
-    one = recipe.Recipe(**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
-    assert recipe.page(one, CONTENT["splits"]) == recipe.PAGE.read_text(encoding="utf-8")
+CONTENT = STUDY.kept()
 
 
 def test_pairs_cost_no_more_than_promised() -> None:

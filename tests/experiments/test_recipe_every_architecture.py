@@ -1,6 +1,5 @@
 """Every architecture: what an entry says, what the page makes of it, and how a run goes on."""
 
-import json
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -8,12 +7,12 @@ import pytest
 import torch
 from experiments import architecture_checks as checks
 from experiments import every_architecture as recipe
-from experiments.architectures_page import page
+from experiments.architectures_page import tables
 from experiments.guessed_inputs import fed
 from experiments.tiny_architectures import small
 from torch import nn
 
-KEPT = json.loads(recipe.RESULTS.read_text())
+KEPT = recipe.STUDY.kept()
 ENTRY = {
     "ran": True, "identical": True, "captured": 2, "there": 2, "kinds": ["softmax"], "uncaptured": {},
     "silent": [], "told": 2, "equal": 2, "skips": 2, "no_op": True, "undone": True,
@@ -148,21 +147,25 @@ def test_an_argument_that_an_error_names_is_given():
     assert set(batch) == {"input_ids", "bbox"}
 
 
-def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
-    results, asked = tmp_path / "results.json", []
+def test_an_interrupted_run_resumes(monkeypatch, tmp_path):
+    asked = []
 
     def run_all(types, jobs, limit):
         asked.append(list(types))
-        yield from ((name, ENTRY) for name in types[:2])  # interrupted after two
+        for name in types:
+            if name == "c" and len(asked) == 1:
+                raise KeyboardInterrupt
+            yield name, ENTRY
 
     monkeypatch.setattr(recipe, "run_all", run_all)
     monkeypatch.setattr(recipe, "model_types", lambda: ["a", "b", "c"])
-    given = ["--results", str(results), "--page", str(tmp_path / "page.md")]
-    for _ in range(3):
-        recipe.main(given)
-    recipe.main([*given, "--types", "b"])
-    assert asked == [["a", "b", "c"], ["c"], [], ["b"]]
-    assert set(json.loads(results.read_text())["entries"]) == {"a", "b", "c"}
+    monkeypatch.setattr(recipe, "PROGRESS", tmp_path / "x.part")
+    with pytest.raises(KeyboardInterrupt):
+        recipe.measure(tmp_path)
+    report = recipe.measure(tmp_path)
+    assert asked == [["a", "b", "c"], ["c"]]
+    assert (list(report["entries"]), report["model_types"]) == (["a", "b", "c"], 3)
+    assert not recipe.PROGRESS.exists()
 
 
 class Ended:
@@ -206,7 +209,8 @@ def test_the_page_says_what_is_not_as_claimed():
         "stuck": ENTRY | {"skips": 0, "skips_why": WHY},
         "broken": {"ran": False, "why": "ValueError: <no>"},
     }
-    text = page(entries, dict.fromkeys(("torch", "transformers", "python", "machine"), "1"), types=7)
+    versions = dict.fromkeys(("torch", "transformers", "python", "machine"), "1")
+    text = "\n".join(tables({"entries": entries, "versions": versions, "model_types": 7}).values())
     for line in (
         "| built tiny and ran | 4 |",
         "| not tried yet | 2 |",
@@ -220,10 +224,6 @@ def test_the_page_says_what_is_not_as_claimed():
         "| changed | softmax | 2 of 2 | 2 of 2 | no | yes, yes |",
     ):
         assert line in text, line
-
-
-def test_the_page_in_the_docs_is_made_of_the_results():
-    assert recipe.PAGE.read_text() == page(KEPT["entries"], KEPT["versions"], KEPT["model_types"])
 
 
 def test_outputs_are_bit_identical_wherever_a_model_ran():

@@ -1,25 +1,13 @@
-"""The recipe: small, its saved results, and the page made of them."""
-
-import json
-from pathlib import Path
+"""Importance of heads: a small run, and what the kept results say."""
 
 import pytest
 import torch
 import transformers
-from experiments.importance import PAGE, RESULTS, Recipe, correlations, one_model
-from experiments.importance_page import figure_name, scatter, write_page
-
-
-def test_the_page_is_made_of_the_results(tmp_path: Path) -> None:
-    report = json.loads(RESULTS.read_text())
-    write_page(tmp_path / "page.md", report)
-    assert (tmp_path / "page.md").read_text() == PAGE.read_text()
-    for model in report["models"]:
-        assert scatter(model) == (PAGE.parent / "images" / figure_name(model)).read_text()
+from experiments.importance import STUDY, Recipe, correlations, one_model
 
 
 def test_saved_results_hold_what_the_page_says() -> None:
-    for model in json.loads(RESULTS.read_text())["models"]:
+    for model in STUDY.kept()["models"]:
         again = correlations(model)
         for name, values in model["correlations"].items():
             # costs are saved to five digits: ties among the smallest move a rank or two of sixteen

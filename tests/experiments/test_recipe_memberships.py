@@ -1,12 +1,11 @@
-"""Memberships of pictures: what the two numbers mean at their ends, and the page of the results."""
+"""Memberships of pictures: what the two numbers mean at their ends."""
 
-import json
 import math
 
 import pytest
 import torch
 from experiments import memberships as recipe
-from experiments.memberships import PAGE, RESULTS, by_place, drawn, entropy, measured
+from experiments.memberships import by_place, drawn, entropy, measured
 from transformers import AutoModelForImageClassification
 
 from rankwise.models import ToSTConfig
@@ -47,8 +46,3 @@ def test_every_layer_of_tssa_is_measured_and_drawn() -> None:
     corner = round(float((first[1, 0, 1] - first.min()) / (first.max() - first.min())) * 255)
     assert sheet.getpixel((edge + 3 * gap + edge + gap, edge + gap)) == (corner,) * 3
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-@pytest.mark.skipif(not RESULTS.exists(), reason="no results are kept")
-def test_the_page_is_that_of_the_results() -> None:
-    assert PAGE.read_text(encoding="utf-8") == recipe.page(json.loads(RESULTS.read_text(encoding="utf-8")))

@@ -1,9 +1,8 @@
 """The recipe of the monitored collapse: small runs, and the page shows what was recorded."""
 
-import json
 from pathlib import Path
 
-from experiments.monitor_collapse import RESULTS, Recipe, main, table, train
+from experiments.monitor_collapse import STUDY, Recipe, table, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
 
@@ -28,17 +27,8 @@ def test_the_scale_of_the_advised_command_goes_on():
     assert advised["scale"] >= 1
 
 
-def test_a_quick_run_leaves_the_kept_record_alone(monkeypatch, capsys):
-    before = RESULTS.read_text()
-    run = json.loads(before)["runs"][-1]
-    monkeypatch.setattr("experiments.monitor_collapse.train", lambda *args, **kwargs: run)
-    main(["--quick"])
-    assert RESULTS.read_text() == before
-    assert f"{run['loss']:.3f}" in capsys.readouterr().out
-
-
 def test_the_page_shows_what_was_recorded():
-    runs = json.loads(RESULTS.read_text())["runs"]
+    runs = STUDY.kept()["runs"]
     assert table(runs) in PAGE.read_text()
     shares = [run["seconds_an_audit"] / (500 * run["seconds_a_step"]) for run in runs if run["steps"]]
     assert f"{min(shares):.2%} to {max(shares):.2%}" in PAGE.read_text()

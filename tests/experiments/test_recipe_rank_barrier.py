@@ -1,10 +1,9 @@
-import json
 import math
 
 import pytest
 from experiments import rank_barrier as module
 from experiments.rank.theorem1 import theorem1_bound
-from experiments.rank_barrier import RESULTS, Recipe, curves, fall, main, table
+from experiments.rank_barrier import STUDY, Recipe, curves, fall, measure, tables
 
 from rankwise.theory import SimulatedRank, rank_barrier
 
@@ -42,41 +41,25 @@ def test_a_fall_is_the_largest_beyond_chance() -> None:
     assert fall(recipe, ranks(5, 5 - limit * 0.99, 9, 10)) is None
 
 
-def test_the_table_has_a_line_for_every_curve() -> None:
-    found = curves(small())
-    lines = table(small(), found).splitlines()
-    assert sum(line.startswith(("| 6 |", "| 12 |")) for line in lines) == len(found)
-    assert "causal mask, softmax, τ = 1·√K, δ = 0.01, rank/T" in lines
-    one = found[0]
-    assert f"| {one.mean[0] / 6:.3f} ({one.std[0] / 6:.3f}) |" in next(
-        x for x in lines if x.startswith("| 6 |")
-    )
-
-
-def test_the_command_writes_what_it_ran(tmp_path, capsys) -> None:
-    path = tmp_path / "r.json"
-    words = "--tokens 6 12 --head-dims 1 4 --trials 2 --seed 3 --results"
-    main([*words.split(), str(path)])
-    report = json.loads(path.read_text())
-    assert (
-        report["settings"] | {"tokens": [6, 12], "head_dims": [1, 4], "trials": 2, "seed": 3}
-        == report["settings"]
-    )
-    assert len(report["curves"]) == 2 * 4 * 2
-    assert report["versions"]["torch"]
+def test_the_tables_have_a_line_for_every_curve() -> None:
+    report = measure(small())
+    shown = tables(report)
+    lines = [line for table in shown.values() for line in table.splitlines()]
+    assert sum(line.startswith(("| 6 |", "| 12 |")) for line in lines) == len(report["curves"]) == 2 * 2 * 2
+    assert "causal mask, softmax, τ = 1·√K, δ = 0.01, rank/T" in shown
+    one = report["curves"][0]
+    first = next(line for line in lines if line.startswith("| 6 |"))
+    assert f"| {one['mean'][0] / 6:.3f} ({one['std'][0] / 6:.3f}) |" in first
     assert report["theorem1_bound"]["12"] == pytest.approx(theorem1_bound(12), abs=1e-4)
-    printed = capsys.readouterr().out
-    assert f"wrote {path}" in printed
-    assert "full mask, hardmax, rank/T" in printed
 
 
 def kept(mask: str, temperature: float) -> list[dict]:
-    report = json.loads(RESULTS.read_text())
+    report = STUDY.kept()
     return [one for one in report["curves"] if (one["mask"], one["temperature"]) == (mask, temperature)]
 
 
 def test_the_kept_results_hold_the_claim() -> None:
-    settings = json.loads(RESULTS.read_text())["settings"]
+    settings = STUDY.kept()["settings"]
     for one in kept("full", 0.0):
         for mean, std in zip(one["mean"], one["std"], strict=True):
             assert mean < theorem1_bound(one["tokens"]) + 1 + 4 * std / math.sqrt(settings["trials"])

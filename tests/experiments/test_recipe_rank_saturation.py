@@ -1,4 +1,4 @@
-"""The recipe: its published numbers, its saved results, and the page made of them."""
+"""Saturation of rank: published numbers, kept results, and small runs."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,7 @@ from experiments.rank.random_layers import (
     with_rope,
 )
 from experiments.rank_saturation import (
-    PAGE,
-    RESULTS,
+    STUDY,
     Recipe,
     Variant,
     models,
@@ -36,7 +35,7 @@ def test_the_rebuttal_has_its_forty_cells() -> None:
 
 
 def test_saved_results_come_out_again() -> None:
-    saved = json.loads(RESULTS.read_text())
+    saved = STUDY.kept()
     [again] = [one for one in synthetic(Recipe(lengths=(50,))) if one["inputs"] == "orthonormal"][:1]
     [kept] = [
         one
@@ -48,14 +47,6 @@ def test_saved_results_come_out_again() -> None:
     # Two means of ten trials with a standard deviation of at most 0.04 (T = 50): 3·√2·0.04/√10 = 0.054.
     assert max(page.synthetic_errors(saved)) < 0.054
     assert max(map(abs, saved["law"]["full"]["residuals"])) < 1.5
-
-
-def test_the_page_is_made_of_the_results(tmp_path: Path) -> None:
-    page.write_page(tmp_path / "page.md", json.loads(RESULTS.read_text()))
-    assert (tmp_path / "page.md").read_text() == PAGE.read_text()
-    for name in (page.LAW, page.BARRIER):
-        assert f"images/{name}" in PAGE.read_text()
-        assert (tmp_path / "images" / name).read_text() == (PAGE.parent / "images" / name).read_text()
 
 
 def test_the_parts_on_data_run_small(tmp_path: Path) -> None:

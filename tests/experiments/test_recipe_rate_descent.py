@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from experiments import rate_descent as recipe
@@ -36,22 +34,18 @@ def test_shuffling_keeps_the_words():
     assert sorted(words) == sorted(["to", "be", "or", "not", "to", "be"])
 
 
-def test_one_command_writes_the_page(tmp_path, monkeypatch, capsys):
+def test_a_small_run_is_shown(monkeypatch):
     monkeypatch.setattr(recipe, "WINDOWS", 2)
     monkeypatch.setattr(recipe, "TOKENS", 32)
-    page, out = tmp_path / "page.md", tmp_path / "out.json"
-    code = recipe.main(["--steps", "2", "--seeds", "1", "--page", str(page), "--out", str(out)])
-    assert code == 0, capsys.readouterr().out
-    assert page.read_text(encoding="utf-8").count("| 3 |") == 4
-    assert json.loads(out.read_text())["accuracy"]
+    report = {**recipe.run(steps=2, seeds=1), "versions": {"torch": "2"}}
+    assert report["accuracy"]
+    assert recipe.tables(report)["tables"].count("| 3 |") == 4
+    bidirectional = [one for name, layers in report["layers"].items() if name[0] == "b" for one in layers]
+    assert min(one["derived"] for one in bidirectional) > 0.999
 
 
 def test_the_kept_results_hold_what_the_page_says():
-    kept = json.loads(
-        (recipe.ROOT / "experiments" / "results" / "rate_descent.json").read_text(encoding="utf-8")
-    )
-    page = (recipe.ROOT / "docs" / "rate-descent.md").read_text(encoding="utf-8")
-    assert recipe.page(kept, "python -m experiments.rate_descent") == page
+    kept = recipe.STUDY.kept()
     trained = {name: layers for name, layers in kept["layers"].items() if "untrained" not in name}
     layers = [one for found in trained.values() for one in found]
     assert (sum(one["after_block"] < one["rate"] for one in layers), len(layers)) == (12, 16)

@@ -1,6 +1,5 @@
-"""The page of replaced layers is what its results say, and a run on little text is whole."""
+"""Replaced layers: every set was run, orders follow their guides, and a run on little text is whole."""
 
-import json
 from typing import Any
 
 import pytest
@@ -13,16 +12,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
 
-CONTENT = json.loads(recipe.RESULTS.read_text(encoding="utf-8"))
+CONTENT = recipe.STUDY.kept()
 
 
 def made_up(sets: dict[str, float]) -> dict[str, Any]:
     guides = {"importance": [3.0, 1.0], "rank": [1.0, 2.0], "swap": [5.0, 4.0]}
     return {"guides": guides, "sets": {name: {"tuned": loss} for name, loss in sets.items()}}
-
-
-def test_the_page_is_made_of_the_results() -> None:
-    assert page.made(CONTENT) == recipe.PAGE.read_text(encoding="utf-8")
 
 
 def test_every_set_was_run() -> None:
@@ -62,14 +57,6 @@ def test_layers_are_distilled_and_tuned() -> None:
     found = recipe.replaced(small, (2,), "linear", mixers, [reader.draw(1)], held_out)
     assert whole["tuned"] == whole["distilled"]
     assert len({*found.values(), whole["tuned"]}) == 3
-
-
-def test_results_of_other_settings_are_not_mixed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "results.json"
-    other.write_text(json.dumps({**CONTENT, "settings": {}}))
-    with pytest.raises(SystemExit):
-        recipe.main(["--text", str(recipe.RESULTS), "--results", str(other)])
-    assert "other settings" in capsys.readouterr().err
 
 
 KINDS = {"tssa": "diagonal", "linear": "linear"}

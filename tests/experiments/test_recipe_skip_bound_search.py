@@ -1,11 +1,9 @@
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from experiments import skip_bound_search as module
-from experiments.skip_bound_search import BOUNDS, RESULTS, Recipe, main, search_bound, starts
+from experiments.skip_bound_search import BOUNDS, STUDY, Recipe, measure, search_bound, starts, tables
 
 from rankwise.theory import skip_bound
 
@@ -13,7 +11,7 @@ SMALL = Recipe(steps=3, copies=2)
 
 
 def test_what_was_written_down_found_no_violation() -> None:
-    report = json.loads(RESULTS.read_text(encoding="utf-8"))
+    report = STUDY.kept()
     found = [one for one in report["searches"] if one["bound"] != "theorem"]
     assert sum(one["evaluations"] for one in found) >= 50_000
     assert {one["norm"] for one in found} == {"LayerNorm", "RMSNorm"}
@@ -42,13 +40,10 @@ def test_a_bound_that_promises_too_much_is_found_out(monkeypatch: pytest.MonkeyP
     assert search_bound(SMALL, "mean", True, 0.0).worst > 0
 
 
-def test_the_command_writes_what_it_ran(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_small_run_is_shown(monkeypatch) -> None:
     monkeypatch.setattr(module, "minilm", lambda: None)
-    path = tmp_path / "r.json"
-    main(["--steps", "2", "--copies", "1", "--results", str(path)])
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["command"].startswith("python -m experiments.skip_bound_search --steps 2")
+    report = measure(Recipe(steps=2, copies=1))
     assert report["evaluations"] == 2 * len(module.SHAPES) * len(module.STARTS) * 20
     assert [layer["norm"] for layer in report["least_scales"]["demo"]] == ["none"] * 4
     assert all(math.isfinite(layer["both"]) for layer in report["least_scales"]["demo"])
-    assert "| theorem | LayerNorm |" in capsys.readouterr().out
+    assert "| theorem | LayerNorm |" in tables(report)["searches"]

@@ -10,6 +10,7 @@ from experiments.audits import by_layer, collapse
 from experiments.experiment import Experiment
 from experiments.registry import EXPERIMENTS
 from experiments.results import RESULTS, Run, append_run, audits_to_columns, read_runs
+from experiments.study import Study
 from experiments.tost.language_parts import frontier
 from experiments.tost.long_range import RATES, at_rate, best_rates
 from experiments.verdicts import BYTE_LOSS, Row
@@ -126,8 +127,40 @@ def test_settings_that_are_newer_than_a_run_had_their_default(tmp_path: Path) ->
     assert LANGUAGE.table(tmp_path)["tost"].scores("loss") == [1.0]
 
 
-def test_the_page_in_the_docs_is_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["render", "--check"]) == 0, capsys.readouterr().out
+def test_all_pages_and_figures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["render", "--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_page_that_is_not_that_of_the_results_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.render.HOLDS", {False: "n", None: "u", True: "y"})
+    assert command.main(["render", "--check"]) == 1
+    stale = capsys.readouterr().err
+    assert stale.count("is not that of the results") == 1
+    assert "results.md" in stale
+
+
+def test_marks_and_tables_of_a_page_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "PAGES", tmp_path)
+    (tmp_path / "a.md").write_text("{x} {{one}}, {{two}}")
+    assert render.fill_page("a", {"one": "{{two}}", "two": "2"}) == "{x} {{two}}, 2"
+    for tables in ({"one": "1"}, {"one": "1", "two": "2", "three": "3"}):
+        with pytest.raises(ValueError, match="expected the marks"):
+            render.fill_page("a", tables)
+
+
+def test_a_study_keeps_its_report_and_writes_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.study.RESULTS", tmp_path)
+    study = Study("tiny", lambda data: {"found": data.name}, tables=lambda report: {"found": report["found"]})
+    monkeypatch.setattr(command, "STUDIES", {"tiny": study})
+    assert command.main(["run", "tiny", "--data", "somewhere"]) == 0
+    assert "found\n\nsomewhere" in capsys.readouterr().out
+    kept = study.kept()
+    assert (kept["found"], kept["command"]) == ("somewhere", "python -m experiments run tiny")
+    assert kept["versions"]["torch"]
 
 
 def test_every_kept_run_is_in_the_page() -> None:

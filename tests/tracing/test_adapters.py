@@ -279,7 +279,7 @@ def test_the_check_of_the_page_fails_for_an_error(monkeypatch):
     assert row.path_error < 1000 * EPS32
     monkeypatch.setitem(STATE_SPACE, "Mamba", replace(STATE_SPACE["Mamba"], states=4))
     assert not row.complete
-    assert "| 2 of 2 | 3 of 4 |" in row.line
+    assert row.cells[2:4] == ("2 of 2", "3 of 4")
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.families import FAMILIES, HEADINGS, PAGE, attention_of, line, main
+from experiments.families import FAMILIES, HEADINGS, PAGE, attention_of, cells, main
 from experiments.family_checks import Row, difference, prepared, tensors
 from experiments.family_checks import check as check_anew
 
@@ -153,7 +153,7 @@ def attention_of_case(family, how):
 
 def test_the_page_in_the_docs_is_what_the_recipe_says_today():
     row = check(by_name["GPT-2"], "eager")
-    assert line(row) in PAGE.read_text()
+    assert f"| {' | '.join(cells(row))} |" in PAGE.read_text()
 
 
 def test_the_example_in_the_docs_runs_and_prints_what_it_says(capsys):
