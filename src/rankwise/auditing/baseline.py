@@ -13,7 +13,7 @@ from rankwise.auditing.statistics import ModelStatistics
 from rankwise.tracing.head_id import HeadId
 
 OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
-"""Head measures in a baseline: measures of the mixing matrix, without importance."""
+"""Head measures in a baseline: those of the mixing matrix, but not importance."""
 NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 OF_LAYERS = [row.name for row in LAYER_MEASURES]
 FEWEST_PAIRS = 3

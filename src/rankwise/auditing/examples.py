@@ -34,7 +34,7 @@ class Examples:
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
     names: list[list[Counter[str]]] | None
-    """For each kind of name in `peak_name`: number of sequences by name; None if read from older files."""
+    """Per kind of name (see `peak_name`): number of sequences with each name; None in older files."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
     """Attention maps of the first two sequences."""
 

@@ -35,8 +35,8 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY, DUPLICATE_HEADS: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# HIGH_RANK, LOW_RANK: rank divided by each reference rank, which an uninformed head has at temperature 0
-# (hardmax), at the head's own or at infinite temperature. The hardmax rank varies by under 8 % (T ≥ 32).
+# HIGH_RANK, LOW_RANK: rank divided by the rank of a head with random scores, at temperature 0 (hardmax), at
+# the head's own temperature and at an infinite one. The hardmax rank varies by under 8 % (T ≥ 32).
 HIGH_RANK, LOW_RANK = 1.25, 0.5
 # COLLAPSE: thresholds on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens.
 COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1

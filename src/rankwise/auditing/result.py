@@ -89,8 +89,8 @@ class Audit(Record):
         in the merged audit list what was omitted.
 
         Merging in several steps returns the same result as merging at once. Audits in older files without
-        merge data yield no nearest heads and no names of tokens. Token names are counted among the 16 most
-        frequent names of each audit. Cost: linear in the number of records.
+        merge data yield no nearest heads and no names of tokens. Each audit keeps its 16 most frequent
+        token names, so rarer names may be missing. Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are

@@ -194,7 +194,7 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Return token ids of one sequence per text, for evenly spaced texts; raise if no text has a token."""
+    """Choose evenly spaced texts, and return one sequence of token ids per text; raise if all are empty."""
     nonempty = [text for text in texts if text.strip()]
     chosen = [nonempty[i] for i in evenly(len(nonempty), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]

@@ -26,7 +26,7 @@ class CutLinear(BaseModel, extra="forbid"):
     module: str
     side: Literal["in", "out"]
     size: int
-    """Channels on that side before."""
+    """Channels of the layer on that side (input or output) before heads were removed."""
     runs: Runs
     """Remaining channels, as (first, count)."""
     slot: int
@@ -45,7 +45,7 @@ class RemovedHeads(BaseModel, extra="forbid"):
     """Fields of the configuration that the layer's code reads; the configuration of the model stays."""
 
     def renamed(self, module: str) -> "RemovedHeads":
-        """Return the same change for a layer that is now inside another model, or no longer inside one."""
+        """Return the same change under another module name, for a model put into or out of another one."""
         before = self.module.removesuffix(module) if self.module.endswith(module) else ""
         after = module.removesuffix(self.module) if module.endswith(self.module) else ""
         cuts = [

@@ -177,7 +177,7 @@ class LatentProjection(nn.Module):
         self, state: LatentState, down: nn.Linear | None, up: nn.Linear, rest: nn.Linear | None, runs: Runs
     ) -> None:
         super().__init__()
-        self.state, self.runs = state, runs  # runs: parts of [rest, up] in the order of the channels
+        self.state, self.runs = state, runs  # runs: slices of [rest, up] in channel order
         self.up = up
         if down is not None:
             self.down = down

@@ -92,7 +92,7 @@ class SecondMoments:
 
     tokens: Float64[Tensor, "D D"]
     gradients: Float64[Tensor, "N N"]
-    """Keys before values, as the linear layers return them."""
+    """Channels of keys come before channels of values, in the order of the linear layers' outputs."""
     weight: Float64[Tensor, "N D"]
     count: int = 0
     """Number of tokens."""
@@ -226,9 +226,9 @@ def _roots(moments: Tensor | None, size: int, ridge: float) -> tuple[Tensor, Ten
 def ranks_for_keep(
     layers: list[LatentLayer], nats: list[Float64[Tensor, "_"]], keep: float | int, size: int
 ) -> list[int]:
-    """Return the ranks of least KL whose cache has a share of the bytes, at least 1 per layer.
+    """Return the rank of each layer (at least 1) that has the least KL within a share of the cache's bytes.
 
-    `size` is bytes per number. Positions count as bytes of the cache.
+    `size` is bytes per number. Token positions that the cache stores count towards its bytes.
     """
     full = size * sum(layer.full for layer in layers)
     positions = sum(layer.position_bytes for layer in layers)

@@ -65,7 +65,7 @@ class NarrowProjection(nn.Module):
 
     def __init__(self, narrow: nn.Linear, runs: Sequence[tuple[int, int]], out_features: int) -> None:
         super().__init__()
-        self.narrow = narrow  # linear, or later keys and values read out of a latent
+        self.narrow = narrow  # a linear layer; the part kv may replace it by a reader of latents
         self.runs: Runs = [(int(first), int(count)) for first, count in runs]
         self.in_features, self.out_features = narrow.in_features, out_features
         self.loading = False

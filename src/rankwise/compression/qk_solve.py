@@ -241,7 +241,7 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
 
 
 def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
-    """Return S^−½ of second moments scaled to mean square 1; directions without data get a floor."""
+    """Return S^−½, with S the moments divided by their mean eigenvalue; eigenvalues near 0 are raised."""
     values, vectors = torch.linalg.eigh(moments)
     values = values / values.clamp(min=0).mean().clamp(min=1e-300)
     return (vectors / values.clamp(min=1e-4).sqrt()) @ vectors.mT

@@ -48,7 +48,7 @@ class Structure(BaseModel, extra="forbid"):
 
 def structure_of(model: nn.Module) -> Structure:
     """Return the changes of a model."""
-    # Heads come first, because widths count the remaining heads.
+    # Heads come first: the other records have widths for the remaining heads only.
     heads = heads_modules.removed_heads(model)
     return Structure(changes=[*heads, *qk_modules.narrow_records(model), *kv_modules.latent_layers(model)])
 

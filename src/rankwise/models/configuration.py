@@ -81,7 +81,7 @@ class ToSTConfig(PreTrainedConfig):
         patch_size: side of an image patch in pixels: 2, 4, 8 or 16.
         num_channels: number of color channels.
         class_attention_layers: number of layers after the blocks in which only the class token attends.
-        tokens_norm: True if class-attention layers normalize all tokens, as released; else only the class.
+        tokens_norm: True if class-attention layers normalize all tokens, as released, else the class token.
         pad_token_id: token that pads short sequences.
         bos_token_id: token at the beginning of a text.
         eos_token_id: token at the end of a text.

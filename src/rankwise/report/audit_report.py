@@ -153,7 +153,7 @@ def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
 
 
 def _heads_of(findings: Sequence[Finding], code: str) -> int:
-    """Return the number of heads in findings with a code; old findings store a count, or have one head."""
+    """Return how many heads the findings with a code concern; older findings list none, only a count."""
     counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
     return int(sum(filter(math.isfinite, counts)))
 

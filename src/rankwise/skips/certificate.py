@@ -96,7 +96,7 @@ class StackCertificate(_Numbers):
 
 
 class SkipCertificate(_Numbers):
-    """Certificate of the skip connections of a model on one batch, by layer and by stack."""
+    """Spread μ of tokens that λ-skips keep on one batch, measured and proved, by layer and by stack."""
 
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
     schema_version: Literal[2] = 2

@@ -345,7 +345,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
         for parameter in frozen:
             parameter.requires_grad_(False)
     found = [one for sum_ in record.sums if (one := _residual(sum_, record.sums)) is not None]
-    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # some models mask with infinity
+    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # infinity may be a mask
         raise _not_finite("the output of the model")
     dropped: set[SumName] = set()
     for outer in found:

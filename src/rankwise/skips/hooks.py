@@ -104,7 +104,7 @@ class AddResidual(SkipHook):
             if not slot.open and not recomputing():
                 return None
             residual, slot.residual = slot.residual, None
-            if residual is None and not slot.open:  # the forward pass had x in the slot
+            if residual is None and not slot.open:  # not filled again when recomputed
                 raise SkipError(
                     f"gradient checkpointing of {type(module).__name__}",
                     expected="a checkpoint around the whole block, which reads the residual again",
