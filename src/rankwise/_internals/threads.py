@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Context manager that gives torch, in its block, the number of threads from before `one_thread`."""
+    """Context manager that restores the number of torch threads that `one_thread` had reduced to one."""
     here = torch.get_num_threads()
     try:
         torch.set_num_threads(_inside.threads or here)

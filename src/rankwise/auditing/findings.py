@@ -44,8 +44,8 @@ COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
-# OVERSIZED_HEADS: required share of the head dimension: 0.5, less a margin for errors of the KL
-# (docs/how-to/findings.md).
+# OVERSIZED_HEADS: share of the head dimension that must be unneeded: 0.5, less a margin for the error of the
+# estimated KL divergence (docs/how-to/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.

@@ -16,7 +16,7 @@ HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
 TOLERANCE = 0.01
-"""Share of the loss that a removable head may cost at most, if no set of heads was searched for."""
+"""Largest relative increase of the loss for a removable head, used if no removable set was searched."""
 
 
 def with_removal_costs(

@@ -267,7 +267,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Standard error of each estimated measure, mean over sequences; empty if all measures are exact.
     All sequences share the random vectors of the estimate, so errors do not average out."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean of each measure that is undefined for some finite sequences."""
+    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
     max_token: str = ""
     """Name of the token with the largest mean weight in a row (``max_token_mass``): text, position or both,
     whichever most sequences share. If the weight is small, rows may attend to others (see `named_peak`)."""
@@ -341,7 +341,7 @@ class LayerRecord(LayerMeasures, LayerOrigin):
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
     counts: dict[str, Count] = Field(default_factory=dict)
-    """Number of sequences in the mean of each measure that is undefined for some finite sequences."""
+    """Number of sequences in the mean, for measures that may be undefined although all values are finite."""
     baseline: Baseline | None = None
     """Measures of the same states at initialization, on the same data; None if not requested."""
 

@@ -329,7 +329,7 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return what the bias adds to each token's score, K · bias[h, position]: it is added to all K channels.
+    """Return what the bias adds to each token's score: K · bias[h, position], the sum over K equal channels.
 
     A compiled graph skips the check of the bias's length; there, indexing a bias that is too short raises.
     """

@@ -67,7 +67,7 @@ class ChunkedCall:
         loop.run(arrays, len(self.chunks.first), self.threads)
 
     def empty_sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate arrays for two sums per chunk: of weight · w², (C, H, K), and of weight, (C, H, 1)."""
+        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
         count, shape = len(self.chunks.first), self.w.shape[1:]
         return np.empty((count, *shape), self.w.dtype), np.empty((count, shape[0], 1))
 
@@ -269,7 +269,7 @@ def _exp32(x):
     return real(0) if x < real(-87) else y * two_to_n
 
 
-exp32 = inlined(_exp32, {"contract"})  # reordering would first add the two parts of ln 2
+exp32 = inlined(_exp32, {"contract"})  # reordering would lose the low part of ln 2
 
 
 @inlined

@@ -203,7 +203,7 @@ class Chunks:
         return total, mass
 
     def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate tensors for two sums per chunk: of weight · w², (C, H, K), and of weight, (C, H, 1)."""
+        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
         sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
         return sums, sums.new_empty((self.count, self.heads, 1))
 
