@@ -266,6 +266,32 @@ def test_ctrl_c_in_an_audit_starts_no_other_and_leaves_nothing_half_done(
     assert "audited 2, kept 0, failed 0" in CliRunner().invoke(app, [*words, "--resume"]).output
 
 
+def test_what_was_measured_before_a_failure_is_written_and_audited_again(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    torch.manual_seed(0)\n"
+        "    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
+        "    torch.nn.init.constant_(layer.linear1.weight, float('nan'))\n"
+        "    return layer, [torch.randn(2, 9, 8)]\n"
+    )
+    for _ in range(2):  # the second call finds the incomplete audit of the first
+        options = ["--importance", "exact", "--resume", "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["audit", f"{path}:build", *options])
+        assert isinstance(result.exception, RankwiseError)
+        audit = Audit.load(tmp_path / "out" / "broken.py-build")
+        assert len(audit.heads) == 2
+        assert not audit.complete
+        assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["broken.py-build"]
+
+
+def test_one_model_named_in_two_ways_is_audited_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home / "run")
+    [job] = jobs_of(AuditJob(model=""), ["checkpoint-90", "./checkpoint-90", f"{home}/run/checkpoint-90/"])
+    assert job.model == str(home / "run" / "checkpoint-90")
+
+
 def test_a_factory_that_leaves_fails_its_job_alone(factory: str) -> None:
     jobs = jobs_of(AuditJob(model=""), [f"{factory}:leaves", f"{factory}:build"])
     (_, failed), (_, audit) = run_here(jobs)

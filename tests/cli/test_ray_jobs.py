@@ -69,6 +69,8 @@ EXCEPTIONS = SimpleNamespace(
 class FakeRay(ModuleType):
     """A Ray whose tasks finish in turn, each with a result or an exception by its model."""
 
+    refusal = "Could not find any running Ray instance."
+
     def __init__(self, given: dict[str, Any] | None = None, *, running: bool = True, waits: int = 9) -> None:
         super().__init__("ray")
         self.given, self.running, self.waits = given or {}, running, waits
@@ -80,7 +82,7 @@ class FakeRay(ModuleType):
     def init(self, **options: Any) -> None:
         self.inits.append(options)
         if options["address"] != "local" and not self.running:
-            raise ConnectionError("Could not find any running Ray instance.")
+            raise ConnectionError(self.refusal)
 
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 2.0}
@@ -157,6 +159,14 @@ def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> 
     for model in ("b", "c"):
         assert "got ConnectionError: Client is shutting down." in str(found[model])
     assert ray.stops == 1
+
+
+def test_a_cluster_that_refuses_is_an_error_and_starts_no_other(results: Any) -> None:
+    ray = FakeRay(running=False)
+    ray.refusal = "Authentication token is missing."
+    with pytest.raises(InputError, match=r"--ray: .*token is missing"):
+        results(ray)
+    assert [options["address"] for options in ray.inits] == ["auto"]
 
 
 def test_a_local_cluster_starts_only_if_no_other_is_named_or_runs(

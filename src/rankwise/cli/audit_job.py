@@ -232,8 +232,6 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
     Raise `RankwiseError` for every failure, because Ray can send it between processes. Raise
     `KeyboardInterrupt` if Ctrl-C stopped the audit.
     """
-    from rankwise.auditing import AuditError
-
     try:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
         loaded = load(job)
@@ -243,9 +241,6 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
             lambda batches, step: say(f"{job.model}, batch {batches + 1}: {step}"),
         )
         audit, interrupted = build(loaded, statistics, say)
-    except AuditError as error:
-        error.audit = error.statistics = None  # large, and not needed to show the error
-        raise
     except RankwiseError:
         raise
     except (Exception, SystemExit) as error:  # a factory may call sys.exit, which would end a Ray worker

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from rankwise.auditing import Audit, History, in_order
+from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.auditing.history import folder_name
 from rankwise.cli.audit_job import AuditJob, Say, run_job
 from rankwise.cli.output import print_results, write_report
@@ -41,8 +41,8 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
         offload_folder=job.offload_folder and job.offload_folder.resolve(),
         tokenizer=job.tokenizer and _absolute(job.tokenizer),
     )
-    jobs = [shared.for_model(model) for model in in_order(list(dict.fromkeys(models)))]
-    return [replace(one, model=_absolute(one.model)) for one in jobs]
+    jobs = [shared.for_model(model) for model in in_order(models)]
+    return list(dict.fromkeys(replace(one, model=_absolute(one.model)) for one in jobs))
 
 
 def _absolute(name: str) -> str:
@@ -67,8 +67,9 @@ def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
 def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool) -> Outcome:
     """Write each audit to ``OUT/NAME`` as soon as it finishes, then the history of all audits.
 
-    A failed job is printed, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
-    finished audits. With `resume`, a job is skipped if any folder in `out` has its finished audit.
+    A failed job is printed, its finished part is written as incomplete, and the other jobs go on. Ctrl-C
+    stops all jobs; the history then contains the finished audits. With `resume`, a job is skipped if any
+    folder in `out` has its finished audit.
     """
     saved = _saved_audits(out) if resume else {}
     folders = {job: folder for job in jobs if saved and (folder := _find(job, saved))}
@@ -84,6 +85,9 @@ def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: b
                 if isinstance(result, RankwiseError):
                     outcome.failures.append(result)
                     print(f"rankwise: {folders[job]}: {result}", file=sys.stderr)
+                    if isinstance(result, AuditError) and result.audit is not None:
+                        partial = result.audit.model_copy(update={"complete": False})  # --resume repeats it
+                        write_report(partial, out / folders[job], brief=True)
                 else:
                     write_report(result, out / folders[job], brief=True)
                     audits[job] = result
