@@ -334,6 +334,17 @@ def test_a_forward_that_is_not_there_is_told_from_what_it_says(model: nn.Module,
     assert ("model.net" in str(told.value)) == says
 
 
+def test_both_remedies_for_a_missing_forward_give_the_audit_of_the_inner_module() -> None:
+    class Mended(Training):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    model, batches = Mended().eval(), [torch.randn(2, 3, 8)]
+    ours, inner = rw.audit(model, batches), rw.audit(model.net, batches)
+    assert [head.effective_rank for head in ours.heads] == [head.effective_rank for head in inner.heads]
+    assert len(inner.heads) == 2
+
+
 def test_masks_of_other_models_may_say_what_is_hidden() -> None:
     class Own(OnlyX):
         def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
