@@ -18,19 +18,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
-demo: $(STAMP)  ## Audit the bundled demo, with worth and baseline, and write rankwise-audit/index.html.
+demo: $(STAMP)  ## Audit the bundled demo, with importance and baseline, and write rankwise-audit/index.html.
 	$(BIN)/rankwise audit --importance --baseline
 
 test: $(STAMP)  ## Run the tests.
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests src/rankwise --doctest-modules $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 tests src/rankwise --doctest-modules $(ARGS)
 
 # Engines that most work on Rankwise does not need: over 300 MB, most of it Ray.
 test-extras: $(STAMP)  ## Install Ray, Lightning, TensorBoard and lm-evaluation-harness, and run the tests that need them.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,lightning,tensorboard]' \
-		'lm-eval>=0.4.13'
-	$(BIN)/python -m pytest tests/cli/test_ray_jobs.py tests/monitor/test_monitor_lightning.py \
-		tests/monitor/test_monitor_tensorboard.py tests/models/test_lm_eval_harness.py \
-		-k 'of_ray or lightning_audits or event_file or the_harness_finds' $(ARGS)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray,lightning]' \
+		'lm-eval>=0.4.13' 'tensorboard>=2.16'
+	$(BIN)/python -m pytest -m extra tests $(ARGS)
 
 # Another version of torch gets a folder of its own; nothing but torch, numpy and pytest is needed.
 TORCH_BIN = .venv-torch-$(TORCH)/bin

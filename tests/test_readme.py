@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import tomllib
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
@@ -25,3 +26,16 @@ def test_links_lead_to_files() -> None:
     assert links
     missing = [link for link in links if not (README.parent / link).exists()]
     assert missing == []
+
+
+def test_extras_that_code_and_docs_name_exist() -> None:
+    root = README.parent
+    known = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (root / "src").rglob("*.py"))
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (root / "docs").rglob("*.md"))
+    named = re.findall(r'need_package\([^()]*"(\w+)"\)', code)
+    assert len(named) == code.count("need_package(") - 1, "a call that this pattern does not read"
+    named += ",".join(re.findall(r"rankwise\[([\w,]+)\]", code + pages)).split(",")
+    assert set(named) <= set(known)

@@ -197,6 +197,7 @@ def test_without_ray_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         next(run_on_ray(JOBS, "local"))
 
 
+@pytest.mark.extra
 def test_a_worker_of_ray_that_is_killed_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def log_likelihood(model: PreTrainedModel, context: str, target: str) -> float:
     return sum(told[len(given) + at - 1, token].item() for at, token in enumerate(asked))
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("make", [tost, compressed])
 def test_the_harness_finds_the_likelihoods_of_the_model(make: Any, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")

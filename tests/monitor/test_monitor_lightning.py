@@ -19,6 +19,7 @@ def test_without_lightning_the_error_says_what_to_install():
         rw.RankMonitor(torch.randn(1, 5, 8)).lightning()
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(not INSTALLED, reason="Lightning is not installed")
 def test_lightning_audits_logs_and_stops(tmp_path):
     from importlib import import_module

@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("tensorboard")
 
 
+@pytest.mark.extra
 def test_losses_and_ranks_are_in_the_event_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -269,7 +269,7 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
         InputError: if `datasets` is not installed, or the data set, split or column cannot be read.
     """
     name, config, split, column = parse_dataset(spec)
-    need_package("datasets", "--dataset", "train")
+    need_package("datasets", "--dataset", "data")
     try:
         data = _open_dataset(name, config, split)
     except InputError:

@@ -243,7 +243,7 @@ def _placement(
             got=f"the factory {model}",
             fix="Put the model on its devices in the factory.",
         )
-    need_package("accelerate", option, "train")
+    need_package("accelerate", option, "accelerate")
     chosen = _parse_device_map(device_map, option)
     devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
     for name in devices - {"disk"}:
