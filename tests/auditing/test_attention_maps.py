@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.auditing.test_examples import Words
-from tests.report import samples
+from tests.support import records
 
 import rankwise as rw
 from rankwise.auditing import AttentionMap
@@ -132,9 +132,9 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
 def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
     picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
     both = {"attention_map": picture, "second_attention_map": picture}
-    heads = [head.model_copy(update=both) for head in samples.grid(2, 4)]
-    place = samples._place(1, 2)
-    twins = samples.finding(
+    heads = [head.model_copy(update=both) for head in records.grid(2, 4)]
+    place = records.place(1, 2)
+    twins = records.finding(
         "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
     )
     kept = only_flagged(heads, [twins.model_copy(update={"heads": [2, 3]})])
@@ -144,15 +144,15 @@ def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
 
 @pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])
 def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass: float, named: str) -> None:
-    (head,) = samples.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
-    about = samples.provenance()
+    (head,) = records.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
+    about = records.provenance()
     audit = Audit(provenance=about, heads=[head], layers=[], findings=[])
     peak = audit_document(audit).data(0)["heads"]["max_token"]
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 
 
 def test_a_sink_names_its_token_and_how_often() -> None:
-    (head,) = samples.grid(1, 1)
+    (head,) = records.grid(1, 1)
     sink = head.model_copy(
         update={"max_token_mass": 0.93, "max_token": "the first token", "max_token_sequences": 64}
     )

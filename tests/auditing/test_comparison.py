@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing import Comparison, compare
 from rankwise.auditing.records import HeadId
@@ -42,9 +42,9 @@ edits = st.dictionaries(
 )
 
 
-@pytest.mark.parametrize("name", samples.ALL)
+@pytest.mark.parametrize("name", records.ALL)
 def test_an_audit_does_not_differ_from_itself(name: str) -> None:
-    audit = samples.ALL[name]()
+    audit = records.ALL[name]()
     comparison = compare(audit, audit)
     assert comparison.is_empty
     assert (comparison.heads, comparison.layers) == (len(audit.heads), len(audit.layers))
@@ -53,7 +53,7 @@ def test_an_audit_does_not_differ_from_itself(name: str) -> None:
 @given(edits)
 @settings(max_examples=25, deadline=None)
 def test_comparing_the_other_way_round_turns_every_sign(edit: dict[int, dict[str, object]]) -> None:
-    before, after = samples.encoder(), with_heads(samples.encoder(), edit)
+    before, after = records.encoder(), with_heads(records.encoder(), edit)
     there, back = compare(before, after), compare(after, before)
     turned = [
         change.model_copy(update={"before": change.after, "after": change.before}) for change in back.changes
@@ -68,7 +68,7 @@ def test_comparing_the_other_way_round_turns_every_sign(edit: dict[int, dict[str
 @given(edits)
 @settings(max_examples=25, deadline=None)
 def test_changes_are_those_made_and_the_largest_comes_first(edit: dict[int, dict[str, object]]) -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     comparison = compare(audit, with_heads(audit, edit))
     made = {
         (audit.heads[index].layer, audit.heads[index].head, measure)
@@ -84,14 +84,14 @@ def test_changes_are_those_made_and_the_largest_comes_first(edit: dict[int, dict
 
 @pytest.mark.parametrize("measure", RANGES)
 def test_a_change_is_measured_in_the_range_of_its_measure(measure: str) -> None:
-    before, after = (with_heads(samples.encoder(), {0: {measure: value}}) for value in (0.25, 0.75))
+    before, after = (with_heads(records.encoder(), {0: {measure: value}}) for value in (0.25, 0.75))
     (change,) = compare(before, after).changes
     assert (change.change, change.size) == (0.5, pytest.approx(0.5 / RANGES[measure]))
 
 
 def test_audits_of_other_lengths_are_measured_in_the_wider_range() -> None:
-    before = with_heads(samples.encoder(), {0: {"numerical_rank": 10.0}})
-    after = with_heads(samples.encoder(), {0: {"numerical_rank": 42.0, "tokens": 64.0, "sources": 64.0}})
+    before = with_heads(records.encoder(), {0: {"numerical_rank": 10.0}})
+    after = with_heads(records.encoder(), {0: {"numerical_rank": 42.0, "tokens": 64.0, "sources": 64.0}})
     sizes = [
         next(change.size for change in comparison.changes if change.measure == "numerical_rank")
         for comparison in (compare(before, after), compare(after, before))
@@ -100,7 +100,7 @@ def test_audits_of_other_lengths_are_measured_in_the_wider_range() -> None:
 
 
 def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
-    before, after = (with_heads(samples.encoder(), {0: {"sigma_max": value}}) for value in (1.0, 4.0))
+    before, after = (with_heads(records.encoder(), {0: {"sigma_max": value}}) for value in (1.0, 4.0))
     assert compare(before, after).changes[0].size == compare(after, before).changes[0].size == 0.75
 
 
@@ -115,7 +115,7 @@ def test_what_has_no_bound_is_measured_by_its_larger_value() -> None:
     ],
 )
 def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
-    before, after = samples.encoder(), samples.encoder()
+    before, after = records.encoder(), records.encoder()
     for audit, value in ((before, 0.25), (after, 0.75)):
         audit.layers[2] = audit.layers[2].model_copy(update={measure: value})
     (change,) = compare(before, after).changes
@@ -126,20 +126,20 @@ def test_states_have_ranges_of_their_own(measure: str, scale: float) -> None:
 
 
 def test_a_number_that_came_or_went_is_a_change_of_the_whole_range() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     (change,) = compare(audit, with_heads(audit, {5: {"first_token_mass": math.nan}})).changes
     assert change.size == 1.0
     assert math.isnan(change.change)
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    audit = samples.encoder_decoder()
+    audit = records.encoder_decoder()
     turned = audit.model_copy(update={"heads": audit.heads[::-1], "layers": audit.layers[::-1]})
     assert compare(audit, turned).is_empty
 
 
 def test_cross_attention_is_not_taken_for_self_attention() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     cross = with_heads(audit, {index: {"cross": True} for index in range(72)})
     comparison = compare(audit, cross)
     assert (comparison.heads, len(comparison.only_before), len(comparison.only_after)) == (0, 72, 72)
@@ -147,15 +147,15 @@ def test_cross_attention_is_not_taken_for_self_attention() -> None:
 
 
 def test_a_module_that_ran_twice_is_matched_time_by_time() -> None:
-    heads = samples.grid(1, 2)
+    heads = records.grid(1, 2)
     twice = [*heads, *(head.model_copy(update={"first_token_mass": 0.5}) for head in heads)]
-    audit = samples.encoder().model_copy(update={"heads": twice})
+    audit = records.encoder().model_copy(update={"heads": twice})
     assert compare(audit, audit).is_empty
     assert compare(audit, audit).heads == 4
 
 
 def test_heads_and_states_of_one_audit_alone_are_listed() -> None:
-    small, large = samples.sized(2, 2), samples.sized(3, 2)
+    small, large = records.sized(2, 2), records.sized(3, 2)
     comparison = compare(small, large)
     places = [(place.layer, place.head) for place in comparison.only_after]
     assert places == [(2, 0), (2, 1), (3, None)]
@@ -164,7 +164,7 @@ def test_heads_and_states_of_one_audit_alone_are_listed() -> None:
 
 
 def test_findings_come_and_go_by_code_and_place() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     worse = [audit.findings[0], audit.findings[2].model_copy(update={"severity": "error", "evidence": {}})]
     comparison = compare(audit, audit.model_copy(update={"findings": worse}))
     assert [(one.outcome, one.finding.code) for one in comparison.findings[:2]] == [
@@ -189,22 +189,22 @@ def test_findings_come_and_go_by_code_and_place() -> None:
     ],
 )
 def test_another_provenance_is_a_warning(fields: dict[str, object], said: str) -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     (warning,) = compare(audit, with_provenance(audit, **fields)).warnings
     assert warning.startswith(said)
 
 
 def test_another_model_or_revision_is_what_comparing_is_for() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     assert compare(audit, with_provenance(audit, model="other", revision="other")).warnings == []
 
 
 def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     advised = with_provenance(audit, advised=True)
     assert compare(audit, advised).is_empty
     assert compare(audit, advised).warnings == []
-    drowned = samples.finding("INACTIVE_BLOCK", evidence={"mixer_share": 0.001})
+    drowned = records.finding("INACTIVE_BLOCK", evidence={"mixer_share": 0.001})
     found = advised.model_copy(update={"findings": [*audit.findings, drowned]})
     for first, second in ((audit, found), (found, audit)):
         (warning,) = compare(first, second).warnings
@@ -213,7 +213,7 @@ def test_advice_in_one_audit_alone_is_a_warning_where_it_found_something() -> No
 
 
 def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     longer = with_heads(audit, {index: {"tokens": 256.0} for index in range(72)})
     (warning,) = compare(audit, longer).warnings
     assert warning.startswith("The sequences are not equally long: 128 tokens on average before, 244.7 after")
@@ -227,7 +227,7 @@ def test_other_lengths_masks_and_incomplete_audits_are_warnings() -> None:
 
 def with_importance(costs: list[float], *, exact: bool = False, **fields: object) -> Audit:
     """The sample with costs of removal of its first heads."""
-    audit, field = samples.encoder(), "exact" if exact else "estimate"
+    audit, field = records.encoder(), "exact" if exact else "estimate"
     given: dict[str, object] = {
         "loss": "next tokens, causal", "unit": "nats per token", "value": 4.0, "sequences": 64,
         "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
@@ -269,8 +269,8 @@ def test_costs_of_two_quantities_are_left_out_by_name(fields: dict[str, Any], sa
 
 def test_importance_in_one_audit_alone_is_a_warning_and_no_change() -> None:
     for first, second in (
-        (samples.encoder(), with_importance([0.1])),
-        (with_importance([0.1]), samples.encoder()),
+        (records.encoder(), with_importance([0.1])),
+        (with_importance([0.1]), records.encoder()),
     ):
         (warning,) = compare(first, second).warnings
         assert warning.startswith("Only the audit")
@@ -279,6 +279,6 @@ def test_importance_in_one_audit_alone_is_a_warning_and_no_change() -> None:
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_decoder", "nasty", "only_nan", "no_layers"])
 def test_a_comparison_survives_json(name: str) -> None:
-    comparison = compare(samples.encoder(), samples.ALL[name]())
+    comparison = compare(records.encoder(), records.ALL[name]())
     text = comparison.model_dump_json()
     assert Comparison.model_validate_json(text).model_dump_json() == text

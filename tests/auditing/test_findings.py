@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.auditing.made_audits import band, head, heads, layer, layers
+from tests.support.records import band, head, heads, layer, layers
 
 from rankwise.auditing import RULES, HeadRecord, LayerRecord, Unseen, check_codes, findings
 from rankwise.auditing.findings import diagnose

@@ -9,7 +9,7 @@ import torch
 from experiments.families import nano_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.report import samples
+from tests.support import records
 from tests.unchecked import unchecked
 
 import rankwise as rw
@@ -23,7 +23,7 @@ from rankwise.report.comparison_report import history_document
 
 
 def of(name: str) -> rw.Audit:
-    return rw.Audit.model_validate(samples.ALL[name]().model_dump())
+    return rw.Audit.model_validate(records.ALL[name]().model_dump())
 
 
 def moved(step: int, **fields: object) -> rw.Audit:
@@ -224,7 +224,7 @@ def test_audits_of_one_name_keep_folders_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../../x", "/etc/passwd", "a\nb", samples.NASTY, "", "..", "x" * 500, "C:\\x"]
+    "name", ["../../x", "/etc/passwd", "a\nb", records.NASTY, "", "..", "x" * 500, "C:\\x"]
 )
 def test_a_name_is_never_a_way_out_of_the_folder(name: str, tmp_path: Path) -> None:
     assert folder_name(name).isprintable()
@@ -284,7 +284,7 @@ def test_the_same_model_in_another_is_matched_by_numbers() -> None:
     assert not any(change.change for change in comparison.by_layer)
 
 
-@pytest.mark.parametrize("name", [name for name in samples.ALL if name != "large"])
+@pytest.mark.parametrize("name", [name for name in records.ALL if name != "large"])
 def test_an_audit_has_no_structure_of_its_own_to_differ_in(name: str) -> None:
     assert rw.compare(of(name), of(name)).structure == []
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing import compare
 from rankwise.auditing.findings import diagnose
@@ -21,7 +21,7 @@ def large(layers: int, heads: int) -> Audit:
     noted = {"max_token_mass": 0.95, "nearest_distance": 0.01, "importance": HeadImportance(exact=0.01)}
     made = [
         head.model_copy(update={**noted, "nearest_head": head.head ^ 1})
-        for head in samples.grid(layers, heads)
+        for head in records.grid(layers, heads)
     ]
     named = [HeadId(**head.model_dump(include={"stack", "layer", "site", "head"})) for head in made[::2]]
     removable = RemovableSet(
@@ -32,7 +32,7 @@ def large(layers: int, heads: int) -> Audit:
     ).model_copy(update={"removable": removable})
     found = diagnose(made, [], [], importance)
     twins = [
-        samples.finding(
+        records.finding(
             "DUPLICATE_HEADS",
             where=HeadId(**head.model_dump(include={"stack", "layer", "site", "head"})),
             evidence={"nearest_head": float(head.head ^ 1), "nearest_distance": 0.01},
@@ -40,7 +40,7 @@ def large(layers: int, heads: int) -> Audit:
         for head in made[::2]
     ]
     return Audit(
-        provenance=samples.provenance(),
+        provenance=records.provenance(),
         heads=made,
         layers=[],
         findings=[*found, *twins],

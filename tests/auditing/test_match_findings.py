@@ -4,8 +4,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from tests.auditing.made_audits import audit, head, heads, layers
 from tests.auditing.test_findings import CASES
+from tests.support.records import audit, head, heads, layers
 
 from rankwise.auditing import RULES, Unseen, compare
 from rankwise.auditing.findings import diagnose

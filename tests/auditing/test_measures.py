@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.measures import END, PAGE, START, tables
-from tests.report import samples
+from tests.support import records
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -58,9 +58,9 @@ def test_every_row_is_a_field_and_says_what_it_is(rows, record) -> None:
 def test_values_of_an_audit_lie_within_the_ranges_of_the_table() -> None:
     layer = nn.TransformerEncoderLayer(24, 3, 16, batch_first=True).eval()
     audit = rw.audit(nn.TransformerEncoder(layer, 2), [torch.randn(2, 12, 24), torch.randn(1, 7, 24)])
-    for rows, records in ((HEAD_MEASURES, audit.heads), (LAYER_MEASURES, audit.layers)):
+    for rows, measured in ((HEAD_MEASURES, audit.heads), (LAYER_MEASURES, audit.layers)):
         for measure in rows:
-            for record in records:
+            for record in measured:
                 low, high = measure.ends(record)
                 value = measure.value(record)
                 known = [number for number in (low, value, high) if math.isfinite(number)]
@@ -69,7 +69,7 @@ def test_values_of_an_audit_lie_within_the_ranges_of_the_table() -> None:
 
 
 def test_scales_hold_all_values() -> None:
-    heads = samples.encoder().heads
+    heads = records.encoder().heads
     for measure in (*PICTURED,):
         low, high = color_limits(measure, heads)
         assert low < high

@@ -12,7 +12,7 @@ import torch
 from experiments.families import nano_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.report import samples
+from tests.support import records
 from tests.unchecked import unchecked
 
 import rankwise as rw
@@ -20,13 +20,13 @@ from rankwise.auditing.frames import COPIES, csv_text, table
 from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.errors import InputError
 
-SMALL = [name for name in samples.ALL if name != "large"]
+SMALL = [name for name in records.ALL if name != "large"]
 KINDS = ("heads", "layers", "findings", "uncaptured")
-HOSTILE = ('=HYPERLINK("http://x")', "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", 'a,"b"\nc', samples.NASTY, "")
+HOSTILE = ('=HYPERLINK("http://x")', "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", 'a,"b"\nc', records.NASTY, "")
 
 
 def of(name: str) -> rw.Audit:
-    return rw.Audit.model_validate(samples.ALL[name]().model_dump())
+    return rw.Audit.model_validate(records.ALL[name]().model_dump())
 
 
 @pytest.fixture(scope="module")

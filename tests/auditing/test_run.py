@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from experiments.families import BERT, LLAMA, hugging_face, nano_gpt
-from tests.auditing import made_audits
 from tests.auditing.same_audits import differences
+from tests.support import records
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -524,7 +524,7 @@ def test_calls_of_a_module_in_a_layer_have_records_of_their_own_and_one_mean() -
 
 def test_an_attention_map_is_kept_if_another_call_of_its_head_has_a_finding() -> None:
     picture = AttentionMap.of(torch.eye(2).numpy(), 2, 2)
-    heads = [made_audits.head(head=at, call=call, attention_map=picture) for call in (0, 1) for at in (0, 1)]
+    heads = [records.head(head=at, call=call, attention_map=picture) for call in (0, 1) for at in (0, 1)]
     sink = {"code": "SINK", "severity": "info", "evidence": {}, "meaning": "", "remedy": ""}
     kept = only_flagged(heads, [Finding(where=heads[3].id, **sink)])
     assert [one.attention_map is not None for one in kept] == [False, True, False, True]

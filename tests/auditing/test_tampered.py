@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing import Audit, compare
 from rankwise.errors import RecordError
@@ -31,7 +31,7 @@ def small(audit: Any) -> Content:
     return content | {"heads": [*content["heads"][:4], *content["heads"][-4:]]}
 
 
-ORIGINALS = {name: small(samples.ALL[name]()) for name in ("encoder", "memberships", "estimated", "mixed")}
+ORIGINALS = {name: small(records.ALL[name]()) for name in ("encoder", "memberships", "estimated", "mixed")}
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The verdict counts the findings and names at most three actions, each once."""
 
 import pytest
-from tests.auditing.made_audits import audit, heads, layers
+from tests.support.records import audit, heads, layers
 
 import rankwise as rw
 from rankwise.auditing.records import Verdict

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from importance_cases import ids, language_model
-from tests.report import samples
+from tests.support import records
 from typer.testing import CliRunner
 
 import rankwise as rw
@@ -59,7 +59,7 @@ def importance_record(**more):
 def found(code, costs, exact):
     """The finding of this code in the sample audit, its heads given these costs in turn."""
     heads = []
-    for number, head in enumerate(samples.encoder().heads):
+    for number, head in enumerate(records.encoder().heads):
         cost = costs[number % len(costs)]
         known = HeadImportance(exact=cost) if exact else HeadImportance(estimate=cost)
         heads.append(head.model_copy(update={"importance": known, "removal_cost": cost}))
@@ -95,7 +95,7 @@ def test_a_sink_is_removed_by_its_cost_and_an_estimate_is_called_one(cost, exact
 @pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])
 @pytest.mark.parametrize("how", ["exact", "estimate"])
 def test_findings_on_ranks_state_the_costs_of_their_heads(code, how):
-    first, second = samples.encoder().heads[:2]
+    first, second = records.encoder().heads[:2]
     where = HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
     given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
     finding = Finding(code=code, where=where, heads=[first.head, second.head], **given)

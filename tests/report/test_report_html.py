@@ -218,7 +218,7 @@ def test_without_nan_reaches_into_everything() -> None:
 
 def test_cards_findings_and_map_count_the_same_heads() -> None:
     audit = samples.encoder()
-    where = samples._place(4, 2)
+    where = samples.place(4, 2)
     below = samples.finding("LOW_RANK", "info", where=where, evidence={"heads": 3.0})
     below = below.model_copy(update={"heads": [2, 5, 7]})
     heads = [head.model_copy(update={"band": [BAND] * 5}) for head in audit.heads]

@@ -1,0 +1,430 @@
+"""Audits for tests: records made by hand, and whole audits of random numbers."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rankwise.auditing.findings import diagnose
+from rankwise.auditing.records import (
+    Finding,
+    HeadId,
+    HeadRecord,
+    LayerRecord,
+    Provenance,
+    RankAt,
+    Unseen,
+    thresholds,
+)
+from rankwise.auditing.result import Audit
+from rankwise.importance.records import ImportanceRecord
+
+Fields = Mapping[str, Any]
+NASTY = "</script><img src=x onerror=alert(1)>"
+"""Ends a script, loads a picture and runs a command wherever it is not escaped."""
+
+
+def band(fields: Fields, **at: Mapping[int, float]) -> list[RankAt]:
+    """Return the same ranks at every threshold, except values that are given by number of the threshold."""
+    rank, unknown = fields["numerical_rank"], math.nan
+    same = {"numerical_rank": rank} | {name: fields.get(name, rank) for name in ("rank_low", "rank_high")}
+    same |= {name: fields.get(name, unknown) for name in ("hardmax_rank", "random_rank", "uniform_rank")}
+    points = [RankAt(delta=delta, **same) for delta in thresholds(0.01)]
+    for name, values in at.items():
+        for step, value in values.items():
+            points[step] = points[step].model_copy(update={name: value})
+    return points
+
+
+def head(**changes: Any) -> HeadRecord:
+    """Return a head without findings unless a change causes one."""
+    usual: dict[str, Any] = {
+        "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full",
+        "sequences": 2, "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12,
+        "stable_rank": 3, "sigma_max": 1.4, "row_entropy": 2, "first_token_mass": 0.1, "max_token_mass": 0.2,
+        "row_distance": 0.7, "identity_distance": 0.8, "hardmax_rank": 20.4, "nearest_head": 1,
+        "nearest_distance": 0.7,
+    }  # fmt: skip
+    fields = usual | changes
+    return HeadRecord(**({"band": band(fields)} | fields))
+
+
+def heads(*changes: Fields, **all_of_them: Any) -> list[HeadRecord]:
+    """Return heads 0, 1, … of a mixer."""
+    return [head(**({"head": at} | all_of_them | dict(change))) for at, change in enumerate(changes)]
+
+
+def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
+    """Return token states of a relative spread, without findings unless a change causes one."""
+    usual: dict[str, Any] = {
+        "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16,
+        "norm": 10, "token_spread": 10 * relative, "relative_spread": relative,
+        "mean_cosine": 1 - relative**2, "effective_rank": 8,
+    }  # fmt: skip
+    return LayerRecord(**(usual | changes))
+
+
+def layers(*relative: float, **changes: Any) -> list[LayerRecord]:
+    return [layer(number, value, **changes) for number, value in enumerate(relative)]
+
+
+def audit(
+    *mixers: Iterable[HeadRecord],
+    layers: Sequence[LayerRecord] = (),
+    uncaptured: Sequence[Unseen] = (),
+    importance: ImportanceRecord | None = None,
+) -> Audit:
+    """Return an audit with the findings of its records."""
+    measured = [head for mixer in mixers for head in mixer]
+    return Audit(
+        provenance=Provenance(model="m", delta=0.01),
+        heads=measured,
+        layers=list(layers),
+        findings=diagnose(measured, layers, uncaptured, importance),
+        uncaptured=list(uncaptured),
+        importance=importance,
+    )
+
+
+def importance(**changes: Any) -> ImportanceRecord:
+    """Return the loss for which costs of removal were measured."""
+    usual: dict[str, Any] = {
+        "loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 64,
+        "counted": 640, "ablation": "zero", "probes": 8, "seed": 0,
+    }  # fmt: skip
+    return ImportanceRecord(**(usual | changes))
+
+
+def changed(
+    audit: Audit,
+    heads: Mapping[int, Fields] | None = None,
+    *,
+    every: Fields | None = None,
+    origin: Fields | None = None,
+    **fields: Any,
+) -> Audit:
+    """Return a copy with other fields: of heads by index, of every head, of the provenance, of the audit."""
+    if heads or every:
+        fields["heads"] = [
+            head.model_copy(update={**(every or {}), **(heads or {}).get(index, {})})
+            for index, head in enumerate(audit.heads)
+        ]
+    if origin:
+        fields["provenance"] = audit.provenance.model_copy(update=dict(origin))
+    return audit.model_copy(update=fields)
+
+
+def provenance(model: str = "sample/encoder-6x12", **changes: Any) -> Provenance:
+    usual: dict[str, Any] = {
+        "model_class": "BertModel", "revision": "3f8c1d0", "parameters": 66_362_880, "data": "sentences.txt",
+        "delta": 0.01, "model_dtype": "bfloat16", "device": "cpu", "batches": 8, "sequences": 64,
+        "created": "2026-01-02T03:04:05Z", "command": f"rankwise audit {model} --data sentences.txt",
+        "versions": {"rankwise": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
+        "notes": ["The model was in training mode and was put into evaluation mode for the audit."],
+    }  # fmt: skip
+    return Provenance(model=model, **(usual | changes))
+
+
+def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadRecord:
+    """Return a head whose rank falls with ``depth`` in [0, 1]."""
+    tokens = float(changes.get("tokens", 128.0))
+    share = float(np.clip(0.95 - 0.75 * depth + rng.normal(0, 0.12), 0.02, 1.0))
+    spectrum = np.exp(-np.linspace(0, 3 + 6 * (1 - share), 64)) * (1 + 3 * (1 - share))
+    measures = {
+        "numerical_rank": share * tokens,
+        "effective_rank": 1 + share * 0.8 * (tokens - 1),
+        "stable_rank": 1 + share**3 * 0.3 * tokens,
+        "sigma_max": float(spectrum[0]),
+        "row_entropy": math.log(tokens) * float(np.clip(rng.normal(0.6, 0.2), 0, 1)),
+        "first_token_mass": float(rng.beta(1, 6)),
+        "max_token_mass": float(rng.beta(2, 5)),
+        "row_distance": float(np.clip(share + rng.normal(0, 0.05), 0, 1)),
+        "identity_distance": float(np.clip(rng.normal(0.8, 0.1), 0, 1)),
+        "nearest_distance": float(np.clip(rng.normal(0.5, 0.15), 0.01, 1)),
+    }
+    causal = changes.get("mask") == "causal"
+    usual: dict[str, Any] = {
+        "stack": "encoder.layer", "site": "encoder.layer.0.attention.self", "layer": 0, "head": 0,
+        "kind": "softmax", "mask": "full", "sequences": 64, "tokens": tokens, "sources": tokens,
+        "hardmax_rank": (tokens + 1) / 2 if causal else tokens * (1 - (1 - 1 / tokens) ** tokens),
+        "nearest_head": 0, "std": {name: abs(value) * 0.1 for name, value in measures.items()},
+        "spectrum": [float(value) for value in spectrum],
+    }  # fmt: skip
+    return HeadRecord(**(usual | measures | changes))
+
+
+def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> LayerRecord:
+    relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
+    measures = {
+        "relative_spread": relative,
+        "mean_cosine": 1 - relative**2,
+        "effective_rank": 1 + 90 * relative,
+    }
+    usual: dict[str, Any] = {
+        "stack": "encoder.layer", "site": "encoder.layer.0", "layer": 0, "sequences": 64, "tokens": 128.0,
+        "width": 768, "norm": 300.0, "token_spread": 300.0 * relative,
+        "std": {name: abs(value) * 0.08 for name, value in measures.items()},
+    }  # fmt: skip
+    return LayerRecord(**(usual | measures | changes))
+
+
+def grid(
+    layers: int, heads: int, seed: int = 0, site: str = "encoder.layer.{}.attention.self", **changes: Any
+) -> list[HeadRecord]:
+    """Return random heads of layers; ``{}`` in ``site`` is the number of the layer."""
+    rng = np.random.default_rng(seed)
+    return [
+        random_head(
+            rng,
+            layer / max(layers, 1),
+            **{"layer": layer, "head": head, "site": site.format(layer)},
+            **{"nearest_head": (head + 1) % heads if heads > 1 else None} | changes,
+        )
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+
+
+def states(layers: int, seed: int = 0, **changes: Any) -> list[LayerRecord]:
+    rng = np.random.default_rng(seed + 1)
+    return [random_layer(rng, layer / max(layers, 1), layer=layer, **changes) for layer in range(layers + 1)]
+
+
+def place(layer: int | None, head: int | None = None) -> HeadId:
+    """Return the address of a head or a layer of `encoder`."""
+    site = "" if layer is None or head is None else f"encoder.layer.{layer}.attention.self"
+    return HeadId(stack="encoder.layer", layer=layer, head=head, site=site)
+
+
+def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Finding:
+    usual: dict[str, Any] = {
+        "where": place(2, 7),
+        "evidence": {"max_token_mass": 0.93, "first_token_mass": 0.87},
+        "meaning": "The head spends most of its weight on the first token.",
+        "remedy": "compare the loss without it: `rankwise compare BEFORE AFTER`",
+    }
+    return Finding(code=code, severity=severity, **(usual | changes))
+
+
+FINDINGS: list[tuple[str, str, HeadId, dict[str, float], str, dict[str, Any]]] = [
+    (
+        "COLLAPSE", "error", place(6), {"relative_spread": 0.213, "mean_cosine": 0.955},
+        "After layer 6 all tokens point almost the same way.",
+        {"remedy": "rankwise skip sample/encoder-6x12 --init 1.0"},
+    ),
+    (
+        "NONFINITE", "error", place(5, 11), {"nonfinite": 64.0, "sequences": 0.0},
+        "The mixing matrix held NaN or infinity in every sequence.",
+        {"remedy": "rankwise audit sample/encoder-6x12 --dtype float32"},
+    ),
+    (
+        "SINK", "warning", place(2, 7), {"max_token_mass": 0.93, "first_token_mass": 0.87},
+        "The head spends most of its weight on the first token.", {},
+    ),
+    (
+        "CONSTANT", "warning", place(4, 3), {"row_distance": 0.01, "stable_rank": 1.0},
+        "Every token gets the same mixture, so the head adds one vector to all of them.", {},
+    ),
+    (
+        "DUPLICATE_HEADS", "warning", place(3, 4), {"nearest_distance": 0.02}, "Heads 4 and 5 mix alike.",
+        {"heads": [4, 5], "remedy": "rankwise compress sample/encoder-6x12"},
+    ),
+    (
+        "LOW_RANK", "warning", place(4), {"numerical_rank": 44.1, "hardmax_rank": 81.1},
+        "The heads of this layer mix in fewer directions than every reference.", {},
+    ),
+    ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
+    (
+        "HIGH_RANK", "info", place(0), {"numerical_rank": 120.0, "hardmax_rank": 81.1},
+        "The heads of this layer mix in more directions than every reference.", {},
+    ),
+    (
+        "NOT_CAPTURED", "info", HeadId(site="pooler.mixer"), {},
+        "A module that looks like a mixer was not captured.",
+        {"remedy": "rankwise audit sample/encoder-6x12 --site pooler.mixer"},
+    ),
+]  # fmt: skip
+
+
+def encoder() -> Audit:
+    """Return six layers of twelve heads with one finding of each code."""
+    notable = {
+        2 * 12 + 7: {"first_token_mass": 0.87, "max_token_mass": 0.93, "numerical_rank": 9.0},
+        4 * 12 + 3: {"row_distance": 0.01, "stable_rank": 1.0},
+        5 * 12 + 11: {
+            "numerical_rank": math.nan, "effective_rank": math.nan, "sequences": 0, "nonfinite": 64,
+        },
+    }  # fmt: skip
+    found = [
+        finding(code, severity, where=where, evidence=evidence, meaning=meaning, **more)
+        for code, severity, where, evidence, meaning, more in FINDINGS
+    ]
+    missed = Unseen(
+        name="pooler.mixer", type="TokenMixer", reason="it calls no operation that is known to mix"
+    )
+    whole = Audit(
+        provenance=provenance(), heads=grid(6, 12), layers=states(6), findings=found, uncaptured=[missed]
+    )
+    return changed(whole, notable)
+
+
+def encoder_decoder() -> Audit:
+    """Return encoder, decoder and cross-attention with another number of sources; the audit is incomplete."""
+    decoder: dict[str, Any] = {"stack": "decoder.block", "tokens": 48.0}
+    cross = "decoder.block.{}.layer.1.EncDecAttention"
+    heads = [
+        *grid(6, 8, 1, "encoder.block.{}.layer.0.SelfAttention", stack="encoder.block"),
+        *grid(6, 8, 2, "decoder.block.{}.layer.0.SelfAttention", **decoder, sources=48.0, mask="causal"),
+        *grid(6, 8, 3, cross, **decoder, sources=128.0, cross=True, identity_distance=math.nan),
+    ]
+    collapse = finding(
+        "COLLAPSE",
+        "error",
+        where=HeadId(stack="decoder.block", layer=6),
+        evidence={"relative_spread": 0.172, "mean_cosine": 0.97},
+        meaning="After layer 6 all tokens point almost the same way.",
+    )
+    sink = finding(where=HeadId(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
+    return Audit(
+        provenance=provenance("sample/encoder-decoder", model_class="T5ForConditionalGeneration"),
+        heads=heads,
+        layers=[*states(6, 1, stack="encoder.block"), *states(6, 2, **decoder)],
+        findings=[sink, collapse],
+        complete=False,
+    )
+
+
+def nasty() -> Audit:
+    """Return an audit in which every string would run a script if it is not escaped."""
+    site = NASTY + "<!--{}"
+    where = HeadId(stack=NASTY, layer=1, head=2, site=site.format(1))
+    found = [
+        finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
+        finding("COLLAPSE", "error", where=HeadId(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
+    ]
+    about = provenance(
+        NASTY,
+        **dict.fromkeys(("model_class", "command", "revision"), NASTY),
+        data=NASTY + " [bold]not markup[/bold] \x1b[31m",
+        versions={NASTY: NASTY},
+        notes=[NASTY, "<!--<script>", "\u2028 %{y} <b>x</b> &lt;"],
+    )
+    return Audit(
+        provenance=about,
+        heads=grid(2, 3, site=site, stack=NASTY, kind=NASTY),
+        layers=states(2, stack=NASTY, site=NASTY),
+        findings=found,
+        uncaptured=[Unseen(name=NASTY, type=NASTY, reason=NASTY)],
+    )
+
+
+def sized(layers: int, heads: int) -> Audit:
+    found = [
+        finding(
+            "SINK", where=place(head.layer, head.head), evidence={"first_token_mass": head.first_token_mass}
+        )
+        for head in grid(layers, heads)
+        if head.first_token_mass > 0.35
+    ]
+    return Audit(
+        provenance=provenance(f"sample/decoder-{layers}x{heads}"),
+        heads=grid(layers, heads, mask="causal"),
+        layers=states(layers) if layers else [],
+        findings=found,
+    )
+
+
+def empty() -> Audit:
+    return Audit(provenance=provenance("sample/empty"), heads=[], layers=[], findings=[], complete=False)
+
+
+def only_nan() -> Audit:
+    """Return two layers of two heads without one finite number."""
+    unknown = dict.fromkeys(
+        [
+            *("numerical_rank", "effective_rank", "stable_rank", "sigma_max", "row_entropy", "tokens"),
+            *("first_token_mass", "max_token_mass", "row_distance", "sources", "hardmax_rank"),
+            *("identity_distance", "nearest_distance"),
+        ],
+        math.nan,
+    )
+    heads = [one.model_copy(update=unknown | {"spectrum": [math.nan] * 4, "std": {}}) for one in grid(2, 2)]
+    unknown = dict.fromkeys(
+        ["tokens", "norm", "token_spread", "relative_spread", "mean_cosine", "effective_rank"], math.nan
+    )
+    layers = [one.model_copy(update=unknown | {"std": {}}) for one in states(2)]
+    return Audit(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
+
+
+def mixed() -> Audit:
+    """Return a stack that alternates masks and mixers, with one state-space head per layer."""
+    heads = [
+        one.model_copy(update={"mask": "causal", "hardmax_rank": 64.5} if one.layer % 4 == 1 else {})
+        for one in grid(8, 6, 4, "layers.{}.self_attn", stack="layers")
+        if one.layer % 2
+    ]
+    heads += grid(8, 1, 5, "layers.{}.mamba", stack="layers", kind="selective")[::2]
+    layers = states(8, 4, stack="layers")
+    return Audit(provenance=provenance("sample/hybrid"), heads=heads, layers=layers, findings=[])
+
+
+def estimated() -> Audit:
+    """Return a long context: a layer each of exact ranks, estimates, and intervals without an estimate."""
+    errors = {"numerical_rank": 12.0, "effective_rank": 4.0, "stable_rank": 0.01, "sigma_max": 1e-6}
+    heads = []
+    for one in grid(3, 4, 6, tokens=32768.0):
+        rank = one.numerical_rank
+        known = {"rank_low": rank, "rank_high": rank, "random_rank": 0.5 * one.tokens, "uniform_rank": 1.0}
+        guess = known | {"estimated": 64, "stderr": errors, "spectrum": []}
+        bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
+        heads.append(one.model_copy(update=(known, guess, bound)[one.layer]))
+    about = provenance("sample/long", method="256 of 768 spectra exact, the others estimated")
+    return Audit(provenance=about, heads=heads, layers=states(3), findings=[])
+
+
+def memberships() -> Audit:
+    """Return two stacks of TSSA layers: over the tokens of a text, and over the patches of a picture."""
+    rng = np.random.default_rng(7)
+    heads = []
+    for stack, tokens, patches in (("text", 40, None), ("picture", 24, (4, 6))):
+        made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
+        for one in made:
+            share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
+            known = {"membership": 0.25, "coding_rate": 0.02, "hardmax_rank": math.nan, "mask": "other"}
+            known |= {"membership_map": share, "membership_grid": patches}
+            heads.append(one.model_copy(update=known))
+    layers = states(3, stack="text") + states(3, 2, stack="picture")
+    return Audit(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
+
+
+def long_names() -> Audit:
+    """Return an audit with names in which a line cannot break."""
+    name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
+    heads = grid(3, 4, site=stack + ".{}." + "attention_" * 10, stack=stack, kind="semiseparable")
+    where = HeadId(stack=stack, layer=1, head=2, site=heads[6].site)
+    return Audit(
+        provenance=provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200]),
+        heads=heads,
+        layers=states(3, stack=stack),
+        findings=[finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)],
+        uncaptured=[Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)],
+    )
+
+
+ALL = {
+    "long_names": long_names,
+    "encoder": encoder,
+    "encoder_decoder": encoder_decoder,
+    "nasty": nasty,
+    "no_layers": empty,
+    "no_heads": lambda: encoder().model_copy(update={"heads": []}),
+    "no_states": lambda: changed(encoder(), layers=[]),
+    "one_head": lambda: sized(1, 1),
+    "large": lambda: sized(48, 32),
+    "only_nan": only_nan,
+    "mixed": mixed,
+    "estimated": estimated,
+    "memberships": memberships,
+}
+"""Audits by what is particular about them."""
