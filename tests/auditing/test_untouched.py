@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.tiny_models import BERT, hugging_face, nano_gpt
-from tests.auditing.fingerprint import fingerprint
+from tests.support.untouched import untouched
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -72,9 +72,8 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     runs: list[Any] = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))
     torch.manual_seed(5)
-    before = fingerprint(model)
-    audit = rw.audit(model, batches, method=method)
-    assert fingerprint(model) == before
+    with untouched(model):
+        audit = rw.audit(model, batches, method=method)
     assert len(runs) == len(batches) == audit.provenance.batches
     assert not audit.provenance.advised
 
@@ -97,13 +96,12 @@ def test_an_audit_that_stops_leaves_the_model_alone(error: BaseException) -> Non
 
     block.register_forward_pre_hook(fail)
     batches = ids()
-    before = fingerprint(model)
-    if isinstance(error, KeyboardInterrupt):
-        assert not rw.audit(model, batches).complete
-    else:
-        with pytest.raises(AuditError):
-            rw.audit(model, batches)
-    assert fingerprint(model) == before
+    with untouched(model):
+        if isinstance(error, KeyboardInterrupt):
+            assert not rw.audit(model, batches).complete
+        else:
+            with pytest.raises(AuditError):
+                rw.audit(model, batches)
 
 
 def test_a_record_that_could_not_be_written_is_refused_before_anything_runs() -> None:

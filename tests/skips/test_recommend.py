@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from experiments.tiny_models import BERT, hugging_face, text_inputs
-from tests.auditing.fingerprint import fingerprint
+from tests.support.modules import Average, Stack
+from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 
@@ -19,33 +20,6 @@ from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.skips import LambdaSkip, choose_lambda, recommendation
 from rankwise.skips.observe import lambdas_of, sites_in, with_lambdas
 from rankwise.tracing import HeadId
-
-
-class Average(nn.Module):
-    """Every token gets the mean of all: with a weak skip, tokens become alike."""
-
-    def __init__(self, skip: float, strength: float = 1.0) -> None:
-        super().__init__()
-        self.attention, self.skip = nn.MultiheadAttention(8, 1, batch_first=True), skip
-        with torch.no_grad():
-            self.attention.in_proj_weight[:16] = 0
-            self.attention.in_proj_weight[16:] = torch.eye(8)
-            self.attention.out_proj.weight.copy_(strength * torch.eye(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = self.attention(x, x, x)[0]
-        return x + mixed if self.skip == 1 else self.skip * x + mixed
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def tokens() -> Tensor:
@@ -149,10 +123,10 @@ def test_trials_are_models_with_these_scales(per: Any) -> None:
     with torch.no_grad():
         for skip, value in zip(skips.values(), given, strict=True):
             skip.fill_(value)
-    sites, before = list(skips.sites.values()), fingerprint(model)
-    with with_lambdas(model, sites, recommendation._raised(lambdas_of(model, sites), 2.0)), torch.no_grad():
+    sites = list(skips.sites.values())
+    raised = recommendation._raised(lambdas_of(model, sites), 2.0)
+    with untouched(model), with_lambdas(model, sites, raised), torch.no_grad():
         tried = model(START)
-    assert fingerprint(model) == before
     with torch.no_grad():
         for skip, value in zip(skips.values(), [-2.0, 2.0, 3.0, -3.0, 2.0, 2.0], strict=True):
             skip.fill_(value)
@@ -376,9 +350,8 @@ def test_a_skip_of_the_configuration_is_named_there_and_repairs(
     skip: str, init: float, words: str, repaired: dict[str, Any]
 ) -> None:
     model = tost(skip=skip, skip_init=init)
-    before = fingerprint(model)
-    (finding,) = collapse_of(advised(model, BATCH))
-    assert fingerprint(model) == before
+    with untouched(model):
+        (finding,) = collapse_of(advised(model, BATCH))
     assert finding.remedy.startswith(words)
     other = tost(**repaired)
     other.load_state_dict(model.state_dict())
@@ -646,6 +619,5 @@ def test_the_model_is_as_it_was_bit_for_bit(make: str) -> None:
         rw.add_lambda_skip(model, init=3)
     audit = rw.audit(model, [batch])
     model.train(make == "train")
-    before = fingerprint(model)
-    rw.skips.recommend(audit, model, batch)
-    assert fingerprint(model) == before
+    with untouched(model):
+        rw.skips.recommend(audit, model, batch)
