@@ -20,7 +20,7 @@ from torch import nn
 
 import rankwise as rw
 from experiments.importance_page import figures, tables
-from experiments.rank_saturation import rounded
+from experiments.rank.rank_saturation import rounded
 from experiments.real_models import minilm
 from experiments.study import Study
 from rankwise._internals.statistics import spearman

@@ -12,13 +12,12 @@ from experiments import (
     listops_baselines,
     memberships,
     monitor_collapse,
-    rank_barrier,
-    rank_saturation,
     rate_descent,
     replacement,
     skip_bound_search,
 )
 from experiments.experiment import Experiment
+from experiments.rank import rank_barrier, rank_saturation
 from experiments.rank.head_width import SATURATION_IMAGES, SATURATION_TEXT
 from experiments.skips.depth import DEPTH
 from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL
