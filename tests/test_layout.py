@@ -49,6 +49,7 @@ KNOWN_CLASHES: list[str] = []
 LAZY = {
     ("auditing", "report"): "Audit.to_html is the contract; imported when it is called",
     ("compression", "report"): "Compression.to_html, likewise",
+    ("compression", "models"): "load_compressed finds the classes of ToST",
     ("plan", "report"): "HeadDimPlan.to_html, likewise",
 }
 

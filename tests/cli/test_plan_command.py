@@ -26,6 +26,16 @@ def build():
     ))
 """
 
+WIDTHS_BY_LAYER = """
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+def build():
+    return Gemma4ForCausalLM(Gemma4TextConfig(
+        vocab_size=8, vocab_size_per_layer_input=8, hidden_size=32, hidden_size_per_layer_input=0,
+        intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
+    ))
+"""
+
 Run = Callable[..., Result]
 
 
@@ -153,6 +163,7 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
         (("--model", demo_model(), "--text", "text.txt", "--images", "odd.png"), "one of them"),
         (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
         (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
+        (("--model", "widths.py:build", "--text", "text.txt"), "head_dim depends on the layer"),
         (("--tokens", 10**8), "131072"),
         (("--device", "cuda:99"), "--device cuda:99"),
         (("--width", 64, "--heads", 128), "128 heads at D = 64"),
@@ -165,6 +176,7 @@ def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> N
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
     Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
     Path("latent.py").write_text(LATENT)
+    Path("widths.py").write_text(WIDTHS_BY_LAYER)
     Path("short.txt").write_text("short")
     Image.new("RGB", (7, 3)).save("odd.png")
     done = run(*arguments, "--trials", 2)

@@ -72,6 +72,12 @@ def neox() -> nn.Module:
     return made("GPTNeoX", **SIZES, **IDS, max_position_embeddings=64)
 
 
+def smollm3() -> nn.Module:
+    """The second layer rotates queries and keys, the first does not."""
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, "no_rope_layers": [0, 1]}
+    return made("SmolLM3", **SIZES, **IDS, **sizes)
+
+
 def glm() -> nn.Module:
     """Rotates neighboring channels."""
     return made("Glm", **SIZES, **IDS, num_key_value_heads=2, head_dim=8)

@@ -12,7 +12,7 @@ import rankwise as rw
 from rankwise.compression.layers import Factors, rank_notes
 from rankwise.compression.qk_find import find_projections
 from rankwise.compression.qk_modules import narrow_linear, replace_cache_layer
-from rankwise.compression.qk_solve import hull, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_solve import closed_form, hull, widths_for_tolerance, widths_under_budget
 from rankwise.compression.qk_statistics import (
     Sample,
     collect_statistics,
@@ -176,6 +176,27 @@ def test_a_narrow_projection_keeps_its_mode_and_what_trains(frozen: bool) -> Non
     narrow = narrow_linear(layer, heads)
     assert all(module.training == frozen for module in narrow.modules())
     assert {parameter.requires_grad for parameter in narrow.parameters()} == {not frozen}
+
+
+def test_narrow_weights_in_half_precision_are_rounded_once() -> None:
+    layer = torch.nn.Linear(6, 8).bfloat16()
+    factor = torch.randn(8, 3, dtype=torch.float64) * torch.tensor([1e-3, 1, 1e3])
+    narrow = narrow_linear(layer, [(torch.arange(8), factor, [0, 1, 2])]).narrow
+    for got, exact in zip(narrow.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(got, (factor.mT @ exact.double()).bfloat16())
+
+
+@pytest.mark.parametrize("make", [bert, bigcode])
+def test_narrow_queries_and_keys_are_equally_large(make: Any) -> None:
+    """Otherwise, half precision would lose the smaller ones."""
+    model = make()
+    layer = collect_statistics(model, find_projections(model, ids())[0][:1], [ids()])[0]
+    factors = closed_form(layer, [5] * len(layer.key_moments))
+    groups = layer.projections.groups
+    for head, (P, S) in enumerate(zip(layer.query_moments, layer.key_moments, strict=True)):
+        a, b = factors.query[head * groups, :, :5], factors.key[head, :, :5]
+        sizes = (a * (P @ a)).sum(0) / groups, (b * (S @ b)).sum(0)
+        assert torch.allclose(*sizes, rtol=1e-6)
 
 
 def test_only_an_empty_growing_cache_layer_is_replaced() -> None:

@@ -25,6 +25,7 @@ from tests.compression.compression_cases import (
     opt,
     output,
     qwen3,
+    smollm3,
 )
 from torch import Tensor, nn
 
@@ -44,6 +45,7 @@ FOUND: dict[str, tuple[dict[str, float], dict[str, Make]]] = {
     "heads": ({"heads": 0.5}, WITH_HEADS),
     "qk and kv": ({"qk": 0.5, "kv": 0.5}, {name: FAMILIES[name] for name in ("gpt2", "opt", "bigcode")}),
     "rotary and kv": ({"rotary": 0.5, "kv": 0.5}, {name: ROTARY[name] for name in ("llama", "neox")}),
+    "qk and rotary": ({"qk": 0.5, "rotary": 0.5}, {"smollm3": smollm3}),
     "heads and qk": ({"heads": 0.5, "qk": 0.5}, {"gpt2": gpt2}),
 }
 CASES = [(part, family) for part, (_, families) in FOUND.items() for family in families]
@@ -85,6 +87,8 @@ def test_the_record_says_what_was_done_to_every_layer(part: str, family: str) ->
     assert not done.left_out
     assert done.complete
     assert done.parts == list(FOUND[part][0])
+    if part == "qk and rotary":
+        assert [(head.part, head.layer) for head in done.heads[::2]] == [("qk", 0), ("rotary", 1)]
     assert off(output(model, BATCH), before) > 1e-3  # it was a real change
     assert done.parameters_after == sum(weight.numel() for weight in model.parameters())
     if "kv" not in part:

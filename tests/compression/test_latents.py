@@ -174,6 +174,20 @@ def test_a_full_latent_in_any_basis_is_the_model(part: str, family: str, make: M
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_latents_keep_the_mode_and_the_frozen_weights_of_each_layer() -> None:
+    for keep in ({"kv": 0.5}, {"rotary": 0.5, "kv": 0.5}):
+        model: Any = llama(2).train()
+        first, second = (layer.self_attn for layer in model.model.layers)
+        first.eval()
+        first.k_proj.requires_grad_(False)
+        rw.compress(model, [ids(8, 30)], keep=keep)
+        assert not first.k_proj.training
+        for projection, trained in ((first.k_proj, False), (first.v_proj, True), (second.k_proj, True)):
+            assert all(module.training == projection.training for module in projection.modules())
+            assert {weight.requires_grad for weight in projection.parameters()} == {trained}
+        assert second.k_proj.training
+
+
 @pytest.mark.parametrize(("part", "family", "make"), [NARROW[0], NARROW[1], NARROW[3]])
 def test_the_latent_reads_the_channels_that_are_left_and_no_others(
     part: str, family: str, make: Make

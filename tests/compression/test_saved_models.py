@@ -1,18 +1,21 @@
 """Saved models: loading by transformers, plain modules, and folders that are refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import gpt2, ids, output, siglip, t5
+import transformers
+from tests.compression.compression_cases import SIZES, gpt2, ids, llama, output, siglip, t5
 from torch import nn
 
 import rankwise as rw
+from rankwise import models
 from rankwise.compression import save_compressed
 from rankwise.compression.qk_modules import NarrowProjection
-from rankwise.compression.save import KEY, note_structure, structure_of
+from rankwise.compression.save import KEY, loading_line, note_structure, structure_of
 from rankwise.errors import CompressionError, InputError
 
 
@@ -55,6 +58,76 @@ def saved_gpt2(folder: Path, keep: dict[str, float]) -> Any:
     return model
 
 
+TOST = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("name", ["ToSTModel", "ToSTForCausalLM", "ToSTForSequenceClassification"])
+def test_models_of_this_package_are_loaded(name: str, tmp_path: Path) -> None:
+    model = getattr(models, name)(models.ToSTConfig(**TOST, layer_types=["softmax"] * 2)).eval()
+    rw.compress(model, [ids()], keep=0.5)
+    save_compressed(model, tmp_path / "one")
+    assert loading_line(model, "one", "") == 'model = rankwise.load_compressed("one")'
+    loaded = rw.load_compressed(tmp_path / "one")
+    assert type(loaded) is type(model)
+    assert torch.equal(output(loaded, ids()), output(model, ids()))
+
+
+CODE = """
+from transformers import BertConfig, BertModel
+class OwnConfig(BertConfig):
+    model_type = "own-of-a-test"
+class OwnModel(BertModel):
+    config_class = OwnConfig
+"""
+
+
+def test_a_model_with_its_own_code_is_loaded_if_the_code_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "own.py").write_text(CODE)
+    content = {**SIZES, "model_type": "own-of-a-test", "architectures": ["OwnModel"]}
+    content["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    (tmp_path / "first" / "config.json").write_text(json.dumps(content))
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "first", trust_remote_code=True)
+    model = transformers.AutoModel.from_config(config, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "second")
+    shutil.copy(tmp_path / "first" / "own.py", tmp_path / "second")
+    model = transformers.AutoModel.from_pretrained(tmp_path / "second", trust_remote_code=True).eval()
+    rw.compress(model, [ids()], keep=0.5)
+    save_compressed(model, tmp_path / "one")
+    with pytest.raises(CompressionError, match="pass `trust_remote_code=True`"):
+        rw.load_compressed(tmp_path / "one")
+    loaded = rw.load_compressed(tmp_path / "one", trust_remote_code=True)
+    assert torch.equal(output(loaded, ids()), output(model, ids()))
+    assert loading_line(model, "one", "").endswith('("one", trust_remote_code=True)')
+    own = type("Own", (transformers.BertModel,), {})(transformers.BertConfig(**SIZES)).eval()
+    rw.compress(own, [ids()], keep=0.5)
+    save_compressed(own, tmp_path / "own")
+    assert "Own.from_pretrained(" in loading_line(own, str(tmp_path / "own"), "")
+    assert torch.equal(output(type(own).from_pretrained(tmp_path / "own"), ids()), output(own, ids()))
+
+
+@pytest.mark.parametrize("keep", [{"qk": 0.5}, {"rotary": 0.5, "kv": 0.5}, {"heads": 0.5}])
+def test_a_model_inside_another_module_is_saved_alone_and_with_it(
+    keep: dict[str, float], tmp_path: Path
+) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.config, self.can_generate = inner, inner.config, inner.can_generate
+
+        def forward(self, **batch: Any) -> Any:
+            return self.inner(**batch)
+
+    make = llama if "rotary" in keep else gpt2
+    model = Wrapper(make())
+    rw.compress(model, [ids(8, 30)], keep=keep)
+    expected = output(model, ids())
+    model.inner.save_pretrained(tmp_path / "inner")
+    assert torch.equal(output(rw.load_compressed(tmp_path / "inner"), ids()), expected)
+    save_compressed(model, tmp_path / "one")  # also with tied weights
+    assert torch.equal(output(rw.load_compressed(tmp_path / "one", Wrapper(make())), ids()), expected)
+
+
 def test_a_loaded_model_is_not_marked_as_quantized(tmp_path: Path) -> None:
     """Otherwise, Trainer and peft refuse to train it."""
     saved_gpt2(tmp_path / "one", {"qk": 0.5})
@@ -92,13 +165,14 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
     ("change", "said"),
     [
         ({KEY: None}, "a configuration without a compression"),
-        ({"architectures": ["OwnModel"]}, "expected a class of transformers, got OwnModel"),
+        ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
+        ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, "pass `trust_remote_code"),
         (
             {KEY: {"quant_method": "rankwise", "structure": {"format": 9}}},
             "the structure of a compressed model",
         ),
     ],
-    ids=["plain", "class", "structure"],
+    ids=["plain", "class", "code", "structure"],
 )
 def test_folders_that_hold_something_else_are_refused(
     change: dict[str, Any], said: str, tmp_path: Path

@@ -96,7 +96,7 @@ def command(
     from rankwise.cli.load_model import load_model
     from rankwise.cli.output import check_unused, command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression.run import compress, part_targets
-    from rankwise.compression.save import RECORD, save_compressed, structure_of
+    from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
     from rankwise.errors import CompressionError, InputError
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
@@ -134,7 +134,7 @@ def command(
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": subject.name,
             "folder": str(out),
-            "library": _library(subject.model),
+            "load": loading_line(subject.model, str(out), subject.name),
         }
         if subject.source:  # a model of a factory has no tokenizer or image processor
             about["data"] = "text" if images is None else "images"
@@ -161,11 +161,6 @@ def command(
         _show(record, [("model", out), ("page", record.to_html(out / "index.html"))])
         if not record.complete:
             raise typer.Exit(130)
-
-
-def _library(model: Any) -> str:
-    """Return the library whose `save_pretrained` writes a model; "torch" for other modules."""
-    return type(model).__module__.partition(".")[0] if hasattr(model, "save_pretrained") else "torch"
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

@@ -162,8 +162,8 @@ def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
     """Return heads, widths, positions and mask of a model, according to its configuration.
 
-    Raise `InputError` if the model has no heads, has one latent for keys and values, or does not have
-    `width`.
+    Raise `InputError` if the model has no heads, has one latent for keys and values, has layers of different
+    sizes, or does not have `width`.
     """
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -173,8 +173,9 @@ def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, A
     def value(name: str) -> Any:
         try:
             return getattr(config, name, None)
-        except RuntimeError:  # Gemma 4's configuration raises it for a missing name
-            return None
+        except RuntimeError:  # the configuration has one value per layer, such as the widths of Gemma 4
+            got = f"{kind}, whose {name} depends on the layer"
+            raise InputError(subject, expected="equal sizes in all layers", got=got, fix=fix) from None
 
     heads, dim = value("num_attention_heads") or value("n_head"), value("hidden_size")
     if not isinstance(heads, int) or not isinstance(dim, int):

@@ -319,8 +319,13 @@ def latent_change(
 
 def latent_layers(model: nn.Module) -> list[LatentLayer]:
     """Return the records of the attention layers of a model that have a latent."""
-    return [
-        vars(module)[RECORD].model_copy(update={"module": name})
-        for name, module in model.named_modules()
-        if RECORD in vars(module)
-    ]
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        layer = vars(module).get(RECORD)
+        if layer is not None:
+            # The rotary module has a shorter name in a model that was compressed inside another module.
+            suffixes = [own for own in modules if f".{layer.rotary}".endswith(f".{own}")]
+            rotary = max(suffixes, key=len, default=layer.rotary)
+            found.append(layer.model_copy(update={"module": name, "rotary": rotary}))
+    return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rankwise._internals.rotary import fit_rotation
 from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing
 from rankwise.compression.qk_find import turned
-from rankwise.operators import SoftmaxMixing
+from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite
 from rankwise.tracing.projections import Projection, each_once, head_layouts, side_of
 
@@ -48,8 +48,10 @@ def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dic
 
 def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | str:
     operator = site.operator
-    if not isinstance(operator, SoftmaxMixing):
+    if isinstance(operator, DenseMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
+    if not isinstance(operator, SoftmaxMixing):
+        return f"its mixing is {operator.kind}, not softmax attention"
     if site.cross:
         return "its queries and keys come from different sequences"
     if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):

@@ -14,9 +14,11 @@ from rankwise.compression.evaluate import Evaluation, evaluate
 from rankwise.compression.layers import out_of_memory
 from rankwise.compression.part import PARTS, Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
-from rankwise.compression.save import note_structure, structure_of
+from rankwise.compression.save import note_structure, pretrained_models, structure_of
 from rankwise.errors import CompressionError, InputError, first_line, in_range, one_of, whole_number
 
+NARROWING = ("qk", "rotary")
+"""Parts that narrow queries and keys, each in other layers: a layer is left out if both skip it."""
 SLOWER = 1.03
 """Ratio after/before from which a model is reported as slower, if 9 of 10 rounds agree."""
 
@@ -109,6 +111,7 @@ def compress(
             on_step(what)
 
     solutions: dict[str, Solution] = {}
+    modes = {name: module.training for name, module in model.named_modules()}
     with eval_mode(model):
         try:
             for name, (own_keep, own_tolerance) in targets.items():
@@ -128,8 +131,11 @@ def compress(
                     fix="Pass fewer or shorter sequences, or smaller batches; the model is unchanged.",
                 ) from error
             raise
-    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        note_structure(model)
+    for solution in solutions.values():
+        for name, module in solution.change.modules.items():
+            module.train(modes[name if name in modes else name.rpartition(".")[0]])
+    for inner in pretrained_models(model):
+        note_structure(inner)
     record = _record(model, data, solutions, evaluation, held_out is not None, seed)
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
@@ -223,6 +229,7 @@ def _record(
         )
         for site, own in kl.items()
     ]
+    narrowed = {head.site for head in heads if head.part in NARROWING}
     notes = [note for solution in every for note in solution.notes]
     notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
     notes += [*_larger(evaluation.fields), *evaluation.notes]
@@ -240,7 +247,12 @@ def _record(
         curves=[curve for solution in every for curve in solution.curves],
         latents=latents,
         kl=mean(layer.kl for layer in layers),
-        left_out={site: reason for solution in every for site, reason in solution.skipped.items()},
+        left_out={
+            site: reason
+            for part, solution in solutions.items()
+            for site, reason in solution.skipped.items()
+            if part not in NARROWING or site not in narrowed
+        },
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
         **evaluation.fields,

@@ -5,14 +5,15 @@ are loaded. transformers lets a configuration name who prepares the empty model;
 load. A compressed model is prepared in the same way, but nothing is quantized.
 """
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
@@ -44,6 +45,13 @@ class Structure(BaseModel, extra="forbid"):
 
     format: Literal[1] = 1
     changes: list[SavedChange]
+
+
+def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the outermost models of transformers in a module: the module itself, or the models it wraps."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [found for child in model.children() for found in pretrained_models(child)]
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -108,14 +116,11 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
         )
     writable_folder(folder, "folder")
     try:
-        if hasattr(model, "save_pretrained") and hasattr(model, "config"):
+        if isinstance(model, PreTrainedModel):
             note_structure(model)
-            save: Any = model.save_pretrained
-            save(folder)
+            model.save_pretrained(folder)
         else:
-            state = model.state_dict().items()
-            weights = {name: weight.detach().cpu().contiguous() for name, weight in state}
-            write_file(folder / WEIGHTS, lambda partial: save_file(weights, partial), "weights")
+            write_file(folder / WEIGHTS, lambda partial: save_model(model, str(partial)), "weights")
             write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
     except (OSError, SafetensorError) as error:
         raise InputError(
@@ -174,23 +179,50 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
     read_structure(noted.get("structure"), str(config_file))
     import transformers
 
-    known = getattr(transformers, str(names[0]), None)
+    name, files = str(names[0]), content.get("auto_map") or {}
+    # Auto classes that load this class from Python files of the model
+    automatic = [kind for kind, own in files.items() if str(own).rpartition(".")[2] == name]
+    trusted = automatic and options.get("trust_remote_code")
+    known: Any = getattr(transformers, automatic[0]) if trusted else _known_class(name)
     if known is None:
+        own = f"Import the class and load the folder with it: `{name}.from_pretrained`."
         raise CompressionError(
             f"folder {folder}",
-            expected="a class of transformers",
-            got=str(names[0]),
-            fix="Build the model yourself and pass it as `model=`.",
+            expected="a class of transformers or of `rankwise.models`",
+            got=name,
+            fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else own,
         )
     loaded: nn.Module = known.from_pretrained(folder, **options)
     return loaded.eval()
 
 
+def _known_class(name: str) -> Any:
+    """Return a model class of transformers or of `rankwise.models`; None for other names."""
+    import transformers
+
+    import rankwise.models
+
+    return getattr(transformers, name, None) or getattr(rankwise.models, name, None)
+
+
+def loading_line(model: nn.Module, folder: str, source: str) -> str:
+    """Return the line of Python that loads a compressed model; `source` names the original in a comment."""
+    quoted, own = json.dumps(folder, ensure_ascii=False), type(model)
+    if not isinstance(model, PreTrainedModel):
+        return f"model = rankwise.load_compressed({quoted}, model)   # model: new, as built by {source}"
+    if own.__module__.startswith("transformers_modules."):
+        return f"model = rankwise.load_compressed({quoted}, trust_remote_code=True)"
+    if _known_class(own.__name__) is own:
+        return f"model = rankwise.load_compressed({quoted})"
+    return f"model = {own.__name__}.from_pretrained({quoted})   # after `import rankwise.compression.save`"
+
+
 def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     """Load a saved module that is not from transformers into a fresh module."""
     structure = read_structure(_read_json(folder / STRUCTURE), str(folder / STRUCTURE))
+    rebuild(model, structure)
     try:
-        weights = load_file(folder / WEIGHTS)
+        load_model(model, folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"weights {folder / WEIGHTS}",
@@ -198,10 +230,6 @@ def _load_into(folder: Path, model: nn.Module) -> nn.Module:
             got=first_line(error),
             fix="Save the model again.",
         ) from error
-    rebuild(model, structure)
-    try:
-        with torch.no_grad():
-            model.load_state_dict(weights)
     except RuntimeError as error:
         raise CompressionError(
             f"weights {folder / WEIGHTS}",

@@ -1,7 +1,6 @@
 """Build the report on a compression."""
 
 import html
-import json
 import math
 import shlex
 from typing import Any
@@ -34,7 +33,7 @@ def compression_document(record: Compression) -> Document:
             Section("next", "Next steps", code=_next_steps(record)),
         ),
         notes=record.notes,
-        origin=list(record.about.items()),
+        origin=[(name, value) for name, value in record.about.items() if name != "load"],
         complete=record.complete,
     )
 
@@ -189,17 +188,12 @@ def _layers(record: Compression) -> Table:
 def _next_steps(record: Compression) -> str:
     """Return commands for the compressed model; empty if it was not written by `rankwise compress`."""
     about = record.about
-    if "folder" not in about or "library" not in about:
+    if "folder" not in about or "load" not in about:
         return ""
-    folder, source = about["folder"], about.get("source", "the original")
-    quoted = json.dumps(folder, ensure_ascii=False)
-    lines = []
-    if about["library"] == "transformers":
-        lines.append(f"model = rankwise.load_compressed({quoted})")
-        if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(about.get("data", "")):
-            audit = f"rankwise audit {shlex.quote(folder)} {option}"
-            lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")
-    elif about["library"] == "torch":
-        load = f"model = rankwise.load_compressed({quoted}, model)"
-        lines.append(f"{load}   # model: new, as built by {source}")
-    return "\n".join([*lines, f"# back: {source} is unchanged, load it instead"])
+    lines = [about["load"]]
+    if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(about.get("data", "")):
+        code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
+        audit = f"rankwise audit {shlex.quote(about['folder'])} {option}{code}"
+        lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")
+    back = f"# back: {about.get('source', 'the original')} is unchanged, load it instead"
+    return "\n".join([*lines, back])
