@@ -6,7 +6,7 @@
     python -m experiments render --check
 
 `run` trains the rows of an experiment that have no run yet, and keeps them in experiments/results/NAME.jsonl;
-an interrupted run resumes. It measures a study anew, keeps its report in experiments/results/NAME.json, and
+an interrupted run resumes. It measures a study anew, keeps its report in experiments/results/NAME.jsonl, and
 writes its page. `render` writes all pages from what is kept. The folder of `--data` holds
 tiny_shakespeare/input.txt, wikitext2/valid.txt, cifar10/cifar10.npz and imdb/{train,test}.jsonl.gz.
 Checkpoints and the best models are in `--folder`.
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.experiment import run_missing
+from experiments.experiment import gpu_hours, run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
 from experiments.render import PAGE, page
 from experiments.results import RESULTS
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("name", choices=[*EXPERIMENTS, *STUDIES])
     run.add_argument("--rows", nargs="+", metavar="LABEL", help="default: all")
     run.add_argument("--seeds", nargs="+", type=int, help="default: those of the experiment")
+    run.add_argument("--large", action="store_true", help="run rows at the size of the paper, on a GPU")
     run.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
     run.add_argument("--folder", type=Path, default=Path("runs"), help="folder of checkpoints and models")
     run.add_argument("--results", type=Path, default=RESULTS)
@@ -45,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "list":
         for one in EXPERIMENTS.values():
-            print(f"{one.name:22} {one.title}: {', '.join([*one.rows, *one.large])}")
+            print(f"{one.name:22} {one.title}: {', '.join(one.rows)}")
+            for label, config in one.large.items():
+                print(f"{'':22} not run here: {label}, {gpu_hours(config):.1f} hours on one GPU")
         for study in STUDIES.values():
             print(f"{study.name:22} {study.claim}")
         return 0
@@ -59,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = given.rows or list(experiment.rows)
         if unknown := [label for label in rows if label not in {**experiment.rows, **experiment.large}]:
             parser.error(f"no rows {', '.join(unknown)}; see `python -m experiments list`")
+        if not given.large and (large := [label for label in rows if label in experiment.large]):
+            hours = sum(gpu_hours(experiment.large[label]) for label in large)
+            parser.error(
+                f"{', '.join(large)}: expected a row that runs on a CPU, got the size of the paper, about "
+                f"{hours:.1f} hours per seed on one GPU at 10 TFLOP/s. Pass --large to run it."
+            )
         seeds = experiment.seeds if given.seeds is None else given.seeds
         succeeded = run_missing(
             experiment, given.data, rows, seeds, folder=given.folder, results=given.results

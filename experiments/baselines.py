@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import transformers
+
 import rankwise as rw
 from experiments.real_models import minilm
 from experiments.render import markdown_table

@@ -32,7 +32,7 @@ class Experiment:
     tables: Callable[[Table], str] | None = None
     """Markdown after the table, from the runs."""
     large: Mapping[str, TrainingConfig] = field(default_factory=dict)
-    """Rows at the size of the paper, which run only if they are named."""
+    """Rows at the size of the paper; they have no run here, and require `--large`."""
 
     def path(self, folder: Path = RESULTS) -> Path:
         """Return the file of the runs."""
@@ -63,6 +63,12 @@ class Experiment:
             for label, some in found.items()
             if some
         }
+
+
+def gpu_hours(config: TrainingConfig) -> float:
+    """Estimate the hours of a training on one GPU at 10 TFLOP/s, from 6 FLOP per weight and token."""
+    weights = config.parameters or 12 * config.layers * config.width**2
+    return 6 * weights * config.steps * config.batch * config.tokens / 1e13 / 3600
 
 
 def run_missing(

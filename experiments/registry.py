@@ -1,23 +1,8 @@
 """List of the experiments on training and of the studies; each is one file, and is entered here."""
 
-from experiments import (
-    baselines,
-    collapse_depth,
-    collapse_trained,
-    compress_cache,
-    compress_demo,
-    compress_minilm,
-    every_architecture,
-    importance,
-    listops_baselines,
-    memberships,
-    monitor_collapse,
-    rate_descent,
-    replacement,
-    skip_bound_search,
-)
+from importlib import import_module
+
 from experiments.experiment import Experiment
-from experiments.rank import rank_barrier, rank_saturation
 from experiments.rank.head_width import SATURATION_IMAGES, SATURATION_TEXT
 from experiments.skips.depth import DEPTH
 from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL
@@ -26,6 +11,7 @@ from experiments.tost.language import LANGUAGE, WIKITEXT
 from experiments.tost.language_parts import LANGUAGE_PARTS, RECALL_PARTS
 from experiments.tost.long_range import LONG_RANGE
 from experiments.tost.vision import VISION
+from experiments.train_demo import STUDIES as DEMOS
 
 EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
@@ -44,24 +30,26 @@ EXPERIMENTS: dict[str, Experiment] = {
     )
 }
 
+MODULES = (
+    "baselines",
+    "collapse_depth",
+    "collapse_trained",
+    "compress_cache",
+    "compress_demo",
+    "compress_minilm",
+    "every_architecture",
+    "importance",
+    "listops_baselines",
+    "long_context",
+    "memberships",
+    "monitor_collapse",
+    "rank.rank_barrier",
+    "rank.rank_saturation",
+    "rate_descent",
+    "replacement",
+    "skip_bound_search",
+)
+"""Modules of the studies."""
 STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY
-    for module in (
-        baselines,
-        collapse_depth,
-        collapse_trained,
-        compress_cache,
-        compress_demo,
-        compress_minilm,
-        every_architecture,
-        importance,
-        listops_baselines,
-        memberships,
-        monitor_collapse,
-        rank_barrier,
-        rank_saturation,
-        rate_descent,
-        replacement,
-        skip_bound_search,
-    )
+    study.name: study for study in (*(import_module(f"experiments.{name}").STUDY for name in MODULES), *DEMOS)
 }

@@ -52,6 +52,8 @@ def section(experiment: Experiment, table: Table) -> str:
     lines += [markdown_table(HEADINGS, rows), "", origin(experiment, table), ""]
     if missing := [label for label in experiment.rows if label not in table]:
         lines += [f"Without a run: {'; '.join(missing)}.", ""]
+    if experiment.large:
+        lines += [f"Not run here (`--large`): {'; '.join(experiment.large)}.", ""]
     if experiment.tables is not None and (more := experiment.tables(table)):
         lines += [more, ""]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Results of experiments: JSON Lines, one file per experiment, one line per row and seed."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,8 +25,8 @@ class Run(TypedDict):
     provenance: dict[str, Any]
 
 
-def read_runs(path: Path) -> list[Run]:
-    """Return the runs of a file; an absent file has none.
+def read_runs(path: Path, settings: Callable[..., Any] = TrainingConfig) -> list[Run]:
+    """Return the runs of a file, in which `settings` accepts the settings; an absent file has none.
 
     Raises:
         RecordError: if a line is not a run.
@@ -34,13 +34,13 @@ def read_runs(path: Path) -> list[Run]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    return [_parse(line, settings, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
-def _parse(line: str, where: str) -> Run:
+def _parse(line: str, settings: Callable[..., Any], where: str) -> Run:
     try:
         run: Run = parse_json(line)
-        TrainingConfig(**run["settings"])
+        settings(**run["settings"])
         if set(run) == Run.__required_keys__ and isinstance(run["values"], dict):
             return run
         got = "other JSON"
@@ -55,7 +55,9 @@ def append_run(path: Path, run: Run) -> None:
     """Add or replace a run: locked, sorted by row and seed, written atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        others = [one for one in read_runs(path) if (one["row"], one["seed"]) != (run["row"], run["seed"])]
+        others = [
+            one for one in read_runs(path, dict) if (one["row"], one["seed"]) != (run["row"], run["seed"])
+        ]
         write_file(path, _lines([*others, run]), "results")
 
 

@@ -1,22 +1,16 @@
-"""A study: one claim that is measured in one go, its report, and the page made of the report."""
+"""A study: one claim that is measured in one go, and the page made of its report."""
 
-import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import rankwise
+from experiments.provenance import commit, provenance
 from experiments.render import fill_page
-from experiments.results import RESULTS
-from rankwise._internals.files import write_file
+from experiments.results import RESULTS, Run, append_run, read_runs
 
 DOCS = Path(__file__).parents[1] / "docs"
 Report = dict[str, Any]
@@ -28,10 +22,10 @@ def _none(report: Report) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured, and how its page is filled; `experiments.registry` lists the studies."""
+    """A measurement and its page; `experiments.registry` lists the studies."""
 
     name: str
-    """Of the report, results/NAME.json."""
+    """Of the report, the one line of results/NAME.jsonl."""
     measure: Callable[[Path], Report]
     """Data folder → report, plain JSON."""
     page: str = ""
@@ -40,6 +34,8 @@ class Study:
     """Mark on the page → Markdown."""
     figures: Callable[[Report], Mapping[str, str]] = _none
     """Name in docs/images → SVG."""
+    template: str = ""
+    """Of pages/TEMPLATE.md; empty: that of the page."""
 
     @property
     def claim(self) -> str:
@@ -49,43 +45,45 @@ class Study:
     @property
     def path(self) -> Path:
         """Return the file of the report."""
-        return RESULTS / f"{self.name}.json"
-
-    def kept(self) -> Report:
-        """Return the report that is kept."""
-        report: Report = json.loads(self.path.read_text(encoding="utf-8"))
-        return report
-
-    def run(self, data: Path) -> Report:
-        """Measure, and keep the report with its origin."""
-        begun = time.perf_counter()
-        report = {
-            "command": self.command,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            **self.measure(data),
-            "seconds": round(time.perf_counter() - begun),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "rankwise": rankwise.__version__,
-                "machine": f"{platform.machine()} CPU",
-            },
-        }
-        write_file(self.path, json.dumps(report, indent=1, ensure_ascii=False) + "\n", "results")
-        return report
+        return RESULTS / f"{self.name}.jsonl"
 
     @property
     def command(self) -> str:
         """Return the command that repeats the study."""
         return f"python -m experiments run {self.name}"
 
+    def kept(self) -> Report:
+        """Return the report that is kept, with its settings and origin."""
+        [run] = read_runs(self.path, dict)
+        return {**run["values"], "settings": run["settings"], **run["provenance"]}
+
+    def run(self, data: Path) -> Report:
+        """Measure, and keep the report with its origin."""
+        begun, source = time.perf_counter(), commit()
+        values = dict(self.measure(data))
+        seconds, origin = round(time.perf_counter() - begun), provenance(self.command, source)
+        kept: Run = {
+            "row": self.name,
+            "seed": 0,
+            "settings": values.pop("settings", {}),
+            "values": values,
+            "provenance": {
+                "command": origin.pop("command"),
+                "created": origin.pop("created"),
+                "seconds": seconds,
+                "versions": {**origin, "machine": f"{platform.machine()} CPU"},
+            },
+        }
+        append_run(self.path, kept)
+        return self.kept()
+
     def files(self, report: Report) -> dict[Path, str]:
         """Return the page and its figures, by file."""
         if not self.page:
             return {}
         figures = {DOCS / "images" / name: figure for name, figure in self.figures(report).items()}
-        return {DOCS / f"{self.page}.md": fill_page(self.page, self.tables(report)), **figures}
+        text = fill_page(self.template or self.page, self.tables(report))
+        return {DOCS / f"{self.page}.md": text, **figures}
 
 
 def settings_from(kind: type, report: Report) -> Any:

@@ -1,13 +1,12 @@
 """Long Range Arena by mixer, at equal parameters and with one set of hyper-parameters."""
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
 
 from experiments.experiment import Experiment
 from experiments.render import markdown_table
-from experiments.results import RESULTS
+from experiments.results import RESULTS, read_runs
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Table, below, exceeds, within
 
@@ -81,8 +80,8 @@ NOTES = (
     "except Pathfinder. One set of hyper-parameters, but where a row says another learning rate. "
     "s4d and mamba2 read left to right."
 )
-COUNTS = RESULTS / "listops_baselines.json"
-KNOWN = json.loads(COUNTS.read_text(encoding="utf-8"))
+[COUNTS] = read_runs(RESULTS / "listops_baselines.jsonl", dict)
+KNOWN = COUNTS["values"]
 COUNTING = {"listops": float(KNOWN["counts"])}
 """Accuracy from token counts alone (`python -m experiments run listops_baselines`)."""
 MORE = {

@@ -22,7 +22,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Strategies by which accelerate distributes a model over the devices that it finds."""
 MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
 ASSETS = Path(__file__).parents[1] / "assets"
-"""Folder with the bundled models, which `python -m experiments.train_demo` writes."""
+"""Folder with the bundled models, which `python -m experiments run train_demo` writes."""
 
 
 def demo_model() -> Path:
