@@ -1,7 +1,8 @@
-"""Small models of every shape that people write attention in, and how far rounding carries an answer."""
+"""Small models in every layout of attention, and `seen`, which traces a model and compares its outputs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch.nn import functional as F
 import rankwise as rw
 
 WIDTH, HEADS, TOKENS, BATCH = 24, 3, 7, 2
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def hidden(batch: int = BATCH, tokens: int = TOKENS, width: int = WIDTH) -> Tensor:
@@ -26,45 +29,19 @@ def merged(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-class Attention(nn.Module):
-    """Self-attention whose inner product is given by a function of q, k, v (B, H, T, K)."""
+def kind(forward: Callable[..., Any], name: str = "Module", **parts: Callable[[], Any]) -> type[nn.Module]:
+    """Return a class of modules with this `forward`; each module makes its parts anew."""
 
-    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int = HEADS) -> None:
-        super().__init__()
-        self.heads, self.mix = heads, mix
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+    def start(self: nn.Module) -> None:
+        nn.Module.__init__(self)
+        for part, make in parts.items():
+            setattr(self, part, make())
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (heads_of(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        return self.out(merged(self.mix(q, k, v)))
+    return type(name, (nn.Module,), {"__init__": start, "forward": forward})
 
 
-class Block(nn.Module):
-    """Pre-norm residual block around any module of (B, T, D)."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = attention
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Stack(nn.Module):
-    """Blocks one after the other, and a norm."""
-
-    def __init__(self, make: Callable[[], nn.Module], depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([make() for _ in range(depth)])
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -79,63 +56,28 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def stack_of(mix: Callable[[Tensor, Tensor, Tensor], Tensor] = plain, depth: int = 3) -> Stack:
-    return Stack(lambda: Block(Attention(mix)), depth).eval()
+class Attention(nn.Module):
+    """Self-attention that applies a function to q, k and v (B, H, T, K)."""
 
-
-# --- heads as modules of their own --------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    """One causal head, as in the well-known lecture."""
-
-    def __init__(self, size: int) -> None:
+    def __init__(self, mix: Mix = plain) -> None:
         super().__init__()
-        self.key, self.query, self.value = (nn.Linear(WIDTH, size, bias=False) for _ in range(3))
+        self.mix, self.qkv, self.out = mix, nn.Linear(WIDTH, 3 * WIDTH), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        wei = q @ k.transpose(-2, -1) * k.shape[-1] ** -0.5
-        wei = wei.masked_fill(~torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(), float("-inf"))
-        return F.softmax(wei, dim=-1) @ v
+        return self.out(merged(self.mix(*map(heads_of, self.qkv(x).chunk(3, dim=-1)))))
 
 
-class ManyHeads(nn.Module):
-    """Heads side by side, concatenated (or summed, where each is as wide as the model)."""
+class Block(nn.Module):
+    """Pre-norm residual block around any module of (B, T, D)."""
 
-    def __init__(self, heads: int, size: int) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.heads, self.wide = nn.ModuleList([Head(size) for _ in range(heads)]), size == WIDTH
-        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = attention, nn.Sequential(linear(), nn.GELU(), linear())
 
     def forward(self, x: Tensor) -> Tensor:
-        outs = [head(x) for head in self.heads]
-        return self.proj(sum(outs) if self.wide else torch.cat(outs, dim=-1))
-
-
-# --- other ways to lay out a model --------------------------------------------------------------------------
-
-
-class ResidualOutside(nn.Module):
-    """Lists of sublayers that return their update; the residual is added by the model."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.ModuleList(
-                    [Attention(plain), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())]
-                )
-                for _ in range(depth)
-            ]
-        )
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for attention, feedforward in self.layers:
-            x = attention(x) + x
-            x = feedforward(x) + x
-        return self.norm(x)
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
 
 class Residual(nn.Module):
@@ -149,16 +91,80 @@ class Residual(nn.Module):
         return x + self.inner(x)
 
 
-class InPlace(nn.Module):
-    """A block that changes its input."""
+class Stack(nn.Module):
+    """Blocks one after the other, then a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], nn.Module], depth: int = 3) -> None:
         super().__init__()
-        self.attention = Attention(plain)
+        self.blocks, self.norm = nn.ModuleList([make() for _ in range(depth)]), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x += self.attention(x)
-        return x
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def attention_block() -> Block:
+    return Block(Attention())
+
+
+def stack_of(mix: Mix = plain, depth: int = 3) -> Stack:
+    return Stack(lambda: Block(Attention(mix)), depth).eval()
+
+
+def torch_encoder(
+    depth: int = 2, width: int = WIDTH, heads: int = 4, nested: bool = False, **settings: Any
+) -> nn.TransformerEncoder:
+    """PyTorch's own encoder."""
+    layer = nn.TransformerEncoderLayer(width, heads, 32, **{"batch_first": True} | settings)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=nested).eval()
+
+
+# --- heads as modules of their own --------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """One causal head."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.key, self.query, self.value = (nn.Linear(WIDTH, size, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        weights = scores(self.query(x), self.key(x)).masked_fill(hidden, float("-inf"))
+        return F.softmax(weights, dim=-1) @ self.value(x)
+
+
+class ManyHeads(nn.Module):
+    """Heads in a list, concatenated, or summed if each is as wide as the model."""
+
+    def __init__(self, heads: int, size: int) -> None:
+        super().__init__()
+        self.heads, self.wide = nn.ModuleList([Head(size) for _ in range(heads)]), size == WIDTH
+        self.proj = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = [head(x) for head in self.heads]
+        return self.proj(sum(outs) if self.wide else torch.cat(outs, dim=-1))
+
+
+# --- other layouts of a model -------------------------------------------------------------------------------
+
+
+class ResidualOutside(nn.Module):
+    """Lists of sublayers that return their update; the model adds the residual."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        pairs = [[Attention(), nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.GELU())] for _ in range(depth)]
+        self.layers, self.norm = nn.ModuleList(map(nn.ModuleList, pairs)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, feedforward in self.layers:
+            x = attention(x) + x
+            x = feedforward(x) + x
+        return self.norm(x)
 
 
 class TokensFirst(nn.Module):
@@ -166,22 +172,19 @@ class TokensFirst(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_heads, self.qkv, self.out = HEADS, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.qkv, self.out = HEADS, nn.Linear(WIDTH, 3 * WIDTH), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         T, B, D = x.shape
-        q, k, v = (
-            part.reshape(T, B * HEADS, D // HEADS).transpose(0, 1) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (part.reshape(T, B * HEADS, -1).transpose(0, 1) for part in self.qkv(x).chunk(3, dim=-1))
         weights = F.softmax(torch.bmm(q, k.transpose(1, 2)) / math.sqrt(D // HEADS), dim=-1)
-        mixed = torch.bmm(weights, v).transpose(0, 1).reshape(T, B, D)
-        return x + self.out(mixed)
+        return x + self.out(torch.bmm(weights, v).transpose(0, 1).reshape(T, B, D))
 
 
 class Unbatched(nn.Module):
     """A block on (T, D)."""
 
-    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor] = plain) -> None:
+    def __init__(self, mix: Mix = plain) -> None:
         super().__init__()
         self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), mix
 
@@ -193,12 +196,10 @@ class Unbatched(nn.Module):
 class Stages(nn.Module):
     """Stages of blocks that keep the shape."""
 
-    def __init__(self, depths: tuple[int, ...]) -> None:
+    def __init__(self, depths: Sequence[int]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(
-            [nn.Sequential(*[Block(Attention(plain)) for _ in range(depth)]) for depth in depths]
-        )
-        self.norm = nn.LayerNorm(WIDTH)
+        stages = [nn.Sequential(*[attention_block() for _ in range(depth)]) for depth in depths]
+        self.stages, self.norm = nn.ModuleList(stages), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for stage in self.stages:
@@ -206,99 +207,26 @@ class Stages(nn.Module):
         return self.norm(x)
 
 
-class Twins(nn.Module):
-    """One encoder called on two inputs in one forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = stack_of()
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (self.encoder(a).mean(1) * self.encoder(b).mean(1)).sum(-1)
-
-
-class Towers(nn.Module):
-    """Two encoders side by side in one list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList([stack_of(), stack_of()])
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.towers[0](a).mean(1) + self.towers[1](b).mean(1)
-
-
 class Shared(nn.Module):
     """One block called again and again."""
 
     def __init__(self, times: int = 4) -> None:
         super().__init__()
-        self.blocks, self.times = nn.ModuleList([Block(Attention(plain))]), times
-        self.norm = nn.LayerNorm(WIDTH)
+        self.blocks, self.times = nn.ModuleList([attention_block()]), times
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
             x = self.blocks[0](x)
-        return self.norm(x)
-
-
-class CrossBlock(nn.Module):
-    """Self-attention, then attention to a context."""
-
-    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor] = plain) -> None:
-        super().__init__()
-        self.attention, self.cross = Attention(mix), CrossAttention(mix)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        return x + self.cross(x, context)
-
-
-class CrossAttention(nn.Module):
-    """Queries from x, keys and values from a context."""
-
-    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.mix = mix
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        parts = self.to_q(x), self.to_k(context), self.to_v(context)
-        return merged(self.mix(*(heads_of(part) for part in parts)))
-
-
-class CrossStack(nn.Module):
-    """Blocks with a context."""
-
-    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor] = plain) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([CrossBlock(mix) for _ in range(2)])
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, context)
-        return self.norm(x)
-
-
-class Sublayer(nn.Module):
-    """Residual around whatever it is given to call, as in the annotated transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, call: Callable[[Tensor], Tensor]) -> Tensor:
-        return x + call(self.norm(x))
+        return x
 
 
 class SublayerBlock(nn.Module):
-    """Attention (once or twice) and a feed-forward part, each in a sublayer of one list."""
+    """Attention (once or twice) and a feed-forward part, each called by a sublayer of one list."""
 
     def __init__(self, attentions: int) -> None:
         super().__init__()
-        self.attentions = nn.ModuleDict({f"{at}": Attention(plain) for at in range(attentions)})
-        self.feedforward = nn.Linear(WIDTH, WIDTH)
+        self.attentions = nn.ModuleDict({f"{at}": Attention() for at in range(attentions)})
+        self.feedforward = linear()
         self.sublayer = nn.ModuleList([Sublayer() for _ in range(attentions + 1)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -307,7 +235,56 @@ class SublayerBlock(nn.Module):
         return self.sublayer[-1](x, self.feedforward)
 
 
-# --- softmaxes that mix no tokens ---------------------------------------------------------------------------
+# The residual around the function that it is given, as in the annotated transformer.
+Sublayer = kind(lambda self, x, call: x + call(self.norm(x)), norm=lambda: nn.LayerNorm(WIDTH))
+
+# A block that changes its input in place.
+InPlace = kind(lambda self, x: x.add_(self.attention(x)), attention=Attention)
+
+# One encoder called on two inputs in one forward pass, and two encoders in one list.
+Twins = kind(lambda self, a, b: self.encoder(a).mean(1) * self.encoder(b).mean(1), encoder=stack_of)
+Towers = kind(
+    lambda self, a, b: self.towers[0](a).mean(1) + self.towers[1](b).mean(1),
+    towers=lambda: nn.ModuleList([stack_of(), stack_of()]),
+)
+
+
+class CrossAttention(nn.Module):
+    """Queries from x, keys and values from a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = linear(), linear(), linear()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return merged(plain(*map(heads_of, (self.to_q(x), self.to_k(context), self.to_v(context)))))
+
+
+class CrossBlock(nn.Module):
+    """Self-attention, then attention to a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.cross = Attention(), CrossAttention()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.cross(x, context)
+
+
+class CrossStack(Stack):
+    """Two blocks with a context."""
+
+    def __init__(self) -> None:
+        super().__init__(CrossBlock, 2)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, context)
+        return self.norm(x)
+
+
+# --- softmaxes that do not mix tokens -----------------------------------------------------------------------
 
 
 class Router(nn.Module):
@@ -315,13 +292,11 @@ class Router(nn.Module):
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, experts)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(experts)])
+        self.gate, self.experts = nn.Linear(WIDTH, experts), nn.ModuleList(linear() for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = self.gate(x).softmax(-1)
         outs = torch.stack([expert(x) for expert in self.experts], dim=-2)
-        return (gates.unsqueeze(-2) @ outs).squeeze(-2)
+        return (self.gate(x).softmax(-1).unsqueeze(-2) @ outs).squeeze(-2)
 
 
 class SoftExperts(nn.Module):
@@ -329,7 +304,7 @@ class SoftExperts(nn.Module):
 
     def __init__(self, slots: int = 5) -> None:
         super().__init__()
-        self.phi, self.expert = nn.Parameter(torch.randn(WIDTH, slots)), nn.Linear(WIDTH, WIDTH)
+        self.phi, self.expert = nn.Parameter(torch.randn(WIDTH, slots)), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.einsum("b n d, d s -> b n s", x, self.phi)
@@ -337,15 +312,11 @@ class SoftExperts(nn.Module):
         return torch.einsum("b n s, b s d -> b n d", logits.softmax(-1), self.expert(slots))
 
 
-class CodeBook(nn.Module):
-    """Tokens looked up softly in a table of parameters."""
-
-    def __init__(self, codes: int = 5) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.randn(codes, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x @ self.codes.T, dim=-1) @ self.codes
+# Tokens looked up softly in a table of five parameters.
+CodeBook = kind(
+    lambda self, x: torch.softmax(x @ self.codes.T, dim=-1) @ self.codes,
+    codes=lambda: nn.Parameter(torch.randn(5, WIDTH)),
+)
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -359,12 +330,22 @@ def channel_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(-1) @ v).mT
 
 
-def seen(model: nn.Module, *given: Tensor, **named: Tensor) -> rw.Trace:
-    """Return the trace of a model with values, after a check that its (first) output is unchanged."""
+# --- tracing ------------------------------------------------------------------------------------------------
+
+
+def seen(model: nn.Module, *given: Any, capture: dict[str, Any] | None = None, **named: Any) -> rw.Trace:
+    """Return the trace of a model with values, after a check that its (first) output is unchanged.
+
+    `capture` holds arguments of `rw.capture`. Each run gets copies of the tensors given by position.
+    """
+
+    def run() -> Any:
+        out = model(*(one.clone() if isinstance(one, Tensor) else one for one in given), **named)
+        return out if out is None or isinstance(out, Tensor) else out[0]
+
     with torch.no_grad():
-        alone = model(*given, **named)
-        with rw.capture(model, values=True) as trace:
-            captured = model(*given, **named)
-    first, second = (out if out is None or isinstance(out, Tensor) else out[0] for out in (alone, captured))
-    assert (first is second is None) or torch.equal(first, second)
+        alone = run()
+        with rw.capture(model, values=True, **(capture or {})) as trace:
+            captured = run()
+    assert (alone is captured is None) or torch.equal(alone, captured)
     return trace

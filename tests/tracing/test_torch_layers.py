@@ -1,4 +1,4 @@
-"""PyTorch's own attention layers: seen exactly, and their inference fast path still taken."""
+"""PyTorch's own attention layers are captured exactly and still take their inference fast path."""
 
 import itertools
 from collections import Counter
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from capture_zoo import WIDTH, Stack, hidden
+from capture_zoo import WIDTH, Stack, fused, heads_of, hidden, kind, merged, torch_encoder
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 
-WATCHED = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+LAYER, ATTENTION = "_transformer_encoder_layer_fwd", "_native_multi_head_attention"
 TOLERANCE = 1e-5  # sums of at most 64 float32 products of size ≤ 2
 
 
@@ -32,19 +32,18 @@ class Spy(TorchDispatchMode):
         self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in WATCHED:
+        if (name := func.overloadpacket.__name__) in (LAYER, ATTENTION):
             self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 def compared(model, *args, **kwargs):
-    """Run alone and captured; the trace, if outputs and fast-path operations are the same."""
+    """Return trace, fast-path operations and output; capture must change neither of the last two."""
     with torch.no_grad(), Spy() as alone:
         first = model(*args, **kwargs)
-    with torch.no_grad(), Spy() as watched, rw.capture(model, values=True) as trace:
+    with torch.no_grad(), Spy() as captured, rw.capture(model, values=True) as trace:
         second = model(*args, **kwargs)
-    assert alone.calls == watched.calls
+    assert alone.calls == captured.calls
     firsts, seconds = (out if isinstance(out, tuple) else (out,) for out in (first, second))
     for one, other in zip(firsts, seconds, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
@@ -89,14 +88,14 @@ def attention_of(**settings):
     return made
 
 
-def heads_fit(settings, mask):
-    return not (settings.get("num_heads", H) != H and "attn_mask" in mask and mask["attn_mask"].dim() == 3)
+def heads_fit(setting, mask):
+    return setting != "three heads" or "B·H" not in mask
 
 
 MHA = [
     (setting, mask)
     for setting, mask in itertools.product(SETTINGS, SELF_MASKS)
-    if heads_fit(SETTINGS[setting], SELF_MASKS[mask]) and not (setting == "kdim, vdim" and mask != "none")
+    if heads_fit(setting, mask) and not (setting == "kdim, vdim" and mask != "none")
 ]
 
 
@@ -121,102 +120,74 @@ def test_the_operator_is_the_weights_that_the_layer_reports(setting, mask):
     added = site.operator.shape[-1] - T
     assert torch.equal(site.valid_tokens, real)
     assert torch.equal(site.valid_sources, F.pad(real, (0, added), value=True))
-    for needed in ({"need_weights": False}, {"need_weights": True}):
-        trace, _, (output, averaged) = compared(attention, x, key, value, **needed, **masks)
+    for needed in (False, True):
+        trace, _, (output, averaged) = compared(attention, x, key, value, need_weights=needed, **masks)
         again = trace.mixers[0]
         if "hinted" not in mask:  # there PyTorch takes the hint for the mask, unless it reports weights
             assert torch.equal(again.operator.dense(), site.operator.dense())
         mixed = attention.out_proj((again.operator.dense() @ again.values).transpose(1, 2).flatten(2))
         output = output if settings.get("batch_first", True) else output.transpose(0, 1)
         assert (mixed - output).abs().max() < 10 * TOLERANCE
-        if averaged is not None:
+        if needed:
             assert (again.operator.dense().mean(1) - averaged).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("setting", "mask"), [("plain", "none"), ("plain", "padding"), ("plain", "bool (B·H, T, S)")]
-)
-def test_the_attention_fast_path_is_still_taken(setting, mask):
+@pytest.mark.parametrize("mask", ["none", "padding", "bool (B·H, T, S)"])
+def test_the_attention_takes_the_fast_path(mask):
     x = torch.randn(B, T, WIDTH)
-    _, calls, _ = compared(attention_of(**SETTINGS[setting]), x, x, x, need_weights=False, **SELF_MASKS[mask])
-    assert calls == {"_native_multi_head_attention": 1}
+    _, calls, _ = compared(attention_of(), x, x, x, need_weights=False, **SELF_MASKS[mask])
+    assert calls == {ATTENTION: 1}
 
 
-def test_cross_attention_of_the_layer():
-    attention = attention_of()
-    x, memory = torch.randn(B, T, WIDTH), torch.randn(B, S, WIDTH)
-    trace, _, (_, weights) = compared(attention, x, memory, memory, average_attn_weights=False)
+@pytest.mark.parametrize("shape", [(B, S), (T,)], ids=["cross", "unbatched"])
+def test_keys_of_a_memory_and_calls_without_a_batch_are_captured(shape):
+    attention, keys = attention_of(), torch.randn(*shape, WIDTH)
+    x = keys if shape == (T,) else torch.randn(shape[0], T, WIDTH)
+    trace, _, (_, weights) = compared(attention, x, keys, keys, average_attn_weights=False)
     (site,) = trace.mixers
-    assert site.cross
-    assert site.operator.shape == (B, H, T, S)
+    assert site.cross == (shape != (T,))
+    assert site.operator.shape == weights.view(-1, H, T, shape[-1]).shape
     assert (site.operator.dense() - weights).abs().max() < TOLERANCE
-    assert site.valid_tokens.shape == (B, T)
-    assert site.valid_sources.shape == (B, S)
+    assert site.valid_tokens.shape == (site.operator.shape[0], T)
+    assert site.valid_sources.shape == (site.operator.shape[0], shape[-1])
 
 
-def test_an_unbatched_call_is_a_batch_of_one():
-    attention, x = attention_of(), torch.randn(T, WIDTH)
-    trace, _, (_, weights) = compared(attention, x, x, x, average_attn_weights=False)
-    (site,) = trace.mixers
-    assert site.operator.shape == (1, H, T, T)
-    assert (site.operator.dense()[0] - weights).abs().max() < TOLERANCE
-
-
-def test_arguments_by_name():
-    attention, x = attention_of(), torch.randn(B, T, WIDTH)
-    trace, _, _ = compared(attention, query=x, key=x, value=x, key_padding_mask=PADDING)
+def test_arguments_may_be_named():
+    x = torch.randn(B, T, WIDTH)
+    trace, _, _ = compared(attention_of(), query=x, key=x, value=x, key_padding_mask=PADDING)
     (site,) = trace.mixers
     assert torch.equal(site.valid_sources, ~PADDING)
     assert not site.cross
 
 
-class TwoNorms(nn.Module):
-    """Queries and keys normalised apart, from one stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.attention = attention_of()
-
-    def forward(self, x):
-        return x + self.attention(self.norms[0](x), self.norms[1](x), x)[0]
-
-
-class TwoStreams(TwoNorms):
-    """Queries and keys normalised apart, from two streams of one length."""
-
-    def forward(self, x, other):
-        return x + self.attention(self.norms[0](x), self.norms[1](other), other)[0]
+def two_norms(forward):
+    return kind(forward, q=lambda: nn.LayerNorm(WIDTH), k=lambda: nn.LayerNorm(WIDTH), attention=attention_of)
 
 
 def test_self_and_cross_attention_of_equal_length_differ_by_streams():
     x, other = torch.randn(B, T, WIDTH), torch.randn(B, T, WIDTH)
-    assert [site.cross for site in compared(TwoNorms().eval(), x)[0].mixers] == [False]
-    assert [site.cross for site in compared(TwoStreams().eval(), x, other)[0].mixers] == [True]
+    one = two_norms(lambda self, x: x + self.attention(self.q(x), self.k(x), x)[0])().eval()
+    two = two_norms(lambda self, x, y: x + self.attention(self.q(x), self.k(y), y)[0])().eval()
+    assert [site.cross for site in compared(one, x)[0].mixers] == [False]
+    assert [site.cross for site in compared(two, x, other)[0].mixers] == [True]
     assert [site.cross for site in compared(attention_of(), x, other, other)[0].mixers] == [True]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_the_functional_form(apart):
-    attention = attention_of()
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_functional_form_is_captured(separate):
+    def forward(self, x):
+        a = self.attention
+        q, k, v = a.in_proj_weight.chunk(3)
+        own = {"q_proj_weight": q, "k_proj_weight": k, "v_proj_weight": v} if separate else {}
+        joint = torch.empty([0]) if separate else a.in_proj_weight
+        return F.multi_head_attention_forward(
+            x, x, x, WIDTH, H, joint, a.in_proj_bias, None, None, False, 0.0,
+            a.out_proj.weight, a.out_proj.bias, training=False, attn_mask=CAUSAL,
+            average_attn_weights=False, use_separate_proj_weight=separate, **own,
+        )  # fmt: skip
 
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, x):
-            a = self.attention
-            q, k, v = a.in_proj_weight.chunk(3)
-            own = {"q_proj_weight": q, "k_proj_weight": k, "v_proj_weight": v} if apart else {}
-            joint = torch.empty([0]) if apart else a.in_proj_weight
-            return F.multi_head_attention_forward(
-                x, x, x, WIDTH, H, joint, a.in_proj_bias, None, None, False, 0.0,
-                a.out_proj.weight, a.out_proj.bias, training=False, attn_mask=CAUSAL,
-                average_attn_weights=False, use_separate_proj_weight=apart, **own,
-            )  # fmt: skip
-
-    trace, _, (_, weights) = compared(Functional().eval(), torch.randn(T, B, WIDTH))
+    model = kind(forward, attention=attention_of)().eval()
+    trace, _, (_, weights) = compared(model, torch.randn(T, B, WIDTH))
     (site,) = trace.mixers
     assert (site.operator.dense() - weights).abs().max() < TOLERANCE
     assert not site.cross
@@ -225,15 +196,14 @@ def test_the_functional_form(apart):
 # --- nn.TransformerEncoder ----------------------------------------------------------------------------------
 
 
-def encoder(heads=4, nested=True, depth=3, **settings):
+def encoder(nested=True, depth=3, **settings):
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(WIDTH, heads, 32, **{"batch_first": True} | settings)
-    made = nn.TransformerEncoder(layer, depth, enable_nested_tensor=nested)
+    made = torch_encoder(depth, nested=nested, **settings)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)
-    return made.eval()
+    return made
 
 
 LAYERS = {
@@ -255,115 +225,103 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_every_layer_of_an_encoder_is_seen_whether_fast_or_not(kind, mask):
-    model, masks = encoder(**LAYERS[kind]), MASKS[mask]
-    first = LAYERS[kind].get("batch_first") is False
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_of_an_encoder_is_captured_on_the_fast_path_and_off_it(layer, mask):
+    model, masks = encoder(**LAYERS[layer]), MASKS[mask]
+    first = layer == "tokens first"
     x = torch.randn(B, T, WIDTH).transpose(0, 1) if first else torch.randn(B, T, WIDTH)
     trace, calls, output = compared(model, x, **masks)
-    fast = kind in ("plain", "norm first", "gelu")
-    assert calls == ({"_transformer_encoder_layer_fwd": 3} if fast else {})
+    assert calls == ({LAYER: 3} if layer in ("plain", "norm first", "gelu") else {})
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
     keep = ~masks["src_key_padding_mask"] if "src_key_padding_mask" in masks else torch.ones(B, T).bool()
-    for site in trace.mixers:
-        assert torch.equal(site.valid_tokens, keep)
-        assert torch.equal(site.valid_sources, keep)
     for state in trace.states:
         assert state.tokens.shape == (B, T, WIDTH)
         assert state.mask is None or torch.equal(state.mask, keep)
-    # One layer alone, on what it read: its own weights by the slow path.
+    pairs = keep[:, None, :, None] & keep[:, None, None, :]
     for site, state in zip(trace.mixers, trace.states, strict=False):
-        layer = model.layers[site.layer]
-        read = layer.norm1(state.tokens) if layer.norm_first else state.tokens
+        assert torch.equal(site.valid_tokens, keep)
+        assert torch.equal(site.valid_sources, keep)
+        # the layer alone, given its own input, reports its weights by the slow path
+        block = model.layers[site.layer]
+        read = block.norm1(state.tokens) if block.norm_first else state.tokens
         read = read.transpose(0, 1) if first else read
         with torch.no_grad():
-            _, weights = layer.self_attn(
+            _, weights = block.self_attn(
                 read, read, read, attn_mask=masks.get("mask"), average_attn_weights=False,
                 key_padding_mask=masks.get("src_key_padding_mask"),
             )  # fmt: skip
-        matrix = site.operator.dense()
-        for at in range(B):
-            rows = keep[at]
-            assert (matrix[at][:, rows][..., rows] - weights[at][:, rows][..., rows]).abs().max() < TOLERANCE
-    given = trace.states[-1].tokens
-    output = output.transpose(0, 1) if first else output
-    assert torch.equal(given[keep], output[keep])
+        off = (site.operator.dense() - weights).masked_fill(~pairs, 0.0)
+        assert off.abs().max() < TOLERANCE
+    last = trace.states[-1].tokens
+    assert torch.equal(last[keep], (output.transpose(0, 1) if first else output)[keep])
 
 
 def test_nested_tensors_are_padded_and_their_mask_is_known():
-    model = encoder()
     x = torch.randn(B, T, WIDTH)
-    with torch.no_grad(), Spy() as spy, rw.capture(model) as trace:
-        model(x, src_key_padding_mask=PADDING)
-    assert spy.calls == {"_transformer_encoder_layer_fwd": 3}
+    trace, calls, _ = compared(encoder(), x, src_key_padding_mask=PADDING)
+    assert calls == {LAYER: 3}
     assert torch.equal(trace.states[0].tokens[~PADDING], x[~PADDING])
     assert (trace.states[0].tokens[PADDING] == 0).all()
     assert torch.equal(trace.states[1].mask, ~PADDING)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_with_gradients(training):
+def test_gradients_flow_through_captured_layers(training):
     model, x = encoder().train(training), torch.randn(B, T, WIDTH)
     torch.manual_seed(1)
     alone = model(x)
     torch.manual_seed(1)
     with rw.capture(model) as trace:
-        watched = model(x)
-    assert torch.equal(alone, watched)
+        captured = model(x)
+    assert torch.equal(alone, captured)
     assert len(trace.mixers) == 3
     assert not any(site.operator.query.requires_grad for site in trace.mixers)
-    watched.sum().backward()
+    captured.sum().backward()
     assert model.layers[0].self_attn.in_proj_weight.grad is not None
-    assert bool(trace.notes) == training
-    if training:
-        assert "dropout was on in" in trace.notes[0]
+    assert ["dropout was on in" in note for note in trace.notes] == [True] * training
 
 
-def test_an_unbatched_sequence():
+def test_an_unbatched_sequence_is_a_batch_of_one():
     trace, _, output = compared(encoder(nested=False), torch.randn(T, WIDTH))
     assert [site.operator.shape for site in trace.mixers] == [(1, 4, T, T)] * 3
     assert torch.equal(trace.states[-1].tokens[0], output)
 
 
 def test_a_layer_called_by_name_is_a_block():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = encoder().layers
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(src=x)
+        return x
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(src=x)
-            return x
-
-    trace, calls, _ = compared(Named().eval(), hidden())
-    assert calls == {"_transformer_encoder_layer_fwd": 3}
+    trace, calls, _ = compared(kind(forward, layers=lambda: encoder().layers)().eval(), hidden())
+    assert calls == {LAYER: 3}
     assert [site.layer for site in trace.mixers] == [0, 1, 2]
     assert [state.layer for state in trace.states] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("length", [T, S])
-def test_the_whole_transformer(batch_first, length):
+def test_the_whole_transformer_is_captured(batch_first, length):
     torch.manual_seed(0)
     model = nn.Transformer(WIDTH, 4, 2, 2, 32, batch_first=batch_first).eval()
     x, y = torch.randn(B, length, WIDTH), torch.randn(B, T, WIDTH)
     given = (x, y) if batch_first else (x.transpose(0, 1), y.transpose(0, 1))
     mask = nn.Transformer.generate_square_subsequent_mask(T)
     trace, _, _ = compared(model, *given, tgt_mask=mask)
-    shown = [(site.stack, site.layer, site.cross, tuple(site.operator.shape[-2:])) for site in trace.mixers]
-    wanted = [("encoder.layers", at, False, (length, length)) for at in (0, 1)]
+    expected = [("encoder.layers", at, False, (length, length)) for at in (0, 1)]
     for at in (0, 1):
-        wanted += [("decoder.layers", at, False, (T, T)), ("decoder.layers", at, True, (T, length))]
-    assert shown == wanted
+        expected += [("decoder.layers", at, False, (T, T)), ("decoder.layers", at, True, (T, length))]
+    assert [
+        (site.stack, site.layer, site.cross, tuple(site.operator.shape[-2:])) for site in trace.mixers
+    ] == expected
     states = {(state.stack, state.layer): state.tokens for state in trace.states}
     assert torch.equal(states["encoder.layers", 0], x)
     assert torch.equal(states["decoder.layers", 0], y)
     assert len(states) == 6
 
 
-# --- what keeps the fast path, or another one, as it was ----------------------------------------------------
+# --- capture keeps the path that the layer takes ------------------------------------------------------------
 
 
 @contextmanager
@@ -386,48 +344,57 @@ def test_the_fast_path_can_be_switched_off(off):
     assert len(trace.mixers) == 3
 
 
-def test_hooks_of_the_user_stay_in_charge():
-    model, x = encoder(), torch.randn(B, T, WIDTH)
-    seen = []
+def test_hooks_of_the_user_still_run_and_end_the_fast_path():
+    model, seen = encoder(), []
     handle = model.layers[1].register_forward_hook(lambda *given: seen.append(given[-1].shape))
-    trace, calls, _ = compared(model, x)
+    trace, calls, _ = compared(model, torch.randn(B, T, WIDTH))
     handle.remove()
-    assert calls == {"_transformer_encoder_layer_fwd": 2, "_native_multi_head_attention": 1}
+    assert calls == {LAYER: 2, ATTENTION: 1}
     assert len(seen) == 2
     assert len(trace.mixers) == 3
 
 
+def attend(x):
+    q = heads_of(x, 4)
+    return merged(fused(q, q, q))
+
+
 class OwnAttention(nn.TransformerEncoderLayer):
-    """Mixes in its own way where PyTorch leaves the fast path."""
+    """Has its own attention off PyTorch's fast path."""
 
     def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
-        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return attend(x)
 
 
-def test_an_overridden_attention_block_is_never_taken_for_the_stock_one():
+class OwnLayer(nn.TransformerEncoderLayer):
+    """Replaces the whole computation of the layer."""
+
+    def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
+        return src + attend(src)
+
+
+def stock_encoder(layer):
     torch.manual_seed(0)
-    layer = OwnAttention(WIDTH, 4, 32, batch_first=True, dropout=0.0)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(B, T, WIDTH)
-    trace, calls, _ = compared(model.eval(), x)  # the fast path does not ask the overridden block
-    assert calls == {"_transformer_encoder_layer_fwd": 2}
+    made = layer(WIDTH, 4, 32, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(made, 2, enable_nested_tensor=False).eval()
+
+
+def test_an_overridden_attention_block_is_not_taken_for_pytorchs_own():
+    model, x = stock_encoder(OwnAttention), torch.randn(B, T, WIDTH)
+    trace, calls, _ = compared(model, x)  # the fast path does not call the overridden block
+    assert calls == {LAYER: 2}
     assert len(trace.mixers) == 2
     with pytest.raises(CaptureError, match="left PyTorch's fast path for an attention of its own"):
         compared(model.train(), x)
 
 
-class Linear(nn.Module):
-    """Replaces the attention of a stock layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.batch_first, self.num_heads, self.in_proj_bias = True, 4, None
-        self.inner = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, query, key, value, **given):
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.inner(query).chunk(3, dim=-1))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2), None
+def test_a_custom_layer_inside_pytorchs_encoder_is_captured():
+    trace, _, _ = compared(stock_encoder(OwnLayer), torch.randn(B, T, WIDTH))
+    assert [(site.name, site.layer) for site in trace.mixers] == [("layers.0", 0), ("layers.1", 1)]
+    assert [state.layer for state in trace.states] == [0, 1, 2]
+    for site, state in zip(trace.mixers, trace.states, strict=False):
+        q = heads_of(state.tokens, 4)
+        assert (site.operator.dense() - rw.operators.SoftmaxMixing(q, q).dense()).abs().max() < TOLERANCE
 
 
 def test_a_layer_has_the_same_name_on_the_fast_path_and_off_it():
@@ -435,47 +402,32 @@ def test_a_layer_has_the_same_name_on_the_fast_path_and_off_it():
     model, x = nn.Sequential(*layers).eval(), torch.randn(B, T, WIDTH)
     fast, calls, _ = compared(model, x)
     slow, slow_calls, _ = compared(model.train(), x)
-    assert calls
-    assert not slow_calls
+    assert (calls[LAYER], slow_calls[LAYER]) == (2, 0)
     assert [site.name for site in fast.mixers] == [site.name for site in slow.mixers] == ["0", "1"]
     for one, other in zip(fast.mixers, slow.mixers, strict=True):
         assert (one.layer, one.cross) == (other.layer, other.cross)
         assert (one.operator.dense() - other.operator.dense()).abs().max() < TOLERANCE
 
 
-def test_an_attention_put_into_a_stock_layer_is_seen_itself():
+def test_another_attention_inside_pytorchs_layer_is_captured_by_its_own_name():
+    def forward(self, query, key, value, **given):
+        return merged(fused(*(heads_of(part, 4) for part in self.inner(query).chunk(3, dim=-1)))), None
+
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
-    layer.self_attn = Linear()
+    layer.self_attn = kind(forward, inner=lambda: nn.Linear(WIDTH, 3 * WIDTH))()
+    layer.self_attn.batch_first, layer.self_attn.num_heads, layer.self_attn.in_proj_bias = True, 4, None
     trace, calls, _ = compared(nn.Sequential(layer).eval(), torch.randn(B, T, WIDTH))
     assert calls == {}
     assert [site.name for site in trace.mixers] == ["0.self_attn"]
 
 
-def test_a_layer_of_ones_own_inside_the_stock_encoder():
-    class Own(nn.TransformerEncoderLayer):
-        def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
-            q = src.unflatten(-1, (4, -1)).transpose(1, 2)
-            return src + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
-
-    model = nn.TransformerEncoder(Own(WIDTH, 4, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
-    trace, _, _ = compared(model, torch.randn(B, T, WIDTH))
-    assert [(site.name, site.layer) for site in trace.mixers] == [("layers.0", 0), ("layers.1", 1)]
-    assert [state.layer for state in trace.states] == [0, 1, 2]
-    for site, state in zip(trace.mixers, trace.states, strict=False):
-        q = state.tokens.unflatten(-1, (4, -1)).transpose(1, 2)
-        assert (site.operator.dense() - rw.operators.SoftmaxMixing(q, q).dense()).abs().max() < TOLERANCE
-
-
 def test_a_forward_replaced_on_the_module_is_reported():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.other = attention_of(), attention_of()
-
-        def forward(self, x):
-            return self.attention(x, x, x)[0] + self.other(x, x, x)[0]
-
-    model = Model().eval()
+    made = kind(
+        lambda self, x: self.attention(x, x, x)[0] + self.other(x, x, x)[0],
+        attention=attention_of,
+        other=attention_of,
+    )
+    model = made().eval()
     model.other.forward = lambda query, key, value: (query * 2, None)
     trace, _, _ = compared(model, torch.randn(B, T, WIDTH))
     assert [site.name for site in trace.mixers] == ["attention"]
@@ -484,18 +436,13 @@ def test_a_forward_replaced_on_the_module_is_reported():
     assert "`forward` was replaced" in uncaptured.reason
 
 
-def test_blocks_around_the_attention_layer_in_half_precision():
-    class HalfBlock(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.attention = nn.LayerNorm(WIDTH), attention_of()
+def test_attention_layers_in_half_precision_keep_the_fast_path():
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
 
-        def forward(self, x):
-            y = self.norm(x)
-            return x + self.attention(y, y, y, need_weights=False)[0]
-
-    model = Stack(HalfBlock).eval().bfloat16()
-    trace, calls, _ = compared(model, hidden().bfloat16())
-    assert calls == {"_native_multi_head_attention": 3}
+    block = kind(forward, norm=lambda: nn.LayerNorm(WIDTH), attention=attention_of)
+    trace, calls, _ = compared(Stack(block).eval().bfloat16(), hidden().bfloat16())
+    assert calls == {ATTENTION: 3}
     assert {site.operator.dtype for site in trace.mixers} == {torch.bfloat16}
     assert {state.tokens.dtype for state in trace.states} == {torch.bfloat16}

@@ -1,0 +1,402 @@
+"""Tests of which modules are blocks, how layers are numbered, and which tensors are token states."""
+
+import pytest
+import torch
+from capture_zoo import (
+    BATCH,
+    CAUSAL,
+    HEADS,
+    TOKENS,
+    WIDTH,
+    Attention,
+    Block,
+    CrossStack,
+    Head,
+    InPlace,
+    ManyHeads,
+    Residual,
+    ResidualOutside,
+    Shared,
+    Stack,
+    Stages,
+    SublayerBlock,
+    TokensFirst,
+    Towers,
+    Twins,
+    Unbatched,
+    attention_block,
+    fused,
+    hidden,
+    kind,
+    linear,
+    plain,
+    seen,
+    stack_of,
+)
+from torch import nn
+
+import rankwise as rw
+from rankwise.errors import InputError
+from rankwise.tracing.block_finder import block_ranks, matches
+from rankwise.tracing.block_finder import stack_of as stack_name
+
+
+def layers_of(records):
+    return [record.layer for record in records]
+
+
+def calls_of(model, names, *inputs):
+    """Return copies of the first inputs and of the outputs of modules, by name."""
+    read, gave, handles = {}, {}, []
+    for name in names:
+        module = model.get_submodule(name)
+
+        def before(module, args, name=name):
+            read.setdefault(name, []).append(args[0].clone())
+
+        def after(module, args, output, name=name):
+            gave.setdefault(name, []).append(output.clone())
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    with torch.no_grad():
+        model(*(one.clone() for one in inputs))
+    for handle in handles:
+        handle.remove()
+    return read, gave
+
+
+def sequential(*parts):
+    return nn.Sequential(*parts, nn.LayerNorm(WIDTH))
+
+
+# The model, the names of its blocks, their number.
+LINKED = {
+    "plain": (stack_of, "blocks.{}", 3),
+    "fused": (lambda: stack_of(fused), "blocks.{}", 3),
+    "one block": (lambda: stack_of(depth=1), "blocks.{}", 1),
+    "several heads": (lambda: Stack(lambda: Block(ManyHeads(3, 8))), "blocks.{}", 3),
+    "one head": (lambda: Stack(lambda: Block(ManyHeads(1, WIDTH))), "blocks.{}", 3),
+    "one head, one block": (lambda: Stack(lambda: Block(ManyHeads(1, WIDTH)), 1), "blocks.{}", 1),
+    "heads as wide as the model": (lambda: Stack(lambda: Block(ManyHeads(3, WIDTH))), "blocks.{}", 3),
+    "nn.Sequential of blocks": (lambda: sequential(*(attention_block() for _ in range(3))), "{}", 3),
+    "blocks in place": (lambda: Stack(InPlace), "blocks.{}", 3),
+    "blocks of residual halves": (
+        lambda: Stack(lambda: nn.Sequential(Residual(Attention()), Residual(linear()))),
+        "blocks.{}",
+        3,
+    ),
+    "blocks of a list of sublayers": (lambda: Stack(lambda: SublayerBlock(1)), "blocks.{}", 3),
+    "blocks of a list of many sublayers": (lambda: Stack(lambda: SublayerBlock(2)), "blocks.{}", 3),
+    "one block of many sublayers": (lambda: Stack(lambda: SublayerBlock(2), 1), "blocks.{}", 1),
+    "mixed blocks": (lambda: sequential(attention_block(), Residual(Attention())), "{}", 2),
+    **{
+        f"stages of {depths} blocks": (lambda depths=depths: Stages(depths), depths, sum(depths))
+        for depths in [(2, 2), (1, 1), (1, 2), (3,), (1,)]
+    },
+}
+
+
+@pytest.mark.parametrize("case", LINKED)
+def test_states_are_inputs_of_blocks_and_the_last_output(case):
+    make, names, depth = LINKED[case]
+    model, x = make().eval(), hidden()
+    if isinstance(names, str):
+        names = [names.format(at) for at in range(depth)]
+    else:
+        names = [f"stages.{stage}.{at}" for stage, blocks in enumerate(names) for at in range(blocks)]
+    read, gave = calls_of(model, names, x)
+    trace = seen(model, x)
+    assert trace.notes == []
+    assert layers_of(trace.states) == list(range(depth + 1))
+    assert [state.name for state in trace.states] == [names[0], *names]
+    for name, state in zip(names, trace.states, strict=False):
+        assert torch.equal(state.tokens, read[name][0])
+    assert torch.equal(trace.states[-1].tokens, gave[names[-1]][0])
+    assert sorted(set(layers_of(trace.mixers))) == list(range(depth))
+    assert all(site.name.startswith(names[site.layer]) for site in trace.mixers)
+    assert len({state.stack for state in trace.states} | {site.stack for site in trace.mixers}) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_heads_that_are_modules_are_sites_of_one_head_in_the_layer_of_their_block(heads):
+    trace = seen(Stack(lambda: Block(ManyHeads(heads, WIDTH // heads))).eval(), hidden())
+    assert [(site.name, site.layer) for site in trace.mixers] == [
+        (f"blocks.{layer}.attention.heads.{head}", layer) for layer in range(3) for head in range(heads)
+    ]
+    for site in trace.mixers:
+        assert torch.equal(site.operator.support(), CAUSAL.expand(BATCH, 1, TOKENS, TOKENS))
+
+
+def test_a_single_head_called_as_the_model_is_not_a_block():
+    trace = seen(Head(WIDTH).eval(), hidden())
+    assert [(site.name, site.layer) for site in trace.mixers] == [("", 0)]
+    assert trace.states == []
+
+
+# --- the stream is not the output of blocks -----------------------------------------------------------------
+
+
+def test_states_are_inputs_of_sublayers_if_the_residual_is_added_outside():
+    model, x = ResidualOutside().eval(), hidden()
+    names = [f"layers.{at}.0" for at in range(3)]
+    read, gave = calls_of(model, names, x)
+    trace = seen(model, x)
+    assert layers_of(trace.states) == layers_of(trace.mixers) == [0, 1, 2]
+    for name, state in zip(names, trace.states, strict=True):
+        assert torch.equal(state.tokens, read[name][0])
+        assert not any(torch.equal(state.tokens, gave[other][0]) for other in names)
+    (note,) = trace.notes
+    assert "the residual is added outside" in note
+    assert "the last state is missing" in note
+
+
+def test_the_output_of_a_single_sublayer_is_not_a_state():
+    trace = seen(ResidualOutside(1).eval(), hidden())
+    assert layers_of(trace.states) == [0]
+    (note,) = trace.notes
+    assert "nothing read the output of its only block" in note
+
+
+def test_items_without_a_mixer_are_part_of_the_stream():
+    parts = [Residual(part) for _ in range(2) for part in (Attention(), linear())]
+    model, x = sequential(*parts).eval(), hidden()
+    read, gave = calls_of(model, ["0", "2", "3"], x)
+    trace = seen(model, x)
+    assert [site.name for site in trace.mixers] == ["0.inner", "2.inner"]
+    for state, tokens in zip(trace.states, (read["0"], read["2"], gave["3"]), strict=True):
+        assert torch.equal(state.tokens, tokens[0])
+    assert trace.notes == []
+
+
+def test_changes_in_place_do_not_reach_states():
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        y = self.norm(x)
+        x.zero_()
+        return y
+
+    model, x = type("Scaled", (Stack,), {"forward": forward})(InPlace, 2).eval(), hidden()
+    _, gave = calls_of(model, ["blocks.1"], x)
+    trace = seen(model, x)
+    assert torch.equal(trace.states[0].tokens, x)
+    assert torch.equal(trace.states[-1].tokens, gave["blocks.1"][0])
+
+
+def test_a_block_may_change_its_states_in_place_and_return_nothing():
+    def forward(self, x):
+        x = x.clone()
+        for block in self.blocks:
+            block(x)
+        self.kept = x
+
+    def change(self, x):
+        x.add_(self.attention(x))
+
+    block = kind(change, attention=Attention)
+    model, x = type("Model", (Stack,), {"forward": forward})(block).eval(), hidden()
+    trace = seen(model, x)
+    assert layers_of(trace.mixers) == [0, 1, 2]
+    assert layers_of(trace.states) == [0, 1, 2, 3]
+    assert torch.equal(trace.states[0].tokens, x)
+    assert torch.equal(trace.states[3].tokens, model.kept)
+
+
+def test_changes_in_place_do_not_reach_values_and_outputs():
+    def forward(self, x):
+        q, values = self.proj(x)[:, None], x[:, None].clone()
+        y = fused(q, q, values)
+        y += 1
+        values.zero_()
+        return y[:, 0]
+
+    added = kind(forward, proj=linear)
+    for site in seen(Stack(lambda: Residual(added())).eval(), hidden()).mixers:
+        assert (site.operator @ site.values - site.output).abs().max() < 1e-5
+
+
+# --- other axes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(6, 2), (2, 6), (9, 3)])
+def test_tokens_may_be_on_the_first_axis(tokens, batch):
+    x = hidden(tokens, batch)  # (T, B, D)
+    trace = seen(Stack(TokensFirst).eval(), x)
+    assert {tuple(site.operator.shape) for site in trace.mixers} == {(batch, HEADS, tokens, tokens)}
+    assert {site.sequences for site in trace.mixers} == {batch}
+    assert torch.equal(trace.states[0].tokens, x.transpose(0, 1))
+    assert {tuple(state.tokens.shape) for state in trace.states} == {(batch, tokens, WIDTH)}
+
+
+@pytest.mark.parametrize("mix", [plain, fused])
+def test_a_model_may_have_no_batch_axis(mix):
+    x = torch.randn(TOKENS, WIDTH)
+    trace = seen(Stack(lambda: Unbatched(mix)).eval(), x)
+    assert {tuple(site.operator.shape) for site in trace.mixers} == {(1, HEADS, TOKENS, TOKENS)}
+    assert layers_of(trace.states) == [0, 1, 2, 3]
+    assert torch.equal(trace.states[0].tokens, x[None])
+
+
+# --- lists in lists, towers, one block called twice ---------------------------------------------------------
+
+
+def test_stages_that_break_the_stream_are_separate_stacks():
+    def forward(self, x):  # (B, D, H, W) → tokens → (B, D, H, W)
+        return self.blocks(x.flatten(2).mT).mT.unflatten(2, x.shape[2:])
+
+    def run(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+    picture = kind(forward, blocks=lambda: stack_of(depth=2))
+    maps = kind(run, stages=lambda: nn.ModuleList([picture(), picture()]))
+    trace = seen(maps().eval(), torch.randn(2, WIDTH, 3, 2))
+    assert [(site.stack, site.layer) for site in trace.mixers] == [
+        (f"stages.{stage}.blocks.blocks", at) for stage in range(2) for at in range(2)
+    ]
+    assert layers_of(trace.states) == [0, 1, 2] * 2
+
+
+def test_one_encoder_on_two_inputs_runs_in_two_forward_passes():
+    a, b = hidden(), hidden(tokens=5)
+    trace = seen(Twins().eval(), a, b)
+    for records, count in ((trace.mixers, 3), (trace.states, 4)):
+        places = [(record.forward_pass, record.layer) for record in records]
+        assert places == [(run, at) for run in (0, 1) for at in range(count)]
+    assert torch.equal(trace.states[0].tokens, a)
+    assert torch.equal(trace.states[4].tokens, b)
+    assert {site.stack for site in trace.mixers} == {"encoder.blocks"}
+
+
+def test_two_towers_are_two_stacks():
+    a, b = hidden(), hidden()
+    trace = seen(Towers().eval(), a, b)
+    assert [(site.stack, site.layer) for site in trace.mixers] == [
+        (stack, at) for stack in ("towers.*.blocks", "towers.1.blocks") for at in range(3)
+    ]
+    first = {state.stack: state.tokens for state in trace.states if state.layer == 0}
+    assert torch.equal(first["towers.*.blocks"], a)
+    assert torch.equal(first["towers.1.blocks"], b)
+    assert {state.forward_pass for state in trace.states} == {0}
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_each_call_of_a_shared_block_is_a_layer(times):
+    model, x = Shared(times).eval(), hidden()
+    read, gave = calls_of(model, ["blocks.0"], x)
+    trace = seen(model, x)
+    assert layers_of(trace.mixers) == list(range(times))
+    assert {site.forward_pass for site in trace.mixers} == {0}
+    for at, state in enumerate(trace.states[:-1]):
+        assert torch.equal(state.tokens, read["blocks.0"][at])
+    assert torch.equal(trace.states[-1].tokens, gave["blocks.0"][-1])
+
+
+def test_two_mixers_of_one_block_share_its_layer():
+    trace = seen(CrossStack().eval(), hidden(), hidden(tokens=5))
+    assert [(site.layer, site.cross) for site in trace.mixers] == [
+        (at, cross) for at in (0, 1) for cross in (False, True)
+    ]
+    assert layers_of(trace.states) == [0, 1, 2]
+
+
+def test_blocks_that_change_the_number_of_tokens_have_layers_but_no_states():
+    halving = kind(lambda self, x: self.attention(x)[:, ::2], attention=Attention)
+    trace = seen(Stack(halving).eval(), hidden(tokens=16))
+    assert [(site.layer, site.operator.shape[-1]) for site in trace.mixers] == [(0, 16), (1, 8), (2, 4)]
+    assert trace.states == []
+
+
+def test_an_uncaptured_block_counts_as_a_layer():
+    def forward(self, x):  # an attention that is not seen: it has no softmax
+        weights = (self.q_proj(x) @ self.k_proj(x).mT).exp()
+        return weights / weights.sum(-1, keepdim=True) @ x
+
+    unseen = kind(forward, "Unseen", q_proj=linear, k_proj=linear)
+    model = sequential(attention_block(), Block(unseen()), attention_block()).eval()
+    trace = seen(model, hidden())
+    assert [(site.name, site.layer) for site in trace.mixers] == [("0.attention", 0), ("2.attention", 2)]
+    assert layers_of(trace.states) == [0, 1, 2, 3]
+    (uncaptured,) = trace.uncaptured
+    assert (uncaptured.name, uncaptured.type) == ("1.attention", "Unseen")
+    assert "no softmax attention was seen inside it" in uncaptured.reason
+
+
+def test_pytorchs_layer_may_be_the_whole_model():
+    trace = seen(nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True).eval(), hidden())
+    assert [site.name for site in trace.mixers] == [""]
+    assert trace.uncaptured == []
+
+
+# --- blocks named by the caller, and names ------------------------------------------------------------------
+
+
+def test_the_caller_may_name_blocks():
+    model = kind(
+        lambda self, x: self.end(self.middle(self.start(x))),
+        start=attention_block,
+        middle=attention_block,
+        end=attention_block,
+    )().eval()
+    assert seen(model, hidden()).states == []
+    trace = seen(model, hidden(), capture={"blocks": "[sme]*"})
+    assert {state.stack for state in trace.states} == {"start", "middle", "end"}
+    assert [state.layer for state in trace.states if state.stack == "middle"] == [0, 1]
+
+
+def test_a_pattern_names_blocks_and_no_module_inside_them():
+    model = stack_of()
+    trace = seen(model, hidden(), capture={"blocks": "blocks.*"})
+    assert [state.name for state in trace.states] == ["blocks.0", "blocks.0", "blocks.1", "blocks.2"]
+    some = seen(model, hidden(), capture={"blocks": "blocks.[01]"})
+    assert [state.name for state in some.states] == ["blocks.0", "blocks.0", "blocks.1"]
+    assert len(some.mixers) == 3
+    with pytest.raises(InputError, match=r"blocks 'layers\.\*'.*no match"):
+        rw.capture(model, blocks="layers.*")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "fits"),
+    [
+        ("decoder.layers.3", "decoder.layers.*", True),
+        ("decoder.layers.3.attention", "decoder.layers.*", False),
+        ("decoder.layers.3.attention", "*.layers.?.attention", True),
+        ("layers.12", "layers.?", False),
+        ("block1", "block[12]", True),
+    ],
+)
+def test_patterns_match_part_by_part(name, pattern, fits):
+    assert matches(name, pattern) is fits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stack"),
+    [
+        (["encoder.layer.3"], "encoder.layer"),
+        (["stages.1.blocks.0"], "stages.*.blocks"),
+        (["block2"], "block*"),
+        (["encoder1.layers.0"], "encoder1.layers"),
+        (["0"], "*"),
+        (["layers.0.1"], "layers.*"),
+        # numbers in the name of the module that runs the blocks are kept
+        (["stages.1.blocks.0", "stages.1"], "stages.1.blocks"),
+        (["stages.1.blocks.0", "stages"], "stages.*.blocks"),
+    ],
+)
+def test_a_stack_is_named_after_its_blocks(arguments, stack):
+    assert stack_name(*arguments) == stack
+
+
+def test_lists_of_like_modules_rank_first():
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList([nn.Identity(), nn.Identity()]),
+            "mixed": nn.ModuleList([nn.Identity(), nn.ReLU()]),
+            "block1": nn.Tanh(),
+            "block2": nn.Tanh(),
+            "conv1": nn.Sigmoid(),
+        }
+    )
+    like, numbered = dict.fromkeys(["layers.0", "layers.1"], 0), dict.fromkeys(["block1", "block2"], 1)
+    assert block_ranks(model, None) == like | numbered | dict.fromkeys(["mixed.0", "mixed.1"], 2)
