@@ -27,27 +27,27 @@ from rankwise.importance.losses import real_tokens
 from rankwise.tracing import MixerSite, StateSite, capture
 
 SEQUENCES = 16
-"""Sequences on which outputs are compared, at most."""
+"""Maximum number of sequences on which outputs are compared."""
 CACHE_TOKENS = 8
-"""Tokens whose cache is measured."""
+"""Number of tokens for which the size of the cache is measured."""
 SECONDS = 3.0
-"""Time for each latency; at least five rounds are run, and the first does not count."""
+"""Seconds spent on each latency; at least five rounds are run, and the first does not count."""
 ROUNDS = 25
 STEPS = ROUNDS + 1
-"""Tokens that timed decoding may add to its cache."""
+"""Maximum number of tokens that timed decoding adds to its cache."""
 LENGTHS = (4, 1)
-"""Divisors of the longest length that is timed."""
+"""The timed lengths are the longest length divided by these."""
 LONGEST = 512
-"""Tokens of the longest length that is timed, at most."""
+"""Maximum number of tokens of the longest timed length."""
 
 
 @dataclass
 class Evaluation:
-    """Fields of a record, and the error of the states after each layer."""
+    """Measured fields of a `Compression`, and the error of token states after each layer."""
 
     fields: dict[str, Any]
     state_errors: dict[tuple[str, int], float]
-    """By stack and layer: encoders and decoders use the same layer numbers."""
+    """By stack of blocks and layer: encoders and decoders use the same layer numbers."""
     stacks: dict[str, str]
     """Stack of each mixer, by name."""
     notes: list[str]
@@ -68,7 +68,7 @@ class Snapshot:
 def evaluate(
     model: nn.Module, batches: list[Any], changes: list[Change], timed: bool, on_step: Callable[[str], None]
 ) -> Evaluation:
-    """Measure a model with its changes, and without them; the changes are applied before and after."""
+    """Measure a model with and without its changes, which are applied when this is called and afterwards."""
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
     new = snapshot(model, batches, "after")

@@ -1,7 +1,7 @@
-"""Attention layers whose code computes with fewer heads, and the linear layers before and after the heads.
+"""Find attention layers that work with fewer heads, and the linear layers before and after the heads.
 
-Values of a forward pass show where heads come from and which layer reads them. A trial shows how the layer's
-code knows the number of heads.
+Tensors of a forward pass show which linear layers compute the heads and which layer reads them. A trial shows
+where the layer's code stores the number of heads. A unit is a set of heads that are removed together.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from rankwise.tracing.projections import (
 )
 
 SIZE_RULES = 4
-"""How a layer reads its number of heads: not at all, by name, by width, or from the configuration as well."""
+"""Rules for what to change in a layer: 0 nothing, 1 counts of heads, 2 also widths, 3 also its config."""
 CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 Plan = Mapping[str, set[int]]
@@ -64,16 +64,16 @@ class HeadProjections:
 
     @property
     def group(self) -> int:
-        """Query heads that are removed together: all that share a key head, if keys are grouped."""
+        """Number of query heads of a unit: those that share a key head, if queries are grouped."""
         return self.heads // self.value_heads if self.value_heads > 1 else 1
 
     @property
     def units(self) -> int:
-        """Groups of heads that are removed together."""
+        """Number of units."""
         return self.heads // self.group
 
     def without(self, units: set[int], module: nn.Module) -> RemovedHeads:
-        """Return the record of the layer, the module before the change, without some units."""
+        """Return the record of the layer without some units; `module` is the layer before its change."""
         kept = [unit for unit in range(self.units) if unit not in units]
         query = [unit * self.group + at for unit in kept for at in range(self.group)]
         shared = self.value_heads == 1  # a shared key head stays while a query head remains
@@ -167,7 +167,7 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
 
 
 def trial(model: nn.Module, layers: list[HeadProjections], batch: Any) -> str:
-    """Remove the first unit of some layers; return the first difference from zeros in its place, or ""."""
+    """Remove the first unit of some layers; return how outputs differ from those with zeros in its place."""
     plan = {layer.name: {0} for layer in layers}
     try:
         with zeroed(model, layers, plan):

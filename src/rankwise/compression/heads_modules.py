@@ -1,7 +1,7 @@
-"""Attention layers with fewer heads: smaller linear layers, and the head counts that the layer's code reads.
+"""Remove heads from attention layers: make linear layers smaller, and change the counts that the code reads.
 
-Removed heads are absent from tensors and caches. A layer without heads computes one head of zeros, which
-needs no weights, so that its masks, caches and code still work.
+Tensors and caches do not contain removed heads. A layer without any head computes one head of zeros, which
+needs no weights, so that masks, caches and the layer's code still work.
 """
 
 from collections.abc import Sequence

@@ -15,9 +15,9 @@ from rankwise.importance import Importance, ImportanceSettings, measure, sort_by
 from rankwise.tracing import HeadId
 
 ROUNDS = 4
-"""Rounds in which a share of the heads is removed; costs are estimated again in each."""
+"""Number of rounds in which a share of the heads is removed; each round estimates costs again."""
 PROBES = 2
-"""Random projections for the curvature in each round."""
+"""Number of random vectors per round that estimate the curvature of the loss."""
 Units = dict[str, set[int]]
 """Units to remove, by the name of their layer."""
 
@@ -56,7 +56,7 @@ def solve(job: Job) -> Solution:
 
 
 def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
-    """Return the largest set of heads that importance finds removable within the tolerance."""
+    """Return the largest set of heads found removable within the tolerance, notes, and all importances."""
     importance = _importance(job, layers, {}, job.tolerance)
     record = importance.record
     found = record.removable
@@ -81,7 +81,7 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], 
 
 
 def _share(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
-    """Return the cheapest heads by estimate, chosen in rounds."""
+    """Return the heads of least estimated cost, notes, and the importances before any removal."""
     assert job.keep is not None
     total = sum(layer.heads for layer in layers)
     groups = {layer.name: layer.group for layer in layers}

@@ -1,4 +1,8 @@
-"""Attention layers whose cached keys and values are outputs of linear layers, up to norms and rotation."""
+"""Find attention layers whose cached keys and values are outputs of linear layers.
+
+Between linear layer and cache, keys may pass a norm and a rotation by position. A latent is the vector per
+token from which such a layer can compute its keys and values.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +23,7 @@ from rankwise.tracing import RecordedCall, record_calls
 from rankwise.tracing.projections import Projection, find_projection, linear_parts
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotations whose angles change with the length of the text, so that cached keys would be outdated."""
+"""Types of rotary positions whose angles depend on the length of the text: cached keys would be outdated."""
 
 
 def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
@@ -65,7 +69,7 @@ def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]
 
 
 def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the outputs of a text that is read at once; for token ids, also in two calls with a cache."""
+    """Return the outputs for a text read at once; for token ids, also if its halves are read with a cache."""
     whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
@@ -86,7 +90,7 @@ def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
 
 @dataclass
 class _Observed:
-    """Calls in one forward pass with a cache."""
+    """Inputs and outputs of modules in one forward pass with a cache."""
 
     attention: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     """Modules that received a cache: their index in the cache, and their keyword arguments."""
@@ -94,11 +98,11 @@ class _Observed:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """Inputs and outputs of all modules that map a tensor to a tensor."""
     rotations: list[tuple[str, Any, dict[str, str]]] = field(default_factory=list)
-    """Modules that returned two tensors, with these and the options of the call."""
+    """Modules that returned two tensors, such as cos and sin: name, tensors, text options of the call."""
 
 
 def find_cached_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
-    """Return the attention layers at full rank, in cache order, and the reason for each other layer."""
+    """Return records with latents of full rank, in cache order, and the reason for each other layer."""
     seen, cache = _run_with_cache(model, to_device(first_sequences(batch, 2), device_of(model)))
     found: dict[int, LatentLayer] = {}
     skipped: dict[str, str] = {}
@@ -160,7 +164,7 @@ def _inside(name: str, outer: str) -> bool:
 
 
 def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) -> LatentLayer | str:
-    """Return the layer at full rank, or the reason why it cannot have a latent."""
+    """Return the record of a layer with a latent of full rank, or the reason why it cannot have a latent."""
     cached = cache.layers[at] if at < len(cache.layers) else None
     below = [module for module in seen.outputs if _inside(module, name)]
     if any(isinstance(model.get_submodule(module), LatentProjection) for module in below):
@@ -238,7 +242,7 @@ def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, l
 def _unrotated(
     model: nn.Module, name: str, keys: Tensor, seen: _Observed
 ) -> list[tuple[Tensor, dict[str, Any]]] | str:
-    """Return candidates for the keys before rotation, each with its fields of `LatentLayer`, or a reason."""
+    """Return candidates for the keys before rotation, each with fields of its `LatentLayer`; or a reason."""
     arguments = seen.attention[name][1]
     received = arguments.get("position_embeddings")
     if received is None:

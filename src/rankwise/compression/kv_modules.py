@@ -1,4 +1,4 @@
-"""Keys and values of an attention layer read out of one latent per token, which the cache keeps instead."""
+"""Modules that compute keys and values from one latent per token, and caches that keep the latents."""
 
 import copy
 from collections.abc import Sequence
@@ -166,7 +166,7 @@ class LatentState:
 
 
 class LatentProjection(nn.Module):
-    """Linear layer that reads its channels of keys or values out of the latent; `rest` computes the others.
+    """Linear layer that computes its channels of keys or values from the latent, and others by `rest`.
 
     `down` computes the latent. If keys and values have one layer each, only the layer of the keys has it.
     """
@@ -195,7 +195,7 @@ class LatentProjection(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """Output channels, as many as before."""
+        """Number of output channels of the replaced linear layer."""
         return sum(count for _, count in self.runs)
 
 

@@ -1,4 +1,4 @@
-r"""The part ``kv``: the factors of least output KL for keys and values, and one budget of cache bytes.
+r"""The part ``kv``: low-rank keys and values of least output KL, and one budget of cache bytes.
 
 To second order, other keys and values change the outputs by a KL divergence of ½ Σ_s tr(F_s δ_s δ_sᵀ), summed
 over tokens s, if the errors δ_s of different tokens are uncorrelated. F_s is the Fisher information of the
@@ -11,8 +11,9 @@ model itself. With δ_s = (W − W')x_s, and F and x uncorrelated,
 queries that read it, and g of a value is Σ_t p_ts Oᵀ e_t through the output projection. So G weighs keys,
 values, heads and layers in one unit.
 
-Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young). The
-σ_i²/2 of all layers are nats, so one budget over layers goes to the largest of them.
+Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young), where
+[·]_r keeps the r largest singular values σ. The σ_i²/2 of all layers are in nats, so one budget over layers
+goes to the largest of them.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ GRADIENT_RIDGE = 1e-6
 
 
 def solve(job: Job) -> Solution:
-    """Compute the keys and values of each layer out of one latent, whose ranks share one budget of bytes."""
+    """Compute keys and values from one latent per layer; the ranks of all layers share a budget of bytes."""
     layers, skipped = find_latent_layers(job.model, job.batches[0])
     moments = collect_moments(job.model, layers, job.batches, job.seed, job.on_step)
     tokens = moments[0].count

@@ -27,7 +27,7 @@ class Named(Protocol):
 Layer = TypeVar("Layer", bound=Named)
 Step = Callable[[str], None]
 LEAST_TOKENS = 0.5
-"""Calibration tokens per channel of the widest head or latent, below which a request is refused."""
+"""Minimum number of calibration tokens per channel of the widest head or latent."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Projections:
     scale: float | None = None
     """Scale of the logits of an explicit softmax; None if fused attention shows queries and keys."""
     pairs: Int[Tensor, "P 2"] = field(default_factory=lambda: torch.empty(0, 2, dtype=torch.long))
-    """Channels of a head that positions rotate into each other; empty without rotation."""
+    """Pairs of channels of a head that rotary positions rotate into each other; empty without rotation."""
 
     @property
     def heads(self) -> int:
@@ -73,7 +73,10 @@ class Projections:
 
 @dataclass
 class Factors:
-    """A and B of one layer's heads, before any rotation. Columns of removed channels are zero."""
+    """Factors A and B of each head: logits Q Kᵀ become (Q A)(K B)ᵀ, before positions rotate queries and keys.
+
+    Columns of removed channels are zero.
+    """
 
     query: Float64[Tensor, "H K K"]
     key: Float64[Tensor, "G K K"]
@@ -82,7 +85,7 @@ class Factors:
 
 
 def random_bases(layer: Projections, seed: int = 0) -> Factors:
-    """Draw orthonormal bases of full width; within a rotary pair only rotations."""
+    """Draw random orthonormal factors of full width; the two channels of a rotary pair are only rotated."""
     generator = torch.Generator().manual_seed(seed)
     free = torch.tensor(layer.unrotated, dtype=torch.long)
     bases = torch.eye(layer.width, dtype=torch.float64).repeat(layer.key_heads, 1, 1)

@@ -1,4 +1,4 @@
-"""Attention layers whose queries and keys are outputs of linear layers, in any basis."""
+"""Find attention layers whose queries and keys are outputs of linear layers and may have any basis."""
 
 from collections.abc import Iterator, Mapping
 from itertools import permutations
@@ -21,11 +21,11 @@ EXPLICIT = (
     "attn_implementation='sdpa' may show more"
 )
 SMALLEST = 1e-12
-"""Smaller entries of attention are ignored: they are masked, or their logarithms have lost digits."""
+"""Smaller entries of an attention matrix are ignored: masked, or too imprecise for their logarithm."""
 
 
 def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the layers whose heads may be turned into any basis, and the reason for each other layer."""
+    """Return the layers that work with queries and keys in any basis, and the reason for each other layer."""
     layers, skipped = find_projections(model, batch)
     reason = "its outputs change with the basis of queries and keys: not only inner products read them"
     layers, failed = keep_passing(model, batch, layers, turned, reason)
@@ -43,7 +43,7 @@ def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projection
 def turned(model: nn.Module, layers: list[Projections]) -> Change:
     """Return the trial change: queries and keys of every head in a random basis of full width.
 
-    It changes outputs if anything but inner products of queries and keys reads them: norms, or positions.
+    It changes outputs if code reads queries or keys other than by their inner products: a norm, a rotation.
     """
     return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
 
@@ -86,10 +86,11 @@ def _projections(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | s
 def find_explicit_softmax(
     matrix: Float[Tensor, "B H T S"], outputs: Mapping[str, Float[Tensor, "B T O"]]
 ) -> tuple[Projection, Projection, float] | None:
-    """Return query and key projections and the scale whose inner products are the logits of attention.
+    """Find two linear layers whose outputs, as queries and keys, have the logits of an attention matrix.
 
-    Masks and biases of positions are the same for two sequences. So the logarithms of attention of two
-    sequences differ, up to one number per row, only by their scaled inner products. None if no pair fits.
+    Return the query projection, the key projection and the scale of their inner products; None if no pair
+    fits. Masks and position biases are equal in all sequences. So the logarithms of the attention of two
+    sequences differ only by their scaled inner products, up to one number per row.
     """
     if matrix.shape[0] < 2 or matrix.shape[-2] != matrix.shape[-1]:
         return None
@@ -113,7 +114,7 @@ def find_explicit_softmax(
 
 
 def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H T S"]:
-    """Return the difference of two sequences minus its mean over the entries that each row sees."""
+    """Return the difference of two sequences' logits, minus its mean over each row's unmasked entries."""
     change = torch.where(seen, logits[0] - logits[1], 0.0)
     mean = change.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(seen, change - mean, 0.0)
@@ -122,7 +123,7 @@ def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H
 def _candidates(
     heads: int, tokens: int, outputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Float[Tensor, "2 H T K"], Tensor]]:
-    """Yield each way to cut an output into heads: alone, or as one of two or three side by side."""
+    """Yield each way to split outputs into heads, if they hold one, two or three of queries, keys, values."""
     for name, output in outputs.items():
         if output.dim() != 3 or output.shape[1] != tokens or output.shape[0] < 2:
             continue

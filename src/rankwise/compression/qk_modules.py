@@ -16,9 +16,9 @@ from rankwise.errors import CompressionError, did_you_mean
 from rankwise.tracing.projections import linear_parts
 
 Runs = list[tuple[int, int]]
-"""Channels as (first, count)."""
+"""Runs of consecutive channels, each as (first, count)."""
 RECORD = "_narrow_keys"
-"""Attribute of an attention layer whose cache keeps narrow keys: the runs of their channels, over heads."""
+"""Attribute of an attention layer whose cache keeps narrow keys: their channels, counted over all heads."""
 
 
 def runs_of(channels: Sequence[int]) -> Runs:
@@ -198,7 +198,7 @@ class NarrowedKeys(BaseModel, extra="forbid"):
 
 
 def build(model: nn.Module, saved: NarrowedLinear | NarrowedKeys) -> Change:
-    """Build the change that a record describes; weights are still empty."""
+    """Build the change that a record describes; its new weights have no values yet."""
     module = find_module(model, saved.module)
     if isinstance(saved, NarrowedKeys):
         return _key_caches(model, {saved.module: saved.runs})
@@ -252,9 +252,9 @@ def other_module(name: str, expected: str, got: nn.Module) -> CompressionError:
 def narrow_linear(
     module: nn.Module, heads: Iterable[tuple[Int[Tensor, "K"], Float64[Tensor, "K r"], list[int]]]
 ) -> NarrowProjection:
-    """Return a narrow layer with weights and biases times the factors, rounded once at the end.
+    """Return a narrow layer whose weights and biases are multiplied by factors in float64 and rounded once.
 
-    Each head is its K channels, its factor, and the r places among the channels that the new channels get.
+    Each head is a tuple: its K output channels, its factor (K, r), and which r channels get the result.
     """
     parts = linear_parts(module)
     assert parts is not None

@@ -1,4 +1,4 @@
-"""The part ``qk``: closed form, widths of heads under one budget, and calibration.
+"""The part ``qk``: factors in closed form, one budget of widths over all heads, and gradient steps.
 
 `rotary_solve` uses the widths and the calibration.
 """
@@ -31,15 +31,15 @@ from rankwise.errors import CompressionError
 from rankwise.measures.logits import logit_bases
 
 CURVE_SEQUENCES = 16
-"""Sequences on which the curve of each head is measured, at most."""
+"""Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
 CURVE_POINTS = 32
-"""Steps of a curve from 1 to K; curves of wide heads also have the narrowest widths."""
+"""Number of evenly spaced widths of a curve; a wide head's curve also has the widths below the first."""
 RATE = 0.02
-"""Learning rate of Adam for factors of whitened logits; it falls to zero along a cosine."""
+"""Learning rate of Adam for factors in whitened coordinates; it falls to zero along a cosine."""
 ROWS = 2**20
-"""Entries of attention matrices in one step, about: 2 sequences of 192 tokens and 12 heads."""
+"""Approximate number of attention entries per step: 2 sequences of 192 tokens with 12 heads."""
 SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Shares of the width at which a record contains attention KL."""
+"""Shares of the full width at which the record lists attention KL."""
 Curve = tuple[list[int], list[float]]
 """Widths of a key head, ascending, and its attention KL at each."""
 
@@ -63,7 +63,7 @@ def solve(job: Job) -> Solution:
 
 
 def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
-    """Return the first columns of the optimal bases of each key head.
+    """Return the factors of least squared error of logits, with the given width for each key head.
 
     Columns of A and B are scaled so that queries and keys have equal size, for low precision.
     """
@@ -164,11 +164,11 @@ def calibrate(
     seed: int = 0,
     on_step: Step = lambda step: None,
 ) -> tuple[Factors, int]:
-    """Take gradient steps on the mean KL(M ‖ M') of A and B, until Ctrl-C; also return the number of steps.
+    """Improve factors by Adam steps on mean attention KL until Ctrl-C; also return the number of steps.
 
-    Both factors are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each step
-    reads a few random sequences. With rotation, a kept pair may become any linear map of the head's channels
-    before the rotation: pairs of similar frequency take over the content of removed pairs.
+    Factors A and B are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each
+    step reads a few random sequences. With rotary positions, a kept pair may become any linear map of the
+    head's channels before rotation: pairs of similar frequency take over the content of removed pairs.
     """
     groups, device = layer.projections.groups, layer.samples[0].query.device
     rotated = len(layer.projections.pairs) > 0
@@ -215,7 +215,7 @@ def calibrate(
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
-    """Return the number per column that makes A (multiplied) and B (divided) equally large.
+    """Return one number per column: A times this number and B divided by it are equally large.
 
     With rotation, which mixes columns, all columns share one number.
     """

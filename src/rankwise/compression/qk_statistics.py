@@ -1,4 +1,8 @@
-r"""Samples, second moments and attention KL of queries and keys: KL(M ‖ M') in nats, averaged over rows."""
+"""Collect queries and keys with their second moments, and compute the attention KL of changed logits.
+
+Attention KL is KL(M ‖ M') in nats, averaged over rows: M are the original's attention matrices, M' those with
+changed queries and keys.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +29,12 @@ class Sample:
     """Queries, keys and attention of some sequences."""
 
     operator: MixingOperator
-    """Shape (B, H, T, S)."""
+    """Attention matrices (B, H, T, S)."""
     query: Float[Tensor, "B H T K"]
-    """Queries in attention, before the rotation if there is one."""
+    """Queries before their rotation by position, if there is one."""
     key: Float[Tensor, "B G S K"]
     tokens: Bool[Tensor, "B T"]
-    """Rows of real tokens, which are measured."""
+    """True for real tokens; rows of padding are not measured."""
     scale: float = 1.0
     """The logits are scale·query·keyᵀ, without masks and biases."""
     rotation: PairRotation | None = None
@@ -42,7 +46,7 @@ class Sample:
         return self.query.shape[1] // self.key.shape[1]
 
     def of(self, rows: Int[Tensor, "b"]) -> "Sample":
-        """Return the sample of some sequences."""
+        """Return the sample of the sequences with these indices."""
         rotation = None if self.rotation is None else self.rotation[rows]
         own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
         return Sample(*own, self.scale, rotation)
@@ -58,7 +62,7 @@ class Sample:
         a: Float[Tensor, "H K r"],
         b: Float[Tensor, "G K r"],
     ) -> Float[Tensor, "B H T S"]:
-        """Return the change of logits by factors of some heads."""
+        """Return how factors of some heads change their logits: (Q A)(K B)ᵀ − Q Kᵀ, scaled and rotated."""
         groups = query.shape[1] // key.shape[1]
 
         def logits(q: Tensor, k: Tensor) -> Tensor:
@@ -73,7 +77,7 @@ class QueryKeyStatistics:
 
     projections: Projections
     query_moments: Float64[Tensor, "G K K"]
-    """Σ qqᵀ over real tokens, over all query heads of one key head; before any rotation."""
+    """Σ qqᵀ over real tokens and the query heads that share a key head, before any rotation."""
     key_moments: Float64[Tensor, "G K K"]
     tokens: int = 0
     """Number of real tokens."""
@@ -82,7 +86,7 @@ class QueryKeyStatistics:
     """Query heads with NaN or infinity."""
 
     def add(self, site: MixerSite, sample: Sample) -> None:
-        """Add the sample of one call."""
+        """Add the sample of one call of the attention layer."""
         query, key, groups = sample.query, sample.key, sample.groups
         fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
         self.broken |= {head for head, good in enumerate(fine.tolist()) if not good}

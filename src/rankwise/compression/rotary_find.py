@@ -1,6 +1,6 @@
-"""Attention layers whose queries and keys are rotated by position, and the channels that are pairs.
+"""Find attention layers with rotary positions, and the pairs of channels that are rotated together.
 
-No formula of positions is assumed. The rotation takes a pair (x, y) to (x cos − y sin, x sin + y cos), with
+No formula for the angles is assumed. The rotation takes a pair (x, y) to (x cos − y sin, x sin + y cos), with
 one angle for all heads. The cos and sin of each token and pair are fitted to the model's own values, and
 the residual must be rounding alone.
 """
@@ -18,7 +18,7 @@ from rankwise.tracing import MixerSite
 from rankwise.tracing.projections import Projection, each_once, head_layouts, side_of
 
 FIT = 16
-"""Residual of the fitted rotation, in roundings of the dtype, relative in the Frobenius norm."""
+"""Maximum relative residual of a fitted rotation (Frobenius norm), as a multiple of the dtype's eps."""
 NO_ROTATION = (
     "its queries and keys are not the rotated output of linear layers: positions are not rotated in, or a "
     "norm comes between, which reads all pairs of a head"
@@ -26,7 +26,7 @@ NO_ROTATION = (
 
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the layers whose pairs may be turned by any angle, and the reason for each other layer."""
+    """Return the layers whose rotary pairs may be turned by any angle, and the reason for each other layer."""
     layers, skipped = find_rotations(model, batch)
     reason = "its outputs change if a pair turns by the same angle in queries and keys"
     layers, failed = keep_passing(model, batch, layers, turned, reason)
@@ -69,7 +69,7 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | 
 
 
 def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projection]:
-    """Return the projections with heads as long as the heads in attention: rotations keep lengths."""
+    """Return the linear layers with heads of the same norms as in attention: rotations keep norms."""
     batch, count, tokens, width = heads.shape
     wanted = heads.transpose(1, 2).double().norm(dim=-1)
     bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
@@ -97,7 +97,7 @@ def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | 
 
 
 def _moving(pairs: Tensor, before: list[Tensor], after: list[Tensor]) -> Tensor | None:
-    """Return the pairs that rotate: channels that keep every bit are not a pair."""
+    """Return the pairs that are rotated: two channels that attention reads bit by bit unchanged are not."""
     same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
     turning = pairs[~same[pairs].all(1)]
     return turning if len(turning) else None

@@ -1,7 +1,7 @@
 """The part ``rotary``: remove the rotary pair that costs least attention KL, again and again.
 
-A removed pair is zero in queries and keys, so it adds nothing to any logit. It is not computed and not
-cached.
+A unit is a rotary pair, or one channel that is not rotated. A removed unit is zero in queries and keys, so it
+adds nothing to any logit; it is neither computed nor cached.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from rankwise.compression.rotary_find import find_rotary_layers
 from rankwise.measures.logits import logit_bases
 
 SEQUENCES, ROWS = 16, 48
-"""Sequences, and rows of each, on which pairs are compared, at most."""
+"""Maximum number of sequences, and of rows per sequence, on which the removal of units is compared."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of attention of a query head, and the logits that each unit adds to them."""
+    """R attention rows of N sequences for one query head, and the logits that each of U units adds to them."""
 
     matrix: Float[Tensor, "N R S"]
     parts: Float[Tensor, "U N R S"]
@@ -40,7 +40,7 @@ class Order:
     """Order in which the units of a key head are removed."""
 
     units: list[int]
-    """First removed first; the last unit is never removed."""
+    """Indices of units, the first to be removed first; the last one is never removed."""
     widths: list[int]
     """Remaining channels, ascending, from the last unit alone to all."""
     losses: list[float]
@@ -76,7 +76,7 @@ def solve(job: Job) -> Solution:
 def pair_widths(
     orders: list[list[Order]], keep: float | int | None, tolerance: float | int | None = None
 ) -> list[list[int]]:
-    """Return a possible width per key head of each layer: rounded down for a share, up for a tolerance."""
+    """Return the width of each key head, by layer, in whole units: rounded down for `keep`, else up."""
     every = [order for own in orders for order in own]
     wanted = zip(every, allocate_widths([order.curve for order in every], keep, tolerance), strict=True)
     if tolerance is not None:
@@ -92,7 +92,7 @@ def units_of(layer: QueryKeyStatistics) -> list[list[int]]:
 
 
 def whole_factors(layer: QueryKeyStatistics) -> Factors:
-    """Return factors that change no logit: identity for pairs, the best basis for other channels."""
+    """Return factors that change no logit: identity for pairs, the closed form of `qk` for other channels."""
     found = layer.projections
     free = torch.tensor(found.unrotated, dtype=torch.long)
     key = torch.eye(found.width, dtype=torch.float64).repeat(found.key_heads, 1, 1)
@@ -163,7 +163,7 @@ def greedy(rows: list[Rows], units: list[list[int]]) -> Order:
 
 
 def make_order(order: list[int], losses: list[float], units: list[list[int]]) -> Order:
-    """Return an order of removal with its widths; `losses` begin at full width."""
+    """Return an order of removal with its widths; `losses` are in that order, from full width on."""
     width = sum(len(unit) for unit in units)
     widths = [width]
     for unit in order[:-1]:
@@ -172,7 +172,7 @@ def make_order(order: list[int], losses: list[float], units: list[list[int]]) ->
 
 
 def removal_costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> Float64[Tensor, "U"]:
-    """Return mean attention KL if each of some units is also removed."""
+    """Return the mean attention KL after the removal of one more unit, for each of some units."""
     total = torch.zeros(len(units), dtype=torch.float64)
     count = 0
     for row, change in zip(rows, changes, strict=True):

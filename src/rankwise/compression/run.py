@@ -20,7 +20,7 @@ from rankwise.errors import CompressionError, InputError, first_line, in_range, 
 NARROWING = ("qk", "rotary")
 """Parts that narrow queries and keys, each in other layers: a layer is left out if both skip it."""
 SLOWER = 1.03
-"""Ratio after/before from which a model is reported as slower, if 9 of 10 rounds agree."""
+"""Ratio of latency after/before above which a model is reported as slower, if 9 of 10 rounds agree."""
 
 
 def compress(
@@ -43,10 +43,10 @@ def compress(
     - ``heads`` removes attention heads with their weights. Query heads that share keys are removed together.
     - ``qk`` narrows queries and keys to r columns: logits Q Kᵀ become (Q A)(K B)ᵀ with A = S^½ V_r and
       B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and S = Σ kkᵀ. These factors have the
-      least squared error over all pairs of calibration tokens. Heads share one budget of width.
-    - ``rotary`` does the same for rotated positions: it removes the pairs of channels that cost least.
-    - ``kv`` computes a decoder's keys and values from one latent per layer, which its cache stores. After
-      ``qk`` or ``rotary`` it uses the narrow keys.
+      least squared error of logits over all pairs of calibration tokens. Heads share one budget of width.
+    - ``rotary`` narrows queries and keys with rotary positions: it removes the channel pairs that cost least.
+    - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
+      its cache stores in their place. After ``qk`` or ``rotary`` the latent replaces the narrow keys.
 
     Each part is tried on the model first; layers on which it does not work are skipped and reported.
     Cost: one pass over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
@@ -60,8 +60,8 @@ def compress(
             the width for ``qk`` and ``rotary``, bytes of the cache for ``kv``, the number of heads for
             ``heads``.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
-            attention KL in nats for ``qk`` and ``rotary``; KL of the outputs in nats, predicted to second
-            order, for ``kv``; a share of the loss for ``heads``, as `rankwise.importance` measures it.
+            for ``qk`` and ``rotary``, attention KL in nats (of attention rows before from after); for ``kv``,
+            KL of the outputs in nats, predicted to second order; for ``heads``, a share of the loss.
         parts: names of the parts, if neither `keep` nor `tolerance` is a mapping.
         calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
