@@ -26,7 +26,7 @@ NO_ROTATION = (
 
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the layers whose rotary pairs may be turned by any angle, and the reason for each other layer."""
+    """Return the layers in which pairs may be turned by any angle, and the reason for each other layer."""
     layers, skipped = find_rotations(model, batch)
     reason = "its outputs change if a pair turns by the same angle in queries and keys"
     layers, failed = keep_passing(model, batch, layers, turned, reason)

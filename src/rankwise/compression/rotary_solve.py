@@ -29,7 +29,7 @@ SEQUENCES, ROWS = 16, 48
 
 @dataclass(frozen=True)
 class Rows:
-    """R attention rows of N sequences for one query head, and the logits that each of U units adds to them."""
+    """R attention rows of N sequences for a query head, and the logits that each of U units adds to them."""
 
     matrix: Float[Tensor, "N R S"]
     parts: Float[Tensor, "U N R S"]
