@@ -15,7 +15,8 @@ class RankwiseError(ValueError):
 
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
-        super().__init__(f"{subject}: expected {expected}, got {got}. {fix}".rstrip())
+        stop = "" if got.endswith(".") else "."  # messages of other libraries may end in a full stop
+        super().__init__(f"{subject}: expected {expected}, got {got}{stop} {fix}".rstrip())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to restore the error, including its keyword arguments."""

@@ -212,7 +212,11 @@ def test_fail_on_sets_the_status(run: Run, tiny: Path) -> None:
     assert "--fail-on" in result.output
 
 
-def test_nan_weights_gate(run: Run, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--importance",), ("--importance", "exact", "--resume")])
+def test_nan_weights_fail_the_gate_with_and_without_importance(
+    run: Run, tiny: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Importance fails if no loss is finite; the finding still sets the exit status."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tiny)
@@ -220,11 +224,15 @@ def test_nan_weights_gate(run: Run, tiny: Path, tmp_path: Path) -> None:
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.nan)
     model.save_pretrained("broken")
     AutoTokenizer.from_pretrained(tiny).save_pretrained("broken")
-    result = run("audit", "broken", "--text", "text.txt", "--tokens", 16, "--fail-on", "NONFINITE")
-    assert result.exit_code == 3
-    assert "NONFINITE" in result.output
-    html = (tmp_path / "rankwise-audit" / "index.html").read_text()
-    assert "NONFINITE" in html
+    asked = ("audit", "broken", "--text", "text.txt", "--tokens", 16, *options)
+    result = run(*asked, "--fail-on", "NONFINITE")
+    assert result.exit_code == 3, result.output
+    assert "found NONFINITE (--fail-on)" in result.stderr
+    assert ("Look for NaN" in result.stderr) == bool(options)
+    [page] = (tmp_path / "rankwise-audit").rglob("index.html")
+    assert "NONFINITE" in page.read_text()
+    if options:
+        assert isinstance(run(*asked, "--fail-on", "SINK").exception, RankwiseError)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -262,6 +270,8 @@ def test_weights_that_are_missing_are_said_to_be_random(run: Run, tiny: Path, tm
         (["--text", "text.txt", "--device", "gpu0"], "device"),
         (["--text", "text.txt", "--dtype", "float99"], "float99"),
         (["--text", "text.txt", "--out", "text.txt/report"], "can be written"),
+        (["--text", "text.txt", "--out", "text.txt"], "got a file. Choose"),
+        (["--text", "text.txt", "--importance", "--importance-loss", "masked"], "--importance-loss masked"),
     ],
 )
 def test_bad_input(run: Run, tiny: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
@@ -284,7 +294,8 @@ def test_bad_input(run: Run, tiny: Path, tmp_path: Path, arguments: list[str], s
         ("net.py:leaving", "SystemExit: no license"),
         ("absent.py:build", "no such file"),
         ("empty-folder", "config.json"),
-        ("damaged", "damaged"),
+        ("damaged", r"damaged.*[^.]\. Save the model again"),
+        ("no-weights", r"no-weights.*[^.]\. Save the model again"),
     ],
 )
 def test_bad_models(run: Run, tiny: Path, tmp_path: Path, spec: str, says: str) -> None:
@@ -294,6 +305,7 @@ def test_bad_models(run: Run, tiny: Path, tmp_path: Path, spec: str, says: str) 
     (tmp_path / "empty-folder").mkdir()
     shutil.copytree(tiny, tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\x00" * 100)
+    shutil.copytree(tiny, tmp_path / "no-weights", ignore=shutil.ignore_patterns("*.safetensors"))
     result = run("audit", spec, "--text", "text.txt", "--tokens", 16)
     assert isinstance(result.exception, RankwiseError), result.output
     assert re.search(says, str(result.exception))
@@ -326,7 +338,7 @@ def test_a_forward_that_raises_later_writes_what_was_before(run: Run, tmp_path: 
     assert "INCOMPLETE" in result.output
 
 
-def test_ctrl_c_writes_and_leaves_with_130(run: Run, tmp_path: Path) -> None:
+def test_ctrl_c_writes_what_is_done_but_not_over_a_finished_audit(run: Run, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         FACTORY
         + """
@@ -337,9 +349,15 @@ def interrupted():
     return build(), batches()
 """
     )
+    assert run("audit", "net.py:with_batches").exit_code == 0
+    finished = {path: path.read_bytes() for path in (tmp_path / "rankwise-audit").iterdir()}
     result = run("audit", "net.py:interrupted")
     assert result.exit_code == 130
-    assert not audit_of(tmp_path).complete
+    assert "audit.json is complete and kept" in result.stderr
+    assert all(path.read_bytes() == content for path, content in finished.items())
+    assert not Audit.load(tmp_path / "rankwise-audit" / "incomplete").complete
+    assert run("audit", "net.py:interrupted", "--out", "new").exit_code == 130
+    assert not Audit.load(tmp_path / "new").complete
 
 
 def process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -484,12 +502,15 @@ def test_ctrl_c_while_it_advises_writes_the_whole_audit(
 
 
 def test_a_tokenizer_of_another_folder(run: Run, tiny: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
     AutoModelForCausalLM.from_pretrained(tiny).save_pretrained("bare")
-    result = run("audit", "bare", "--text", "text.txt", "--tokens", 16)
-    assert isinstance(result.exception, RankwiseError)
-    assert re.search(r"the folder bare without one\. Pass --tokenizer with", str(result.exception))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    BertForMaskedLM(BertConfig(vocab_size=300, **sizes)).save_pretrained("bert")
+    for folder in ("bare", "bert"):  # transformers would create an empty tokenizer for BERT
+        result = run("audit", folder, "--text", "text.txt", "--tokens", 16)
+        assert isinstance(result.exception, RankwiseError)
+        assert "no file of a tokenizer in this folder. Pass --tokenizer" in str(result.exception)
     result = run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", "nowhere")
     assert str(result.exception).startswith("tokenizer nowhere: expected")
     assert run("audit", "bare", "--text", "text.txt", "--tokens", 16, "--tokenizer", tiny).exit_code == 0

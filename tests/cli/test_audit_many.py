@@ -253,6 +253,20 @@ def test_resume_audits_what_is_missing_and_says_what_it_does_not_keep(factory: s
     assert "audited 2, kept 0" in said
 
 
+@pytest.mark.parametrize("options", [["--resume"], ["--ray", "local"], ["again.py:build"]])
+def test_the_audit_of_one_model_is_not_replaced_by_a_history(
+    factory: str, tmp_path: Path, options: list[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["audit", f"{factory}:build", "--out", str(out)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    page = (out / "index.html").read_text()
+    refused = CliRunner().invoke(app, [*words, *options])
+    assert "got the audit of one model. Choose another folder" in str(refused.exception)
+    assert (out / "index.html").read_text() == page
+    assert (tmp_path / "built").read_text() == "x"
+
+
 def test_ctrl_c_in_an_audit_starts_no_other_and_leaves_nothing_half_done(
     factory: str, tmp_path: Path
 ) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rankwise.cli import load_model
-from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_text, parse_dataset, read_text
+from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_data, load_text, parse_dataset, read_text
 from rankwise.errors import InputError
 
 
@@ -48,6 +49,11 @@ def test_a_byte_order_mark_is_dropped_and_line_endings_are_kept(tmp_path: Path) 
 def test_texts_that_cannot_be_read(content: bytes, says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
         read_text(write(tmp_path, content, "a b.txt"))
+
+
+def test_a_text_of_one_token_is_refused_without_advice_to_cut_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"got 1 token\. Use a longer text\.$"):
+        load_data(load_model.LoadedModel(torch.nn.Identity(), "m"), text=write(tmp_path, b"x"), tokens=4)
 
 
 @pytest.mark.parametrize("name", ["no.txt", "no.jsonl"])

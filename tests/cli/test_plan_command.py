@@ -184,20 +184,29 @@ def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) 
     assert said in f"{done.exception} {done.output}"
 
 
-def test_ctrl_c_keeps_the_curve(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", ['{"complete": true}', "{", None])
+def test_ctrl_c_keeps_the_curve_and_the_finished_plan(
+    run: Run, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankwise.plan.trained_widths", stop)
+    if before is not None:
+        Path("here").mkdir()
+        Path("here/plan.json").write_text(before)
     done = run(
         "--model", demo_model(), "--text", demo_text(), "--tokens", 32, "--trials", 2, "--sequences", 1,
-        "--out", "here",
+        "--out", "here", "--overwrite",
     )  # fmt: skip
     assert done.exit_code == 130
-    plan = HeadDimPlan.load("here")
+    is_finished = before == '{"complete": true}'
+    out = Path("here/incomplete" if is_finished else "here")
+    plan = HeadDimPlan.load(out)
     assert not plan.complete
     assert plan.curve
-    assert Path("here/index.html").exists()
+    assert (out / "index.html").exists()
+    assert not is_finished or Path("here/plan.json").read_text() == before
 
 
 def test_help_shows_examples(run: Run) -> None:

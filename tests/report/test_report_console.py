@@ -4,6 +4,7 @@ import io
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
 from rankwise.report.audit_report import audit_document
+from rankwise.report.document import Table
 from rankwise.report.format import RANK
 
 
@@ -194,3 +196,14 @@ def test_verbose_prints_all_that_is_printed_else(kind: str) -> None:
     print_document(document, Console(file=file, width=100), verbose=True)
     words, more = document_text(document).split(), file.getvalue().split()
     assert not Counter(words) - Counter(more)
+
+
+@pytest.mark.parametrize("width", [24, 60, 80, 200])
+def test_columns_that_do_not_fit_continue_in_another_table(width: int) -> None:
+    names, cells = ([f"{word}{at:05d}" for at in range(12)] for word in ("n", "0."))
+    document = audit_document(samples.encoder())
+    section = replace(document.sections[0], tables=[Table("t", ["site", *names], [["17", *cells]])])
+    words = document_text(replace(document, sections=[replace(section, on_console=True)]), width).split()
+    assert all(words.count(word) == 1 for word in (*names, *cells))
+    assert words.count("17") == words.count("site") > 0
+    assert (words.count("17") == 1) == (width == 200)

@@ -36,7 +36,7 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
         raise InputError(
             f"{option} {folder}",
             expected="a folder that can be written",
-            got=error.strerror or str(error),
+            got="a file" if folder.is_file() else error.strerror or str(error),
             fix="Choose a folder you may write to.",
         ) from error
 

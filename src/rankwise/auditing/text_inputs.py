@@ -186,8 +186,9 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
     room = tokens - len(before) - len(after)
     if len(ids) < room:
         total = len(ids) + tokens - room
-        expected, got = f"{tokens} tokens for one window", f"{total} tokens"
-        fix = f"Use --tokens {total} or less, or a longer text." if ids else "Use another text or tokenizer."
+        expected, got = f"{tokens} tokens for one window", "1 token" if total == 1 else f"{total} tokens"
+        shorter = f"--tokens {total} or less, or " if total > 1 else ""
+        fix = f"Use {shorter}a longer text." if ids else "Use another text or tokenizer."
         raise InputError("the text", expected=expected, got=got, fix=fix)
     starts = (room * i for i in evenly(len(ids) // room, sequences))
     return [[*before, *ids[start : start + room], *after] for start in starts]

@@ -16,8 +16,10 @@ from rankwise.cli.options import (
     Revision,
     Sequences,
     Text,
+    Tokens,
     TrustRemoteCode,
 )
+from rankwise.errors import InputError, RankwiseError, one_of
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
@@ -75,7 +77,7 @@ def command(
     text: Text = None,
     images: Images = None,
     dataset: Dataset = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per sequence.")] = 256,
+    tokens: Tokens = 256,
     sequences: Sequences = 8,
     batch_size: BatchSize = 4,
     delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
@@ -187,7 +189,6 @@ def command(
     from rankwise.cli.load_model import DTYPES
     from rankwise.cli.output import command_line, quiet_libraries
     from rankwise.cli.torchrun import audit_shards, from_environment
-    from rankwise.errors import one_of
 
     models = models or []
     processes = from_environment()
@@ -215,20 +216,19 @@ def command(
     quiet_libraries()
     if len(models) > 1 or resume or ray is not None:
         each = models or [source]
-        audits = _audit_many(job, each, out, resume=resume, ray=ray, cpus=cpus, gpus=gpus)
-        _fail_on(audits, codes)
+        audits, error = _audit_many(job, each, out, resume=resume, ray=ray, cpus=cpus, gpus=gpus)
+        _fail_on(audits, codes, error)
         return
     if processes.is_main:
         writable_folder(out)
     with processes.process_group():
         one = job.for_model(models[0]) if models else job
-        _fail_on([audit_shards(one, out, processes, {"command": command_line()})], codes)
+        audit, error = audit_shards(one, out, processes, {"command": command_line()})
+    _fail_on([audit], codes, error)
 
 
 def _check_processes(processes: "Processes", models: Sequence[str], options: Mapping[str, object]) -> None:
     """Raise if torchrun started several processes, but the arguments are for a single process."""
-    from rankwise.errors import InputError
-
     given = ["several models"] * (len(models) > 1)
     given += [name for name, value in options.items() if value is not None]
     if processes.several and given:
@@ -239,7 +239,6 @@ def _check_processes(processes: "Processes", models: Sequence[str], options: Map
 def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> None:
     """Raise if several sources of data are named, or if the name of a data set cannot be parsed."""
     from rankwise.cli.load_data import parse_dataset
-    from rankwise.errors import InputError
 
     given = {"--text": text, "--images": images, "--dataset": dataset}
     chosen = [name for name, value in given.items() if value is not None]
@@ -252,8 +251,6 @@ def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> 
 
 def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, job: "AuditJob") -> None:
     """Raise if --cpus or --gpus reserve processors that no Ray task would use."""
-    from rankwise.errors import InputError
-
     for option, value in (("--cpus", cpus), ("--gpus", gpus)):
         if value is not None and ray is None:
             fix = "Add --ray, or leave it out: models then run one after the other."
@@ -266,14 +263,18 @@ def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, 
 def _audit_many(
     job: "AuditJob", models: Sequence[str], out: Path, *, resume: bool, ray: str | None, cpus: float | None,
     gpus: float | None,
-) -> "list[Audit]":  # fmt: skip
-    """Audit each model into its own folder; exit with an error status if a model failed or after Ctrl-C."""
+) -> "tuple[list[Audit], Exception | None]":  # fmt: skip
+    """Audit each model into its own folder; return all audits and what to raise if a model failed."""
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.output import new_folder, show_progress
     from rankwise.cli.ray_jobs import run_on_ray
 
     if gpus is None:
         gpus = float((job.device or "").startswith("cuda"))
+    if (out / "audit.json").exists():
+        expected, got = "a folder for one audit per model", "the audit of one model"
+        fix = "Choose another folder, or audit one model without --resume and --ray."
+        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     with new_folder(out), show_progress() as say:
         on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
         runner = partial(run_here, say=say) if ray is None else on_ray
@@ -281,19 +282,17 @@ def _audit_many(
         if outcome.interrupted:
             print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
             raise typer.Exit(INTERRUPTED)
-        if not outcome.audits:
+        if not outcome.audits and not outcome.partial:
             raise outcome.failures[0]
     new = len(outcome.audits) - outcome.kept
-    print(f"audited {new}, kept {outcome.kept}, failed {len(outcome.failures)}: {out}")
-    if outcome.failures:
-        raise typer.Exit(1)
-    return list(outcome.audits.values())
+    if outcome.audits:
+        print(f"audited {new}, kept {outcome.kept}, failed {len(outcome.failures)}: {out}")
+    error = typer.Exit(1) if outcome.audits else outcome.failures[0]
+    return [*outcome.audits.values(), *outcome.partial], error if outcome.failures else None
 
 
 def _refuse_with_merge(options: Sequence[str]) -> None:
     """Raise if options of an audit are combined with --merge, which does not measure anything again."""
-    from rankwise.errors import InputError
-
     if options:
         expected, got = "saved audits and --out, without options of an audit", ", ".join(options)
         fix = "Leave it out: audits are merged as they were measured."
@@ -307,7 +306,6 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     """
     from rankwise.auditing import Audit
     from rankwise.cli.output import new_folder, write_report
-    from rankwise.errors import InputError
 
     audits = [Audit.load(path) for path in paths]
     written = out / "audit.json"
@@ -344,7 +342,6 @@ def _importance(
 def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
     """Return the folder of the demo model, and the demo's text unless the user named other data."""
     from rankwise.cli.load_model import demo_model, demo_text
-    from rankwise.errors import InputError
 
     if images is not None:
         expected, fix = "a model that reads pictures", "Name the model first."
@@ -352,9 +349,13 @@ def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[
     return str(demo_model()), demo_text() if text is None and dataset is None else text
 
 
-def _fail_on(audits: "Sequence[Audit]", codes: Sequence[str]) -> None:
-    """Exit with status `FOUND` if an audit has a finding with one of these codes."""
+def _fail_on(audits: "Sequence[Audit]", codes: Sequence[str], error: Exception | None = None) -> None:
+    """Exit with status `FOUND` if an audit has a finding with one of these codes; else raise the error."""
     found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if found:
+        if isinstance(error, RankwiseError):
+            print(f"rankwise: {error}", file=sys.stderr)
         print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
         raise typer.Exit(FOUND)
+    if error is not None:
+        raise error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
 from rankwise.cli.load_model import LoadedModel, load_model
-from rankwise.errors import RankwiseError
+from rankwise.errors import InputError, RankwiseError
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
@@ -155,6 +155,10 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
         sequences=job.sequences, batch_size=job.batch_size, shard=shard,
     )  # fmt: skip
+    masks = job.importance and job.importance.loss == "masked" and (data.tokenizer or job.images)
+    if masks and getattr(data.tokenizer, "mask_token_id", None) is None:
+        expected, fix = "a tokenizer with a mask token", "Use another loss, or another --tokenizer."
+        raise InputError("--importance-loss masked", expected=expected, got="none", fix=fix)
     skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
     notes = [*model.notes, *skips, *data.notes]
     if shard == ALL:

@@ -26,6 +26,8 @@ class Outcome:
     """Finished audits, new and kept, by the name of their folder, in the order of the jobs."""
     kept: int = 0
     failures: list[RankwiseError] = field(default_factory=list)
+    partial: list[Audit] = field(default_factory=list)
+    """Incomplete audits of models that failed."""
     interrupted: bool = False
 
 
@@ -88,6 +90,7 @@ def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: b
                     if isinstance(result, AuditError) and result.audit is not None:
                         partial = result.audit.model_copy(update={"complete": False})  # --resume repeats it
                         write_report(partial, out / folders[job], brief=True)
+                        outcome.partial.append(partial)
                 else:
                     write_report(result, out / folders[job], brief=True)
                     audits[job] = result

@@ -1,6 +1,7 @@
 """Load data that a command names (text, pictures or a data set) as batches for a loaded model."""
 
 import gzip
+import os
 import re
 import shlex
 import zlib
@@ -19,6 +20,8 @@ from rankwise.errors import InputError, did_you_mean, first_line, need_package, 
 GZIP = b"\x1f\x8b"
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Endings of data files, and the reader of `datasets` for each ending."""
+TOKENIZER_FILE = re.compile(r"tok|vocab|merges|spiece|sentencepiece|spm|bpe|tekken|dict")
+"""Part of the name of each file that tokenizers of transformers read."""
 DRIVE = re.compile(r"^[A-Za-z]:[\\/]")
 
 
@@ -121,19 +124,17 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
     home = loaded.tokenizer or loaded.source
     revision = "main" if loaded.tokenizer else loaded.revision or "main"
     try:
+        # Without this check, some tokenizers would be created empty, and read every text as unknown tokens.
+        if Path(home).is_dir() and not any(map(TOKENIZER_FILE.search, os.listdir(home))):
+            raise FileNotFoundError("no file of a tokenizer in this folder")
         return AutoTokenizer.from_pretrained(
             home, revision=revision, trust_remote_code=loaded.trust_remote_code
         )
     except Exception as error:
-        parts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-        files = [file.name for file in Path(home).iterdir()] if Path(home).is_dir() else parts
-        got = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
             f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}",
             expected="a folder with the files of a tokenizer, or a Hugging Face name",
-            got=got
-            if any(part in name for name in files for part in parts)
-            else f"the folder {home} without one",
+            got=f"{type(error).__name__}: {first_line(error)}",
             fix="Pass --tokenizer with a folder or a Hugging Face name; or save the tokenizer with the "
             "model: `tokenizer.save_pretrained(folder)`.",
         ) from error
@@ -276,8 +277,8 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
         raise
     except Exception as error:  # `datasets` raises errors of many classes
         fix = "Check name, configuration and split: NAME@CONFIG:SPLIT:COLUMN; or pass a file: --text FILE."
-        got = first_line(error).rstrip(".")
-        raise InputError(name, expected="a data set that can be read", got=got, fix=fix) from error
+        expected = "a data set that can be read"
+        raise InputError(name, expected=expected, got=first_line(error), fix=fix) from error
     if column not in data.column_names:
         got = f"the columns {', '.join(map(repr, data.column_names))}"
         fix = did_you_mean(column, data.column_names)

@@ -167,7 +167,9 @@ def _from_transformers(
         )
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"model {spec}", expected=MODELS, got=got, fix=_loading_fix(str(error))) from error
+        raise InputError(
+            f"model {spec}", expected=MODELS, got=got, fix=_loading_fix(spec, str(error))
+        ) from error
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
@@ -181,7 +183,7 @@ def _from_transformers(
     return loaded
 
 
-def _loading_fix(error: str) -> str:
+def _loading_fix(spec: str, error: str) -> str:
     from huggingface_hub import constants
 
     if "trust_remote_code" in error:
@@ -195,6 +197,8 @@ def _loading_fix(error: str) -> str:
             "HF_HUB_OFFLINE is set and this model was not downloaded before: unset it to download, or pass "
             "the path of a folder."
         )
+    if Path(spec).exists():
+        return "Save the model again with `model.save_pretrained(folder)`, or pass module.py:factory."
     return (
         "Check the name; offline, pass the path of a downloaded model; for a model of your own, "
         "module.py:factory."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rankwise._internals.files import writable_folder
+from rankwise._internals.files import parse_json, writable_folder
 from rankwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -89,6 +89,16 @@ def print_results(document: "Document | None", written: Iterable[tuple[str, Path
             print_path(kind, path, console)
 
 
+def keep_finished(record: Path, complete: bool) -> Path:
+    """Return the folder for a new record: a subfolder if the new record is incomplete and the old is not."""
+    with suppress(OSError, ValueError, AttributeError):  # the old record may be damaged
+        if not complete and parse_json(record.read_text("utf-8")).get("complete", True):
+            folder = record.parent / "incomplete"
+            print(f"rankwise: {record} is complete and kept; see {folder} for this run", file=sys.stderr)
+            return folder
+    return record.parent
+
+
 def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
     """Write an audit, its page and its tables; print the findings, or a single line if `brief`.
 
@@ -96,7 +106,9 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         InputError: if the folder cannot be written. The audit is then in the temporary folder.
     """
     from rankwise.report.audit_report import audit_document
+    from rankwise.report.format import count
 
+    folder = keep_finished(folder / "audit.json", audit.complete)
     try:
         written = [
             ("audit", audit.save(folder / "audit.json")),
@@ -108,7 +120,7 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         fix = f"{error.fix} The audit is kept in {rescued}."
         raise InputError(error.subject, expected=error.expected, got=error.got, fix=fix) from error
     if brief:
-        name = f"{audit.provenance.model}: {len(audit.heads)} heads, {len(audit.findings)} findings"
-        print_results(None, [(name, folder)])
+        sizes = f"{count(len(audit.heads), 'head')}, {count(len(audit.findings), 'finding')}"
+        print_results(None, [(f"{audit.provenance.model}: {sizes}", folder)])
     else:
         print_results(audit_document(audit), written)

@@ -80,7 +80,14 @@ def command(
     from rankwise import __version__
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_model import check_device, load_model
-    from rankwise.cli.output import check_unused, command_line, print_results, quiet_libraries, show_progress
+    from rankwise.cli.output import (
+        check_unused,
+        command_line,
+        keep_finished,
+        print_results,
+        quiet_libraries,
+        show_progress,
+    )
     from rankwise.plan import plan_head_dim
     from rankwise.plan.planner import check_arguments, present_head_dim
     from rankwise.report.plan_report import plan_document
@@ -136,6 +143,7 @@ def command(
         except KeyboardInterrupt:
             notes = [*plan.notes, "Interrupted before the trained heads were measured."]
             plan = plan.model_copy(update={"complete": False, "notes": notes})
+    out = keep_finished(out / "plan.json", plan.complete)
     written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
     print_results(plan_document(plan), written)
     if not plan.complete:

@@ -51,7 +51,7 @@ def _connect(ray: Any, address: str | None) -> bool:
         ray.init(address="local", include_dashboard=False, **quiet)
         return True
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        option, got = f"--ray {asked or ''}".rstrip(), first_line(error).rstrip(".")
+        option, got = f"--ray {asked or ''}".rstrip(), first_line(error)
         fix = "Start a cluster with `ray start --head`, or use --ray local."
         raise InputError(option, expected="a Ray cluster that answers", got=got, fix=fix) from error
 
@@ -88,7 +88,7 @@ def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
         if isinstance(error.cause, RankwiseError):
             return error.cause
         # All lines of the message, because the last line names a module that is missing on a machine.
-        got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split()).rstrip(".")
+        got = " ".join(f"{type(error.cause).__name__}: {error.cause}".split())
         fix = f"Try `{job.command}` on the machine that ran it."
         return RankwiseError(job.model, expected="an audit", got=got, fix=fix)
     except ray.exceptions.RayError as error:
@@ -97,6 +97,6 @@ def _result(ray: Any, job: AuditJob, reference: Any) -> Audit | RankwiseError:
 
 def _lost(job: AuditJob, error: Exception) -> RankwiseError:
     """Return the error for a job that Ray could not finish."""
-    got = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+    got = f"{type(error).__name__}: {first_line(error)}"
     fix = "If memory ran out, use a smaller --batch-size or more --cpus. `--resume` audits what is missing."
     return RankwiseError(job.model, expected="a worker that finishes the audit", got=got, fix=fix)

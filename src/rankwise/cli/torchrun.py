@@ -229,11 +229,13 @@ class ShardResult:
     interrupted: bool = False
 
 
-def audit_shards(job: "AuditJob", out: Path, processes: Processes, provenance: dict[str, Any]) -> "Audit":
+def audit_shards(
+    job: "AuditJob", out: Path, processes: Processes, provenance: dict[str, Any]
+) -> "tuple[Audit, RankwiseError | None]":
     """Audit one model, each process on its shard of the data; the main process writes the report.
 
-    Raise `RankwiseError` if a process failed, after the report on finished batches is written. Raise
-    `typer.Exit` after Ctrl-C, and in all processes except the main process.
+    If a process failed, return the audit of the finished batches and the error, or raise the error if no
+    batch was finished. Raise `typer.Exit` after Ctrl-C, and in all processes except the main process.
     """
     from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import build, load
@@ -248,17 +250,13 @@ def audit_shards(job: "AuditJob", out: Path, processes: Processes, provenance: d
         result = _measure(loaded, processes, provenance, say)
         if processes.several:
             result = _gather_shards(result, out, processes)
-        if result.statistics is not None:
-            audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
-    if result.statistics is not None:
-        write_report(audit, out)
-    if result.error is not None:
-        raise result.error
-    if result.statistics is None:
-        raise KeyboardInterrupt
-    if interrupted:
+        if result.statistics is None:
+            raise result.error or KeyboardInterrupt
+        audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
+    write_report(audit, out)
+    if result.error is None and interrupted:
         raise typer.Exit(INTERRUPTED)
-    return audit
+    return audit, result.error
 
 
 def _own_matrices(job: "AuditJob", processes: Processes) -> str | None:

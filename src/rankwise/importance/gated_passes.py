@@ -250,8 +250,9 @@ class GatedPasses:
             raise InputError(
                 f"loss {self.loss.name!r}", expected="a finite number for at least one sequence",
                 got=f"{self.nonfinite} that are not finite" if self.nonfinite else "nothing to predict",
-                fix="Look for NaN in the outputs of the model (float16 overflows; float32 may not), or "
-                "for sequences of a single token.",
+                fix="Look for NaN in the outputs of the model: float16 overflows, float32 may not."
+                if self.nonfinite
+                else "Use longer sequences.",
             )  # fmt: skip
         self.value = self._total / self.count
         own = self.loss.reference == Loss.reference

@@ -168,7 +168,7 @@ def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
         *(f"{mask} mask" for mask in masks if len(masks) == 1 and kinds != {"diagonal"}),
         *(["δ relative to σ₁"] if any(RANK.shown_field(head) != RANK.name for head in mine) else []),
         *([grid.pattern] if grid.pattern != grid.title else []),
-        *(f"{length} tokens" for length in lengths if len(lengths) == 1),
+        *("1 token" if length == "1" else f"{length} tokens" for length in lengths if len(lengths) == 1),
     ]
     columns: dict[str, Callable[[Sequence[HeadRecord]], str]] = {"heads": lambda own: str(len(own))}
     for name, values in (("kind", kinds), ("mask", masks)):

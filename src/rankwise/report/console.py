@@ -150,12 +150,27 @@ def _print_table(table: Table, console: Console, verbose: bool) -> None:
     if not rows:
         return
     console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
-    console.print(_rich_table(table.columns[:columns], [row[:columns] for row in rows]))
+    for part in _parts(table.columns[:columns], [row[:columns] for row in rows], console):
+        console.print(part)
     if len(rows) < len(table.rows):
         console.print(line(f"… and {len(table.rows) - len(rows)} more (see the page)"))
     if table.note:
         console.print(line((table.note, "dim")), overflow="fold")
     console.print()
+
+
+def _parts(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], console: Console
+) -> Iterator[RichTable]:
+    """Yield a table; if the console is too narrow, yield several tables that repeat the first column."""
+    wide = console.options.update_width(10_000)  # else rich returns at most the width of the console
+    for size in range(len(columns), 0, -1):
+        drawn = _rich_table(columns[:size], [row[:size] for row in rows])
+        if size <= 2 or console.measure(drawn, options=wide).minimum <= console.width:
+            break
+    yield drawn
+    if size < len(columns):
+        yield from _parts([columns[0], *columns[size:]], [[row[0], *row[size:]] for row in rows], console)
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) -> RichTable:
@@ -166,8 +181,8 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) ->
         longest = max([0, *(len(row[at]) for row in texts), *map(len, column.split())])
         if kind == "number" and "\n" not in column:
             column = "\n".join(wrap(column, max(longest, _SHORT_TITLE)))
-        least = min(longest, _LEAST_NAME) if kind == "name" else None
         is_number = kind == "number"
+        least = longest if is_number else min(longest, _LEAST_NAME) if kind == "name" else None
         drawn.add_column(
             Text(column),
             justify="right" if is_number else "left",
