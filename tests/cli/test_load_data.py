@@ -265,7 +265,7 @@ def test_what_the_hub_refuses(error: Exception, monkeypatch: pytest.MonkeyPatch)
 
 def test_without_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"the package datasets.*pip install 'rankwise\[train\]'"):
+    with pytest.raises(InputError, match=r"the package datasets.*pip install 'rankwise\[data\]'"):
         dataset_texts("a.txt")
 
 

@@ -78,7 +78,7 @@ def test_what_does_not_go_together_is_refused(folder, changes, says) -> None:
 
 def test_accelerate_that_is_missing_names_the_install(folder, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[train\]'"):
+    with pytest.raises(InputError, match=r"the package accelerate, .* pip install 'rankwise\[accelerate\]'"):
         load(task(folder, device_map="auto"))
 
 
