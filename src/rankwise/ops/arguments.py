@@ -30,9 +30,9 @@ AXES = {
     "d_membership": "BTH",
     "seen": "N",
 }
+"""Axes of each argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
 for _prefix in ("", "end_", "d_"):
     AXES |= {_prefix + "energy": "NHK", _prefix + "assigned": "NHK", _prefix + "mass": "NH"}
-"""Axes of each argument: B rows, T tokens, H heads, K channels per head, N sequences, P positions."""
 DTYPES = {"w": FLOATS, "mask": (torch.bool,), "seen": INTEGERS} | dict.fromkeys(SUMS, FLOATS)
 """Accepted dtypes of an argument, by name; an argument without an entry may have any real dtype."""
 FIXES = {

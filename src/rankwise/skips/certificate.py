@@ -59,21 +59,19 @@ class LayerCertificate(_Numbers):
     """C_M: ‖M‖_F of the mixing matrices M of all heads together, the largest of a sequence."""
     value_norm: float | None
     """S: ‖C‖_F of the value and output weights C of all heads together. None if the output projection does
-    not
-    write f(x); then ``min_lambda_paper`` and ``min_lambda_any_mixing`` are None as well."""
-    kept_lower_bound: float | None
+    not write f(x); then ``min_lambda_paper`` and ``min_lambda_any_mixing`` are None as well."""
+    kept_lower_bound: float | None = None
     """Lower bound of μ_out/μ_in at the current λ, proved for this batch."""
-    min_lambda_proved: float | None
+    min_lambda_proved: float | None = None
     """Least |λ| from which on √a of μ is kept, proved for this batch. With one λ per channel, each |λ| must
     reach it; None if a norm reads the sum and channels differ, because no such number exists."""
-    min_lambda_proved_relative: float | None
+    min_lambda_proved_relative: float | None = None
     """Like ``min_lambda_proved``, but for μ/‖Y‖_F; None with a norm, because both numbers are equal."""
-    min_lambda_any_mixing: float | None
+    min_lambda_any_mixing: float | None = None
     """Like ``min_lambda_proved``, but for any attention weights over the same tokens."""
-    min_lambda_paper: float | None
+    min_lambda_paper: float | None = None
     """Least |λ| for both hypotheses (Eq. 7 and μ² ≥ b) of the paper's Theorem 4.1. None if the theorem does
-    not
-    apply: it requires a norm after the sum, token states of length √D, and no bias of values or output."""
+    not apply: it requires a norm after the sum, states of norm √D, and no bias of values or output."""
     paper_guaranteed: bool | None = None
     """True if the theorem guarantees that every sequence keeps √a of μ at the current λ."""
 

@@ -1,7 +1,12 @@
-"""Certify λ-skips on a batch: the measured spread μ of tokens, and its proved lower bound."""
+"""Certify λ-skips: take a model and a batch, return the measured spread μ of tokens and its proved bounds.
+
+Each sum λx + f(x) is observed on the batch, together with its norm and its mixer. Bounds come from
+`rankwise.theory`. In this file Y are the states x of a sequence, and B is the branch f(Y).
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +21,7 @@ from rankwise.measures import token_spread
 from rankwise.skips.add import check_finite, check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
-from rankwise.skips.observe import (
-    Lambdas,
-    ObservedSkip,
-    as_batch,
-    lambdas_of,
-    observe,
-    sites_in,
-)
+from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, sites_in
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share
 from rankwise.theory.skip_bounds import Norm as NormKind
@@ -33,9 +31,9 @@ from rankwise.tracing.projections import Projection, each_once, find_projection
 
 spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
-"""Relative deviation from √D up to which state rows count as on the sphere; the strength covers it."""
+"""Largest relative deviation of a state's norm from √D for which the paper's theorem is still applied."""
 ROUNDING = 1e-5
-"""Relative error up to which ‖B‖ may exceed S·C_M·‖Y‖, by rounding in float32 (B = f(Y), the branch)."""
+"""Relative error by which ‖B‖ may exceed S·C_M·‖Y‖ because of rounding in float32."""
 
 
 def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertificate:
@@ -50,7 +48,8 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     layers. Feed-forward parts and gains of norms between mixers are not part of the bound. A certificate
     recommends no λ: `rankwise.skips.choose_lambda` does, by trial.
 
-    Cost: two forward passes, and ‖M‖_F of the mixing matrix M of each head, in the memory of a T×T matrix.
+    Cost: one forward pass (two, and derivatives, if the model has no λ-skips), and ‖M‖_F of the mixing matrix
+    M of each head, in the memory of a T×T matrix.
     Source: bounds of this project, docs/proofs/skip-bound.md; "Lambda-Skip Connections: the architectural
     component that prevents Rank Collapse", Theorem 4.1.
 
@@ -91,7 +90,12 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     lambdas = lambdas_of(model, sites)
     for name, value in lambdas.items():
         check_finite(f"λ of {name!r}", value, "Set it, or fit it again with a lower learning rate.")
-    seen = observe(model, batch, sites, lambdas)
+    mixers: list[MixerSite] = []
+    # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
+    recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
+    # `capture` raises at the end if it found no mixer; the measured numbers need none.
+    with suppress(CaptureError), recording as calls, capture(model, on_mixer=mixers.append, values=True):
+        seen = observe(model, batch, sites, lambdas)
     if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
         raise SkipError(
             "`batch`", expected="two real tokens in a sequence, or more", got="one at most",
@@ -102,9 +106,8 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
             fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
             subject = f"states at {added.site.name!r}"
             check_finite(subject, value[added.mask], fix, f" in the {what}")
-    mixings = _mixings(model, batch, sites, lambdas, len(seen))
     layers, unlike = [], {}
-    for added, mixing in zip(seen, mixings, strict=True):
+    for added, mixing in zip(seen, _mixings(seen, sites, mixers, calls), strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
         layers.append(layer)
     stacks = _stacks(seen, layers)
@@ -149,31 +152,24 @@ class _Mixing:
 
 
 def _mixings(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas, count: int
+    seen: Sequence[ObservedSkip],
+    sites: Sequence[SkipSite],
+    mixers: Sequence[MixerSite],
+    calls: Sequence[RecordedCall],
 ) -> list[_Mixing | None]:
     """Return the norms of the mixer of each observed skip; None if its branch has no or several mixers."""
-    mixers: list[MixerSite] = []
-    # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
-    recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
-    try:
-        with recording as recorded, capture(model, on_mixer=mixers.append, values=True):
-            seen = observe(model, batch, sites, lambdas)  # without λ hooks, which change projections
-    except CaptureError:
-        return [None] * count
-    calls = [call for call in recorded if _of_rows(call)]
     behind: dict[str, list[MixerSite]] = {site.name: [] for site in sites}
     for mixer in mixers:
         site = max(sites, key=lambda site: _common(site.name, mixer.name))
         if _common(site.name, mixer.name):
             behind[site.name].append(mixer)
-    by_site = grouped(seen, lambda added: added.site.name)
-    found: dict[int, _Mixing] = {}
-    for name, sums in by_site.items():
-        if len(behind[name]) == len(sums):  # not several mixers side by side
-            found |= {
-                id(one): _mixing(mixer, one, calls) for mixer, one in zip(behind[name], sums, strict=True)
-            }
-    return [found.get(id(added)) for added in seen]
+    maps = [call for call in calls if _of_rows(call)]
+    found: list[_Mixing | None] = [None] * len(seen)
+    for name, places in grouped(range(len(seen)), lambda at: seen[at].site.name).items():
+        if len(behind[name]) == len(places):  # otherwise, several mixers add to one sum
+            for at, mixer in zip(places, behind[name], strict=True):
+                found[at] = _mixing(mixer, seen[at], maps)
+    return found
 
 
 def _weight(module: nn.Module) -> Tensor | None:
@@ -322,14 +318,8 @@ def _layer(
     before = skip_bound(y, torch.zeros_like(b), 1.0, mask, sum_.kind)
     kept = torch.where(before > 0, ends / before, math.inf)  # ∞ if there is no spread to keep
     gain = 1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min())
-    paper: dict[str, Any] = {"min_lambda_paper": None}
-    if mixing and not unlike:
-        paper = _paper(sum_, mixing, before, a)
-    proved: dict[str, Any] = dict.fromkeys(
-        ("kept_lower_bound", "min_lambda_proved", "min_lambda_proved_relative", "min_lambda_any_mixing")
-    )
-    if known:
-        proved |= _proved(sum_, before, mixing, a)
+    paper = _paper(sum_, mixing, before, a) if mixing and not unlike else {}
+    proved = _proved(sum_, before, mixing, a) if known else {}
     certificate = LayerCertificate(
         site=added.site.name, lambda_value=float(scale.flatten()[scale.abs().argmin()]), norm=norm.kind,
         norm_gain=gain, spread_in=sum_.mean(before), spread_out=sum_.mean(ends) if known else None,
