@@ -245,6 +245,19 @@ def test_a_stack_next_to_another_one_gets_a_call_of_its_own() -> None:
     assert collapse_of(rw.audit(model, [START])) == []
 
 
+@pytest.mark.parametrize("per", ["layer", "channel"])
+def test_a_stack_without_skips_gets_a_call_although_another_stack_has_skips(per: Any) -> None:
+    model = Two().eval()
+    fitted = rw.add_lambda_skip(model, init=3, per=per, sites="first", example=START)
+    (finding,) = collapse_of(advised(model, START))
+    assert finding.remedy.startswith(f"rw.add_lambda_skip(model, init={finding.evidence['lambda_tried']:g}")
+    exec(finding.remedy, {"rw": rw, "model": model, "batch": START})
+    skips = rw.skips.skips_of(model)
+    assert {name.partition(".")[0] for name in skips} == {"first", "second"}
+    assert all(skips[name] is value and value.eq(3).all() for name, value in fitted.items())
+    assert collapse_of(rw.audit(model, [START])) == []
+
+
 @pytest.mark.parametrize("order", [1, -1], ids=["first first", "second first"])
 def test_two_collapsed_stacks_each_get_a_call_that_works_after_the_other(order: int) -> None:
     model = Two(both=True).eval()
@@ -258,15 +271,6 @@ def test_two_collapsed_stacks_each_get_a_call_that_works_after_the_other(order: 
         assert [float(skips[name].detach()) for name in sites] == [one.evidence["lambda_tried"]] * 6
     assert list(skips) == [f"{stack}.{at}" for stack in ("first", "second") for at in range(6)]
     assert collapse_of(rw.audit(model, [START])) == []
-
-
-def test_skips_of_another_stack_are_not_tried() -> None:
-    model = Two().eval()
-    rw.add_lambda_skip(model, sites="first", example=START)
-    assert choose_lambda(model, START, "second").sites == []
-    (finding,) = collapse_of(advised(model, START))
-    assert finding.remedy == recommendation.BY_HAND
-    assert "lambda_proved" not in finding.evidence
 
 
 def test_a_command_names_a_stack_next_to_another_one() -> None:

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from experiments.families import GPT
 from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from rankwise.skips import SkipError, Skips, add_lambda_skip, remove_lambda_skip, skips_of
 
@@ -175,37 +177,51 @@ def test_training_mode_gradients_and_seed_are_left_alone() -> None:
     remove_lambda_skip(model)
 
 
-class CachedOrNot(nn.Module):
-    """Gives a tensor without a cache, and with one a tuple."""
+class SeveralForms(nn.Module):
+    """Causal mixer whose output is a tensor, a tuple or an output of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.map = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, form: str) -> Any:
         y = self.map(x).tanh().cumsum(1)
-        return y if past is None else (y + past, x)
+        return {"tensor": y, "tuple": (y, x), "output": BaseModelOutput(last_hidden_state=y)}[form]
 
 
-class Cached(nn.Module):
+class SeveralFormsBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(8), CachedOrNot()
+        self.norm, self.mixer, self.out = nn.LayerNorm(8), SeveralForms(), nn.Linear(8, 8)
+        self.skip = 1.0
 
-    def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor:
-        mixed = self.mixer(self.norm(x), past)
-        return x + (mixed[0] if isinstance(mixed, tuple) else mixed)
+    def forward(self, x: Tensor, form: str) -> Tensor:
+        mixed = self.mixer(self.norm(x), form)
+        mixed = mixed if form == "tensor" else mixed[0]
+        return self.out(x + mixed if self.skip == 1 else self.skip * x + mixed)
 
 
-@pytest.mark.parametrize("cached_first", [False, True])
-def test_a_mixer_that_gives_a_tuple_with_a_cache_and_a_tensor_without(cached_first: bool) -> None:
-    model, x, past = Cached().eval(), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    before = model(x), model(x, past)
-    skips = add_lambda_skip(model, example=(x, past) if cached_first else x)
-    assert same([model(x), model(x, past)], list(before))
+@pytest.mark.parametrize(
+    ("example", "forms"),
+    [
+        ("tensor", ["tensor", "tuple", "output"]),  # such as a tensor without a cache, and a tuple with one
+        ("tuple", ["tensor", "tuple", "output"]),
+        ("output", ["output"]),
+    ],
+)
+def test_a_mixer_may_return_another_form_of_output_than_for_the_example(
+    example: str, forms: list[str]
+) -> None:
+    model, x = SeveralFormsBlock().eval(), torch.randn(2, 5, 8)
+    before = [model(x, form) for form in forms]
+    skips = add_lambda_skip(model, example=(x, example))
+    assert list(skips) == ["mixer"]
+    assert same([model(x, form) for form in forms], before)
     filled(skips, 0.5)
-    for wanted, got in zip(before, (model(x), model(x, past)), strict=True):
-        torch.testing.assert_close(got, wanted - 0.5 * x)
+    got = [model(x, form) for form in forms]
+    remove_lambda_skip(model)
+    model.skip = 0.5
+    torch.testing.assert_close(got, [model(x, form) for form in forms])
 
 
 def encoder() -> nn.Module:

@@ -119,6 +119,7 @@ def test_a_second_call_adds_the_other_sites_and_keeps_what_is_there() -> None:
         add_lambda_skip(model, per="channel")
     with pytest.raises(SkipError, match="site 'nowhere'"):
         add_lambda_skip(model, sites="nowhere")
+    assert add_lambda_skip(model, sites=SITES[1], exist_ok=True)[SITES[1]] is first
     skips = add_lambda_skip(model, init=2.0)
     assert [(name, value.item(), value.requires_grad) for name, value in skips.items()] == [
         (SITES[0], 2.0, True), (SITES[1], 0.5, False), (SITES[2], 2.0, True)
@@ -221,12 +222,12 @@ def test_one_token_shows_no_mixing() -> None:
 
 
 def test_a_model_that_does_not_say_what_it_reads() -> None:
-    with pytest.raises(SkipError, match=r"expected an example of what it reads.*example=batch"):
+    with pytest.raises(SkipError, match=r"expected an example of its input.*example=batch"):
         add_lambda_skip(Plain())
 
 
 def test_what_is_compiled_already() -> None:
-    with pytest.raises(SkipError, match="expected a module that is not compiled yet"):
+    with pytest.raises(SkipError, match="expected a module that is not compiled or wrapped yet"):
         add_lambda_skip(torch.compile(bert(), backend="eager"))
 
 
@@ -235,7 +236,7 @@ def test_what_is_wrapped_already() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for wrapped in (nn.parallel.DistributedDataParallel(bert()), nn.DataParallel(bert())):
-            with pytest.raises(SkipError, match=r"expected a module that is not wrapped yet.*then wrap it"):
+            with pytest.raises(SkipError, match="got one wrapped by"):
                 add_lambda_skip(wrapped, example=text_inputs())
             assert not skips_of(wrapped)
     finally:

@@ -178,7 +178,7 @@ def _add_skips(
     import torch
 
     from rankwise.skips import add_lambda_skip, apply_saved_skips
-    from rankwise.skips.add import add_missing_skips, check_lambda, match_sites
+    from rankwise.skips.add import check_lambda, match_sites
 
     saved = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
     if saved is None:
@@ -198,16 +198,17 @@ def _add_skips(
             got=str(per),
             fix="Omit it, or delete skips.json and skips.safetensors to start anew.",
         )
-    skips = saved if sites is None else add_missing_skips(loaded.model, per=kind, sites=sites)
-    chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
+    if sites is not None:
+        saved = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=True)
+    chosen = {site.name for site in match_sites(list(saved.sites.values()), sites)}
     if init is not None:
         check_lambda("--init", init)
         with torch.no_grad():
             for name in chosen:
-                skips[name].fill_(init)
-    for name, parameter in skips.items():
+                saved[name].fill_(init)
+    for name, parameter in saved.items():
         parameter.requires_grad_(name in chosen)
-    return skips
+    return saved
 
 
 def _fit(

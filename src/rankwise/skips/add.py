@@ -1,4 +1,4 @@
-"""Add λ-skips to a model and remove them: x + f(x) becomes λ·x + f(x)."""
+"""Add λ-skips to a model in place (x + f(x) becomes λ·x + f(x)), return their parameters, and remove them."""
 
 import inspect
 import math
@@ -21,15 +21,15 @@ from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 TOKENS, DECODER_TOKENS = 8, 6
-"""Numbers of tokens of an example; they differ, so that the sequences of encoder and decoder differ."""
+"""Numbers of tokens in an example; they differ, to distinguish states of the encoder and the decoder."""
 WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-"""Names of classes that do not synchronize parameters which are added after wrapping."""
+"""Names of wrapper classes, which do not synchronize parameters that are added after wrapping."""
 
 
 class Skips(Mapping[str, nn.Parameter]):
     """Mapping from the name of a site (a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    `sites` maps the same names to the places of λ; `notes` are limits that a user must know.
+    `sites` maps the same names to the places where λ is applied. `notes` are limits that users must know.
     """
 
     def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
@@ -61,11 +61,12 @@ def parameter_of(model: nn.Module, site: SkipSite) -> nn.Parameter:
 
 def add_lambda_skip(
     model: nn.Module,
-    init: float | int | numbers.Real = 1.0,
+    init: float | numbers.Real = 1.0,
     learnable: bool = True,
     per: Per = "layer",
     sites: str | Iterable[str] | None = None,
     example: Batch | None = None,
+    exist_ok: bool = False,
 ) -> Skips:
     """Change the skip connection around every mixer of a model in place: x + f(x) becomes λ·x + f(x).
 
@@ -88,13 +89,14 @@ def add_lambda_skip(
         sites: names of sites, or of modules around them, with wildcards: ``"h.1*"``; all residual mixers by
             default.
         example: batch to run, as in `audit`; created automatically for models of transformers.
+        exist_ok: True to accept that all chosen sites have a λ already.
 
     Returns:
-        The parameters λ by the name of the site.
+        All λ-skips of the model: the parameters λ by the name of the site.
 
     Raises:
-        SkipError: if the model has no residual mixer, all sites have λ-skips already, a name matches no site,
-            λ is not finite, or the changed model does not compute λ·x + f(x).
+        SkipError: if the model has no residual mixer, all chosen sites have λ-skips already, a name matches
+            no site, λ is not finite, or the changed model does not compute λ·x + f(x).
 
     Warns:
         UserWarning: if λ is 0, which removes the skip connections.
@@ -107,32 +109,13 @@ def add_lambda_skip(
         Skips({dropout1: 2})
         >>> rw.remove_lambda_skip(layer)
     """
-    before = len(skip_sites(model))
-    skips = add_missing_skips(model, init, learnable, per, sites, example)
-    if len(skips) == before:
-        raise SkipError(
-            f"model {type(model).__name__}",
-            expected="a model without λ-skips" + " at these sites" * (sites is not None),
-            got=f"one with {before}",
-            fix="Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`.",
-        )
-    return skips
-
-
-def add_missing_skips(
-    model: nn.Module,
-    init: float | int | numbers.Real = 1.0,
-    learnable: bool = True,
-    per: Per = "layer",
-    sites: str | Iterable[str] | None = None,
-    example: Batch | None = None,
-) -> Skips:
-    """Add λ like `add_lambda_skip`, but only at sites without λ; return all λ-skips of the model."""
     check_traceable(model)
     check_lambda("`init`", init)
     one_of("`per`", per, ("layer", "channel"), error=SkipError)
-    kept = [(site, parameter_of(model, site)) for site in skip_sites(model)]
-    if kept and (per == "channel") != any(parameter.numel() > 1 for _, parameter in kept):
+    subject = f"model {type(model).__name__}"
+    before = skips_of(model)
+    kept = dict(before)
+    if kept and (per == "channel") != any(parameter.numel() > 1 for parameter in kept.values()):
         raise SkipError(
             f"`per={per!r}`", expected="the kind of λ that the model has at other sites",
             got="the other kind", fix="Use the other `per`, or call `rw.remove_lambda_skip(model)` first.",
@@ -145,19 +128,24 @@ def add_missing_skips(
             out = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
             got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
             raise SkipError(
-                f"model {type(model).__name__}", expected="residual connections around mixers", got=got,
+                subject, expected="residual connections around mixers", got=got,
                 fix="A block must compute x + f(x), and its example have two tokens or more; put what "
                 "computes f into a module of its own.",
             )  # fmt: skip
-        names = {site.name for site, _ in kept}
-        if lost := names - {site.name for site in found}:
+        if lost := kept.keys() - {site.name for site in found}:
             raise SkipError(
-                "`example`",
-                expected="a batch on which every λ-skip of the model runs",
+                "`example`", expected="a batch on which every λ-skip of the model runs",
                 got=f"one on which {min(lost)!r} does not",
                 fix="Pass a batch of the kind the λ-skips were added with.",
-            )
-        names |= {site.name for site in match_sites(found, sites)}
+            )  # fmt: skip
+        names = kept.keys() | {site.name for site in match_sites(found, sites)}
+        if len(names) == len(kept) and not exist_ok:
+            raise SkipError(
+                subject, expected="a model without λ-skips" + " at these sites" * (sites is not None),
+                got=f"one with {len(kept)}",
+                fix="Change the λ it has (`rw.skips.skips_of(model)`), or call "
+                "`rw.remove_lambda_skip(model)`.",
+            )  # fmt: skip
         chosen = [site for site in found if site.name in names]
         for site in chosen:
             install(model, site, learnable=learnable, per=per)
@@ -168,12 +156,12 @@ def add_missing_skips(
                 parameter.fill_(float(init))
     except BaseException:
         remove_lambda_skip(model, missing_ok=True)
-        for site, _ in kept:
+        for site in before.sites.values():
             install(model, site, learnable=learnable, per=per)
         raise
     finally:
-        for site, parameter in kept:
-            setattr(model.get_submodule(site.write.module), site.parameter, parameter)
+        for site in before.sites.values():
+            setattr(model.get_submodule(site.write.module), site.parameter, kept[site.name])
     return skips
 
 
@@ -238,13 +226,16 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
 
 
 def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """Return the sites whose name, or surrounding module's name, matches a wildcard; None matches all."""
+    """Return the sites that a wildcard matches by their name or by the name of a module around them.
+
+    ``None`` matches all sites.
+    """
     if sites is None:
         return found
     chosen: set[str] = set()
     for pattern in [sites] if isinstance(sites, str) else list(sites) or [""]:
         parts = pattern.count(".") + 1
-        # the pattern is compared with as many leading parts of the site's name as the pattern has
+        # names are cut to as many parts as the pattern has: "h.1" then matches "h.1.attn"
         cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
         matching = [site for site, name in cut.items() if fnmatchcase(name, pattern)]
         if not matching:
@@ -291,63 +282,47 @@ def check_traceable(model: Any) -> None:
     """Raise if hooks cannot change a model: if it is compiled, wrapped, split, or in inference mode."""
     fix = "Pass the model itself, for example `pipeline.model`."
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
-    scripted = isinstance(model, torch.jit.ScriptModule)
-    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    wrapper = min(names & WRAPPERS, default=None)
+    wrappers = WRAPPERS & {base.__name__ for module in model.modules() for base in type(module).__mro__}
     placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
-    frozen = any(parameter.is_inference() for parameter in model.parameters())
-    refusals = (
-        (
-            scripted or any(is_compiled(module) for module in model.modules()),
-            "a module that is not compiled yet", "one that is compiled or scripted",
-            "Add the skips first, then call torch.compile on the model.",
-        ),
-        (
-            wrapper, "a module that is not wrapped yet", f"one wrapped by {wrapper}",
-            "Add the skips to the model itself first, then wrap it.",
-        ),
-        (
-            placed or split_modules(model),
-            "a model whose weights are plain tensors, whole in this process",
-            f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else "layers split by a plan",
-            "Add or certify the skips on the model before it is parallelised, or load it without a plan.",
-        ),
-        (
-            torch.is_inference_mode_enabled() or frozen,
-            "a model outside of torch.inference_mode(), where derivatives can be taken",
-            "inference mode, or parameters made in it",
-            "Build the model and call this outside of it; torch.no_grad() is allowed.",
-        ),
-    )  # fmt: skip
-    for wrong, expected, got, fix in refusals:
-        if wrong:
-            raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
+    if isinstance(model, torch.jit.ScriptModule) or any(map(is_compiled, model.modules())) or wrappers:
+        expected = "a module that is not compiled or wrapped yet"
+        got = f"one wrapped by {min(wrappers)}" if wrappers else "one that is compiled or scripted"
+        fix = "Add the skips to the model itself first, then compile or wrap it."
+    elif placed or split_modules(model):
+        expected = "a model whose weights are plain tensors, whole in this process"
+        got = f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else "layers split by a plan"
+        fix = "Add or certify the skips on the model before it is parallelised, or load it without a plan."
+    elif torch.is_inference_mode_enabled() or any(weight.is_inference() for weight in model.parameters()):
+        expected = "a model outside of torch.inference_mode(), where derivatives can be taken"
+        got = "inference mode, or parameters made in it"
+        fix = "Build the model and call this outside of it; torch.no_grad() is allowed."
+    else:
+        return
+    raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 
 
 def example_for(model: nn.Module) -> Batch:
     """Return a small batch for a model of transformers (token ids or a noise image); raise for others."""
     config: Any = getattr(model, "config", None)
-    reads = str(getattr(model, "main_input_name", ""))
-    device = device_of(model)
-    if config is not None and reads == "pixel_values":
+    reads, device = getattr(model, "main_input_name", None), device_of(model)
+    if config is None or reads not in ("input_ids", "pixel_values"):
+        raise SkipError(
+            f"model {type(model).__name__}", expected="an example of its input",
+            got=f"none, and its input is {reads or 'unknown'}",
+            fix="Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`.",
+        )  # fmt: skip
+    if reads == "pixel_values":
         config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 224)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-        shape = (1, int(getattr(config, "num_channels", 3)), *map(int, sides))
+        shape = (1, getattr(config, "num_channels", 3), *sides)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         return {"pixel_values": noise.to(device, next(dtypes, torch.float32))}
-    if config is None or reads != "input_ids":
-        raise SkipError(
-            f"model {type(model).__name__}",
-            expected="an example of what it reads, to see where its residual connections are",
-            got=f"none; it reads {reads}" if reads else "none, and it does not say what it reads",
-            fix="Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`.",
-        )
     text = getattr(config, "get_text_config", lambda: config)()
-    most = int(getattr(text, "vocab_size", 0) or 64)
+    most = min(getattr(text, "vocab_size", None) or 64, 64)
     special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask", "image")}
-    plain = [token for token in range(min(most, 64)) if token not in special] or [0]
+    plain = [token for token in range(most) if token not in special] or [0]
     ids = torch.tensor([[plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]], device=device)
     example = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):

@@ -163,10 +163,8 @@ def corrected(tensor, residual, scale):
 
 @no_type_check
 def picked(output, key):
-    """Return one item of an output; keys None and 0 fit both a tensor and a tuple that begins with it."""
-    if key is None and isinstance(output, tuple):
-        return output[0]
-    return output if key is None or (key == 0 and isinstance(output, Tensor)) else output[key]
+    """Return one item of an output: a tensor itself, otherwise the item of this key; None means the first."""
+    return output if isinstance(output, Tensor) else output[0 if key is None else key]
 
 
 @no_type_check
@@ -178,5 +176,7 @@ def with_value(output, key, value):
     if isinstance(output, tuple):
         changed = (*output[:key], value, *output[key + 1 :])
         return type(output)(*changed) if hasattr(output, "_fields") else changed
+    if isinstance(output, dict) and not isinstance(key, str):  # transformers' outputs are set by name only
+        key = list(output)[key]
     output[key] = value
     return output

@@ -1,4 +1,8 @@
-"""Choose λ by trial for a stack whose tokens collapse, and find mixers that a λ-skip suppresses."""
+"""Recommend λ: take an audit, its model and a batch; return the audit with λ against COLLAPSE.
+
+`choose_lambda` tries several λ for one stack of blocks. `recommend` writes the choice into COLLAPSE findings,
+and adds a finding for each mixer that a large λ suppresses.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,13 +28,20 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerReco
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, RankwiseError, instance_of, one_of
-from rankwise.skips.add import check_traceable
+from rankwise.skips.add import check_traceable, skips_of
 from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_sites
 from rankwise.skips.find import probe_mode
-from rankwise.skips.locate import SkipSite, skip_sites
+from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
-from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, sites_in, with_lambdas
+from rankwise.skips.observe import (
+    ObservedSkip,
+    lambdas_of,
+    observe,
+    plain_skips,
+    sites_in,
+    with_lambdas,
+)
 from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
@@ -38,9 +49,9 @@ AuditT = TypeVar("AuditT", bound=Audit)
 TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Values of |λ| to try, the smallest first."""
 KEEP = 0.5
-"""Fraction of μ² (squared token spread) that each layer keeps with the proved λ."""
+"""Fraction of μ² (squared token spread) that the proved λ keeps in each layer."""
 SAMPLE = 4
-"""Number of sequences that are examined if a batch is a dict."""
+"""Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
 TRAINS = (
     "λ against COLLAPSE was tried, and a bound of single layers proved, on these sequences alone; nothing is "
@@ -83,17 +94,31 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
         (1.0, True)
     """
     check_traceable(model)
-    return _choose(model, batch, stack, sites_in(model, batch)[0])
+    return _choose(model, batch, stack, *_sites_of(model, batch, stack, sites_in(model, batch)[0]))
 
 
-def _choose(model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite]) -> LambdaChoice:
-    """Choose λ as `choose_lambda` does, for known sites of the model."""
-    inside = [site for site in sites if site.name.startswith(f"{stack}.")]
-    if not inside:  # names of sites may lack the stack's name: take the sites of no other stack
-        stacks = {layer.stack for layer in _layers(model, [batch])}
-        one_of("`stack`", stack, stacks)
-        others = tuple(f"{other}." for other in stacks - {stack})
-        inside = [site for site in sites if not site.name.startswith(others)]
+def _sites_of(
+    model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite]
+) -> tuple[Sequence[SkipSite], list[SkipSite]]:
+    """Return all sites, and the sites in a stack; search for plain ones if only other stacks have λ-skips."""
+    if inside := [site for site in sites if site.name.startswith(f"{stack}.")]:
+        return sites, inside
+    stacks = {layer.stack for layer in _layers(model, [batch])}
+    one_of("`stack`", stack, stacks)
+    if skip_sites(model):
+        with plain_skips(model):
+            found, _ = find_sites(model, batch)
+        if inside := [site for site in found if site.name.startswith(f"{stack}.")]:
+            return found, inside
+    # names of sites may lack the stack's name: take the sites of no other stack
+    others = tuple(f"{other}." for other in stacks - {stack})
+    return sites, [site for site in sites if not site.name.startswith(others)]
+
+
+def _choose(
+    model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite], inside: Sequence[SkipSite]
+) -> LambdaChoice:
+    """Choose λ for the sites inside a stack, among all sites of the model."""
     if not inside:
         return LambdaChoice(
             stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
@@ -237,8 +262,10 @@ def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | f
 
 def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
     """Return a COLLAPSE finding with the chosen λ in its evidence, meaning and remedy."""
-    choice = _choose(model, batch, finding.where.stack, sites)
-    if not choice.sites:
+    stack = finding.where.stack
+    sites, inside = _sites_of(model, batch, stack, sites)
+    choice = _choose(model, batch, stack, sites, inside)
+    if not inside:
         return finding.model_copy(update={"remedy": BY_HAND})
     evidence = {"lambda_tried": choice.value, "mixing_share": choice.mixing_share}
     evidence["relative_spread_lowest_tried"] = dict(choice.tried)[choice.value]
@@ -276,7 +303,8 @@ def _remedy(
         fixed = '"skip": "fixed", ' if first.kind == "none" else ""
         sign = -1 if first.kind == "fixed" and first.init < 0 else 1
         return f'put `{fixed}"skip_init": {sign * value:g}` into the config.json of the model'
-    carries = bool(skip_sites(model))
+    skips = skips_of(model)
+    carries = next(iter(below)) in skips
     now = torch.cat([one.flatten().cpu() for one in below.values()])
     signs = {bool(one < 0) for one in now}
     if carries and (len(signs) > 1 or bool((now.abs() > value).any())):
@@ -285,13 +313,15 @@ def _remedy(
         return f"raise |λ| below {value:g} to {value:g}, with its sign, in {where}"
     init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
-    named = [] if whole else list(below) if carries else [choice.stack]
+    in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
+    named = [] if whole else [choice.stack] if in_stack else list(below)
     if isinstance(batch, Mapping):
         options = "".join(f"--sites {name} " for name in named)
         return f"rankwise skip MODEL --init {init:g} {options}--text TEXT --out DIR"
     if carries:
         return f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
     only = f"sites={named}, " if named else ""
+    only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
     return f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
 
 
