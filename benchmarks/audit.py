@@ -1,33 +1,28 @@
-"""What an audit costs beside the forward pass it watches: the split, in one run.
+"""What an audit costs next to the forward pass of the model, and next to singular values by hand.
 
-    python benchmarks/audit.py
-    python benchmarks/audit.py --model sentence-transformers/all-MiniLM-L6-v2 --eager --busy 4
+    python -m benchmarks audit
+    python -m benchmarks audit --model sentence-transformers/all-MiniLM-L6-v2 --eager
 
-Things take turns: the plain forward pass; the pass with `capture` and nothing done with what it sees; the
-measures alone, on operators and states kept from one pass; the whole audit; and the whole audit while torch
-has one thread. The audit should cost no more than three forward passes plus the measures. That capture leaves
-outputs bit-identical is checked in the run.
+These runs take turns: the forward pass; the pass under `capture`, which does nothing with what it captures;
+the measures alone, on operators and states of one pass; the whole audit; and the audit with one thread of
+torch. The audit should cost no more than three forward passes plus the measures. Capture must leave the
+outputs bit-identical, which is checked in the run.
 
 `--eager` adds what a user would write by hand: eager attention with `output_attentions`, then
-`torch.linalg.svdvals` of every matrix and nothing else, in the model's dtype and in float64; the ranks of the
-audit are held to those singular values in the same run. The bar is half of that time, with all measures.
-Decision 004 says where it is reached, and where not.
-
-`--busy 4` takes the turns again beside four processes that never rest, where an audit should take at most 1.5
-times as long as with one thread.
+`torch.linalg.svdvals` of every matrix and nothing else, in the model's dtype and in float64. The ranks of the
+audit are compared with these singular values. The goal is half of that time for all measures together;
+decision 004 says where it is reached.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from harness import machine, timed
+from benchmarks.harness import positive, race, ratio
 
 import rankwise as rw
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
@@ -36,18 +31,58 @@ from rankwise.cli.load_data import load_data
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.measures import DELTA
 
+REPEATS = 5
+Batches = list[dict[str, torch.Tensor]]
 
-def main() -> None:
-    args = arguments()
-    subject = load_model(args.model or str(demo_model()), device=args.device)
-    text = args.text or demo_text()
-    batches = list(
-        load_data(
-            subject, text=text, tokens=args.tokens, sequences=args.sequences, batch_size=args.batch_size
-        ).batches
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the text, and its size."""
+    parser.add_argument(
+        "--model", default=str(demo_model()), help="name or folder (default: the bundled demo)"
     )
-    batches = [{name: one.to(args.device) for name, one in batch.items()} for batch in batches]
-    model = subject.model
+    parser.add_argument("--text", type=Path, default=demo_text())
+    parser.add_argument("--tokens", type=positive, default=256)
+    parser.add_argument("--sequences", type=positive, default=8)
+    parser.add_argument("--batch-size", type=positive, default=4)
+    parser.add_argument("--eager", action="store_true", help="also eager attention and svdvals, by hand")
+
+
+def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield one row: the runs, and the cost of the audit without its measures."""
+    if given.quick:
+        given.tokens, given.sequences, given.batch_size = 32, 2, 2
+    subject = load_model(given.model, device=given.device)
+    sizes = {"tokens": given.tokens, "sequences": given.sequences, "batch_size": given.batch_size}
+    batches = [
+        {name: part.to(given.device) for name, part in batch.items()}
+        for batch in load_data(subject, text=given.text, **sizes).batches
+    ]
+    runs = runs_of(subject.model, batches)
+    different = None
+    if given.eager:
+        if any((batch.get("attention_mask", torch.ones(1)) == 0).any() for batch in batches):
+            raise SystemExit("--eager: expected no padding, which svdvals would count. Use a longer text")
+        by_hand = load_model(given.model, device=given.device).model
+        by_hand.set_attn_implementation("eager")
+        runs["eager, svdvals"] = lambda: singular_values(by_hand, batches)
+        runs["eager, svdvals float64"] = lambda: singular_values(by_hand, batches, torch.float64)
+        different = rank_difference(rw.audit(subject.model, batches), runs["eager, svdvals float64"]())
+    seconds = race(runs, given.repeats, torch.device(given.device), time.perf_counter)
+    own = [audit - measures for audit, measures in zip(seconds["audit"], seconds["measures"], strict=True)]
+    yield {
+        "model": given.model,
+        **sizes,
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+        "in_forward_passes": {name: ratio(times, seconds["forward"]) for name, times in seconds.items()},
+        "in_audits": {name: ratio(times, seconds["audit"]) for name, times in seconds.items()},
+        "audit_without_measures_in_forward_passes": ratio(own, seconds["forward"]),
+        "largest_difference_of_ranks": different,
+        "right": different is None or different <= 1,
+    }
+
+
+def runs_of(model: Any, batches: Batches) -> dict[str, Callable[[], Any]]:
+    """Return the runs by name; raise if capture changes an output."""
     with rw.capture(model) as trace, torch.no_grad():
         seen = [model(**batch)[0] for batch in batches]
 
@@ -56,143 +91,64 @@ def main() -> None:
             return [model(**batch)[0] for batch in batches]
 
     def captured() -> list[torch.Tensor]:
-        watch = rw.capture(model, on_mixer=lambda site: None, on_state=lambda state: None)
-        with watch, torch.no_grad():
-            return [model(**batch)[0] for batch in batches]
+        with rw.capture(model, on_mixer=lambda site: None, on_state=lambda state: None):
+            return forward()
 
     def measures() -> None:
-        statistics = ModelStatistics()
+        found = ModelStatistics()
         for site in trace.mixers:
-            statistics.add_heads(measure_heads(*sampled(site), DELTA, "auto"))
+            found.add_heads(measure_heads(*sampled(site), DELTA, "auto"))
         for state in trace.states:
-            statistics.add_states(measure_states(state, None))
-        statistics.head_records(DELTA)
+            found.add_states(measure_states(state, None))
+        found.head_records(DELTA)
 
     def on_one_thread() -> rw.Audit:
-        before = torch.get_num_threads()
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             return rw.audit(model, batches)
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)
 
-    runs: dict[str, Callable[[], object]] = {
+    assert all(map(torch.equal, forward(), seen)), "capture changed an output"
+    return {
         "forward": forward,
         "capture": captured,
         "measures": measures,
         "audit": lambda: rw.audit(model, batches),
         "audit, torch on one thread": on_one_thread,
     }
-    for one, other in zip(forward(), seen, strict=True):
-        assert torch.equal(one, other), "capture changed an output"
-    if args.eager:
-        if any((batch.get("attention_mask", torch.ones(1)) == 0).any() for batch in batches):
-            raise SystemExit(
-                "--eager: texts shorter than --tokens are padded, and svdvals would count the padding"
-            )
-        by_hand = load_model(args.model or str(demo_model()), device=args.device).model
-        by_hand.set_attn_implementation("eager")
-        runs["eager, svdvals"] = lambda: singular_values_by_hand(by_hand, batches)
-        runs["eager, svdvals float64"] = lambda: singular_values_by_hand(by_hand, batches, torch.float64)
-        check_ranks(rw.audit(model, batches), singular_values_by_hand(by_hand, batches, torch.float64))
-    seconds = {"as the machine is": in_turn(runs, args)}
-    if args.busy:
-        with busy(args.busy):
-            seconds[f"beside {args.busy} busy processes"] = in_turn(runs, args)
-    tell(seconds, args)
 
 
-def singular_values_by_hand(
-    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]], dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
-    """Of every head of every sequence: for each batch (layers, B, H, T)."""
-    found = []
-    with torch.no_grad():
-        for batch in batches:
-            maps = model(**batch, output_attentions=True).attentions
-            found.append(torch.stack([torch.linalg.svdvals(one.to(dtype or one.dtype)) for one in maps]))
-    return found
+@torch.no_grad()
+def singular_values(model: Any, batches: Batches, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Return the singular values of all heads, (layers, B, H, T) for each batch."""
+    maps = [model(**batch, output_attentions=True).attentions for batch in batches]
+    return [
+        torch.stack([torch.linalg.svdvals(one.to(dtype or one.dtype)) for one in batch]) for batch in maps
+    ]
 
 
-def check_ranks(audit: rw.Audit, sigma: list[torch.Tensor]) -> None:
-    """Numerical ranks of the audit against the count of singular values by hand.
+def rank_difference(audit: rw.Audit, sigma: list[torch.Tensor]) -> float:
+    """Return the largest difference between ranks of the audit and counts of singular values.
 
-    Fused and eager attention round differently in the model's dtype: one value in a hundred sequences may
+    Fused and eager attention round differently in the model's dtype, so one value in a hundred sequences may
     cross δ.
     """
     counts = torch.cat([(one >= DELTA).sum(-1) for one in sigma], dim=1).double().mean(1).flatten()
     ranks = torch.tensor([head.numerical_rank for head in audit.heads], dtype=torch.float64)
-    off = (counts.cpu() - ranks).abs().max().item()
-    print(f"  numerical ranks of {len(ranks)} heads: at most {off:g} off those by hand, means over sequences")
-    assert off <= 1, "the audit has other ranks"
+    return (counts.cpu() - ranks).abs().max().item()
 
 
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Beside so many processes that never rest."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for one in started:
-            one.kill()
-            one.wait()
-
-
-def in_turn(runs: dict[str, Callable[[], object]], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each, one after the other, again and again."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(args.repeats + 1):
-        for name, run in runs.items():
-            took, _ = timed(run, torch.device(args.device))
-            if turn:  # the first turn loads libraries and fills the cache of nulls
-                seconds[name].append(took)
-    return seconds
-
-
-def tell(measured: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
-    """Medians, and medians of the ratios within a turn: what else the machine does is the same for both."""
-    result: dict[str, object] = {
-        "machine": machine(torch.device(args.device)),
-        "model": args.model or "the bundled demo",
-        "tokens": args.tokens,
-        "sequences": args.sequences,
-    }
-    for state, seconds in measured.items():
-        print(f"{state}, medians of {args.repeats} turns")
-        for name, times in seconds.items():
-            to_forward, to_audit = (over(times, seconds[unit]) for unit in ("forward", "audit"))
-            print(f"  {name:27}{statistics.median(times):9.3f} s{to_forward:9.2f} × forward"
-                  f"{to_audit:8.2f} × audit")  # fmt: skip
-        own = [a - m for a, m in zip(seconds["audit"], seconds["measures"], strict=True)]
-        least = over(own, seconds["forward"])
-        print(f"  audit less measures: {least:.2f} forward passes (bar: 3)")
-        result[state] = {"seconds": seconds, "audit_without_measures_in_forward_passes": least}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-
-
-def over(times: list[float], units: list[float]) -> float:
-    """Median ratio within a turn."""
-    return statistics.median(one / unit for one, unit in zip(times, units, strict=True))
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="name or folder; the bundled demo by default")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--eager", action="store_true", help="also eager attention and svdvals, by hand")
-    parser.add_argument("--busy", type=int, default=0, help="again beside so many processes that never rest")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+def line(row: dict[str, Any]) -> str:
+    """Return a line for each run."""
+    lines = [
+        f"  {name:27}{row['seconds'][name]:9.3f} s{row['in_forward_passes'][name].median:9.2f} × forward"
+        f"{row['in_audits'][name].median:8.2f} × audit"
+        for name in row["seconds"]
+    ]
+    own = row["audit_without_measures_in_forward_passes"].median
+    lines.append(f"  audit less measures: {own:.2f} forward passes (goal: 3)")
+    if row["largest_difference_of_ranks"] is not None:
+        lines.append(f"  ranks differ from those by hand by at most {row['largest_difference_of_ranks']:g}")
+    return "\n".join(lines)

@@ -1,45 +1,91 @@
-"""What the benchmarks share: the clock, medians, peak memory, what the machine is."""
+"""Time runs in turns, compare them, measure peak memory in a fresh process, and describe the machine."""
 
 import ctypes
+import json
+import math
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-Answer = TypeVar("Answer")
+MIN_READING = 0.001
+"""Seconds that one reading lasts at least; shorter calls are repeated within it."""
 
 
-def timed(run: Callable[[], Answer], device: torch.device) -> tuple[float, Answer]:
-    """Seconds and answer; on a GPU until it is done."""
+class Ratio(NamedTuple):
+    """Median of the ratios within a round, and the order statistics that hold it in 95 % of samples."""
+
+    median: float
+    low: float
+    high: float
+
+    def percent(self) -> str:
+        """Format the ratio in percent."""
+        return "{:+.2f} % ({:+.2f} to {:+.2f})".format(*(100 * one for one in self))
+
+
+def race(
+    runs: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.process_time,
+    budget: float = math.inf,
+) -> dict[str, list[float]]:
+    """Return the seconds of every run in every round; each round runs all and begins with another one.
+
+    Before each timed call comes an untimed one, so that no run pays for the memory of the previous run. A run
+    that has used up its budget of seconds takes no part in later rounds.
+
+    Args:
+        clock: on a CPU, CPU seconds of the process (other programs count less) or `time.perf_counter`, which
+            threads require. On a GPU it is always the latter, after the device has finished.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    answer = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, answer
+        clock = time.perf_counter
+
+    def read(run: Callable[[], object], calls: int = 1) -> float:
+        _finish(device)
+        start = clock()
+        for _ in range(calls):
+            run()
+        _finish(device)
+        return (clock() - start) / calls
+
+    names = list(runs)
+    for run in runs.values():
+        run()  # load libraries, compile
+    calls = {name: math.ceil(MIN_READING / max(read(run), 1e-6)) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if not seconds[name] or 2 * calls[name] * sum(seconds[name]) < budget:
+                runs[name]()
+                seconds[name].append(read(runs[name], calls[name]))
+    return seconds
 
 
-def taken(run: Callable[[], object], device: torch.device) -> float:
-    """CPU seconds of the process, or seconds until a GPU is done."""
-    if device.type == "cuda":
-        return timed(run, device)[0]
-    start = time.process_time()
-    run()
-    return time.process_time() - start
+def ratio(times: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Compare two runs within their rounds: other work on the machine hits whole rounds."""
+    ratios = sorted(one / unit for one, unit in zip(times, base, strict=False))  # budgets end rounds early
+    count = len(ratios)
+    outside = max(int((count - 1.96 * count**0.5) / 2), 1)  # numbers below the median are tosses of a coin
+    return Ratio(statistics.median(ratios), ratios[outside - 1], ratios[-outside])
 
 
 def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
-    """MiB needed beyond what is there before; None where the system does not tell.
+    """Return the MiB that a call needs beyond what was held before; None if the system does not say.
 
-    On a CPU it is the kernel's high-water mark: use a fresh process, in which little was freed
-    that could be used again without a trace.
+    On a CPU it is the high-water mark of the kernel: call it in a fresh process, which has freed little
+    memory that the run could use again without a trace.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -51,36 +97,47 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> float | None:
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)  # what is free goes back to the system
-    reset.write_text("5")  # the mark starts anew
+        trim(0)  # return free memory to the system
+    reset.write_text("5")  # reset the high-water mark
     before = _kib("VmRSS")
     run()
     return (_kib("VmHWM") - before) / 1024
 
 
-def median(numbers: list[float]) -> list[float]:
-    """The median, and the two numbers that hold it between them in 95 % of samples, whatever is sampled."""
-    ordered, count = sorted(numbers), len(numbers)
-    outside = max(int((count - 1.96 * count**0.5) / 2), 1)  # numbers below the median are tosses of a coin
-    return [statistics.median(ordered), ordered[outside - 1], ordered[-outside]]
+def in_fresh_process(module: str, **job: Any) -> Any:
+    """Return what `peak(**job)` of a benchmark returns in a new Python, which frees memory as usual."""
+    call = f"from benchmarks.{module} import peak; print(json.dumps(peak(**json.loads(sys.argv[1]))))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-W", "ignore", "-c", f"import json, sys; {call}", json.dumps(job)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def percent(share: list[float]) -> str:
-    return "{:+.2f} % ({:+.2f} … {:+.2f})".format(*(100 * one for one in share))
-
-
-def machine(device: torch.device) -> dict[str, object]:
-    """What a time means nothing without."""
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what a time depends on: the machine and the versions."""
     names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
+        "load": [round(one, 2) for one in os.getloadavg()] if hasattr(os, "getloadavg") else [],
         "torch_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0 from a command line."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _kib(field: str) -> int:

@@ -1,81 +1,71 @@
-"""Time and memory of language models by context: a step of training, and the state that decoding keeps.
+"""Time and memory of language models by context: a training step, and the state that decoding keeps.
 
-    PYTHONPATH=. python benchmarks/language.py
-    PYTHONPATH=. python benchmarks/language.py --tokens 256 1024 --repeats 5 --out language.json
+    python -m benchmarks language --out benchmarks/results/language.json
+    python -m benchmarks language --tokens 256 1024 --repeats 5
 
-The models of the experiment `language`, of equal parameters but for positions. What a user would pick instead
-is the transformer (blocks of Llama, fused attention of torch); the limit is a product with as many weights in
-one matrix, forward and backward, which no model can be faster than. A step has `--batch-tokens` tokens
-whatever the context, so that what grows with the context is mixing. In each round every model does a step, in
-changing order; medians of their ratios to the transformer come with the interval that holds them in 95 % of
-runs.
-Memory is the most that a step takes beside model and optimiser, in a process of its own. State is what
-decoding keeps of one sequence in float32. Before it is timed each model must give the same logits at once and
-token by token, in float64: TSSA divides by a sum of squares, and where the first token has a channel near 0,
-rounding grows ten-thousandfold. CPU seconds of the process, so that other work counts less.
+The models of the experiment `language`, of equal parameters but for positions. A user would take the
+transformer instead (blocks of Llama, fused attention of torch). The limit is a product with as many weights
+in one matrix, forward and backward: no model can be faster. A step has `--batch-tokens` tokens at any
+context, so that only mixing grows with the context. Times are ratios to the transformer. Memory is the most
+that a step takes in addition to model and optimizer, in a fresh process. State is what decoding keeps of one
+sequence in float32. Before a model is timed it must give the same logits at once and token by token, in
+float64: TSSA divides by a sum of squares, and where the first token has a channel near 0, float32 rounding
+grows ten-thousandfold.
 """
 
 import argparse
-import json
-import random
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from benchmarks.harness import in_fresh_process, peak_mib, positive, race, ratio
 from experiments.tasks.task import Task
 from experiments.tasks.text import BYTE_VOCABULARY
 from experiments.tost.language import MODELS, PARAMETERS, config
 from experiments.training.models import model_config
-from harness import machine, median, peak_mib, taken
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+REPEATS = 7
 BASE, LIMIT = "transformer", "limit"
 SAME = 1e-9
-"""Of logits at once and token by token, absolute."""
-RESULTS = Path(__file__).with_name("results") / "language.json"
+"""Largest difference of logits at once and token by token."""
 
 
-def main() -> None:
-    args = arguments()
-    if args.peak:
-        print(peak_mib(step_of(args.peak, args.tokens[0], args.batch_tokens), torch.device("cpu")))
-        return
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the contexts and the size of a step."""
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--batch-tokens", type=positive, default=4096, help="tokens in a step")
+
+
+def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each model at each context: times of a step in turns, memory and state."""
+    if given.quick:
+        given.tokens, given.batch_tokens, given.repeats = [32], 64, 1
+    device = torch.device(given.device)
     for name in MODELS:
         check(name)
-    rows = [row for tokens in args.tokens for row in race(tokens, args)]
-    for row in rows:
-        ratio = "{:.2f} ({:.2f} … {:.2f})".format(*row["time"])
-        kept = "" if row["state"] is None else f", {row['memory']:,.0f} MiB, {row['state']:,} bytes"
-        print(f"{row['tokens']:>6} {row['model']:17} {ratio}{kept}")
-    args.out.write_text(json.dumps({"machine": machine(torch.device("cpu")), "rows": rows}, indent=1) + "\n")
+    for tokens in given.tokens:
+        size = {"tokens": tokens, "batch_tokens": given.batch_tokens, "device": given.device}
+        runs: dict[str, Callable[[], object]] = {name: training_step(name, **size) for name in MODELS}
+        runs[LIMIT] = product(given.batch_tokens, device)
+        seconds = race(runs, given.repeats, device)
+        for name in runs:
+            unmeasured = name == LIMIT or given.quick
+            yield {
+                "tokens": tokens,
+                "model": name,
+                "time": ratio(seconds[name], seconds[BASE]),
+                "memory": None if unmeasured else in_fresh_process("language", name=name, **size),
+                "state": None if name == LIMIT else state_bytes(name, tokens),
+            }
 
 
-def race(tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A step of each model in turns, its memory, and its state after as many tokens."""
-    steps: dict[str, Callable[[], object]] = {
-        name: step_of(name, tokens, args.batch_tokens) for name in MODELS
-    }
-    steps[LIMIT] = product(args.batch_tokens)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order, dice = list(steps), random.Random(0)
-    for _ in range(args.repeats):
-        dice.shuffle(order)
-        for name in order:
-            seconds[name].append(taken(steps[name], torch.device("cpu")))
-    return [
-        {
-            "tokens": tokens,
-            "model": name,
-            "time": median([one / base for one, base in zip(seconds[name], seconds[BASE], strict=True)]),
-            "memory": None if name == LIMIT else alone(name, tokens, args.batch_tokens),
-            "state": None if name == LIMIT else state_bytes(name, tokens),
-        }
-        for name in steps
-    ]
+def line(row: dict[str, Any]) -> str:
+    """Return the ratio of times, the memory and the state."""
+    kept = "" if row["memory"] is None else f", {row['memory']:,.0f} MiB"
+    kept += "" if row["state"] is None else f", {row['state']:,} bytes"
+    return f"{row['tokens']:>6} {row['model']:17} {'{:.2f} ({:.2f} to {:.2f})'.format(*row['time'])}{kept}"
 
 
 def model_of(name: str, tokens: int) -> PreTrainedModel:
@@ -87,71 +77,64 @@ def model_of(name: str, tokens: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(made)
 
 
-def step_of(name: str, tokens: int, batch_tokens: int) -> Callable[[], object]:
-    """A step of training; the first is done, so that the optimiser's state is there."""
-    model = model_of(name, tokens).train()
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-4)
-    ids = torch.randint(3, BYTE_VOCABULARY, (max(batch_tokens // tokens, 1), tokens))
+def training_step(name: str, tokens: int, batch_tokens: int, device: str) -> Callable[[], object]:
+    """Return a training step, after the first, which makes the optimizer's state."""
+    model: Any = model_of(name, tokens).train().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    ids = torch.randint(3, BYTE_VOCABULARY, (max(batch_tokens // tokens, 1), tokens), device=device)
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     step()
     return step
 
 
-def product(tokens: int) -> Callable[[], object]:
-    """Forward and backward of a product with as many weights as a model has; the first is done."""
-    width = config("transformer").width
-    weight = torch.randn(width, PARAMETERS // width, requires_grad=True)
-    x = torch.randn(tokens, width, requires_grad=True)
+def product(tokens: int, device: torch.device) -> Callable[[], object]:
+    """Return forward and backward of a product with as many weights as a model has."""
+    width = config(BASE).width
+    weight = torch.randn(width, PARAMETERS // width, device=device, requires_grad=True)
+    x = torch.randn(tokens, width, device=device, requires_grad=True)
 
     def run() -> None:
         output = x @ weight
         output.backward(output.detach())
         weight.grad = x.grad = None
 
-    run()
     return run
 
 
-def alone(name: str, tokens: int, batch_tokens: int) -> float:
-    """MiB of a step in a process of its own."""
-    sizes = ["--tokens", str(tokens), "--batch-tokens", str(batch_tokens)]
-    command = [sys.executable, __file__, "--peak", name, *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.splitlines()[-1])
+def peak(name: str, **size: Any) -> float | None:
+    """Return the MiB of a training step."""
+    return peak_mib(training_step(name, **size), torch.device(size["device"]))
 
 
 @torch.no_grad()
 def state_bytes(name: str, tokens: int) -> int:
-    """What decoding keeps after so many tokens of one sequence."""
+    """Return the bytes that decoding keeps after so many tokens of one sequence."""
     model = model_of(name, tokens).eval()
     kept = model(input_ids=torch.randint(3, BYTE_VOCABULARY, (1, tokens)), use_cache=True).past_key_values
-    found: dict[int, Tensor] = {}
-    collect(kept, found)
-    return sum(tensor.nbytes for tensor in found.values())
+    return sum({id(tensor): tensor.nbytes for tensor in tensors_in(kept)}.values())
 
 
-def collect(thing: Any, found: dict[int, Tensor]) -> None:
-    """Every tensor in a cache, once."""
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a cache; a shared one more than once."""
     if isinstance(thing, Tensor):
-        found[id(thing)] = thing
-    elif isinstance(thing, dict):
-        for one in thing.values():
-            collect(one, found)
-    elif isinstance(thing, list | tuple):
-        for one in thing:
-            collect(one, found)
-    elif hasattr(thing, "__dict__"):
-        collect(vars(thing), found)
+        yield thing
+        return
+    if hasattr(thing, "__dict__"):
+        thing = vars(thing)
+    for part in (
+        thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+    ):
+        yield from tensors_in(part)
 
 
 @torch.no_grad()
 def check(name: str) -> None:
-    """The same logits at once and token by token."""
+    """Raise if a model's logits at once and token by token differ."""
     model, ids = model_of(name, 64).double().eval(), torch.randint(3, BYTE_VOCABULARY, (2, 64))
     kept, parts = None, []
     for at in range(ids.shape[1]):
@@ -159,18 +142,4 @@ def check(name: str) -> None:
         kept = found.past_key_values
         parts.append(found.logits)
     apart = (torch.cat(parts, 1) - model(input_ids=ids).logits).abs().max().item()
-    assert apart < SAME, f"{name}: token by token its logits are {apart} away"
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens in a step")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--peak", choices=MODELS, help="measure the memory of this model alone")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    assert apart < SAME, f"{name}: token by token its logits differ by {apart}"

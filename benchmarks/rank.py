@@ -1,54 +1,73 @@
 """Ranks of attention heads: Rankwise against torch, numpy and the matrix-free estimate, in one run.
 
-    python benchmarks/rank.py --quick
-    python benchmarks/rank.py --out rank.json
-    python benchmarks/rank.py --device cuda
+    python -m benchmarks rank --quick
+    python -m benchmarks rank --tokens 1024 --heads 12 --out rank.json
 
-Two questions: the numerical rank alone ("count"), and the whole record of a head (numerical, effective and
-stable rank, σ_1). The heads go in small blocks; every contender has each block in turn, so that whatever else
-the machine does hits all of them. Answers are compared with float64 singular values in the same run. The
-limit is the time of the product M Mᵀ alone.
+Two questions: the numerical rank alone ("count"), and all ranks of a head (numerical, effective, stable, σ_1;
+"record"). Heads come in small blocks, and every contender has each block in turn. Answers are compared with
+float64 singular values in the same run. The limit is the time of the product M Mᵀ alone.
 """
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from harness import machine, peak_mib, timed
+from benchmarks.harness import in_fresh_process, peak_mib, positive, race, ratio
 from torch import Tensor
+from torch.linalg import svdvals
 
 import rankwise.measures as rm
+from rankwise.measures.estimate import estimate_spectrum
 
-try:
-    from rankwise.measures.estimate import estimate_spectrum
-except ImportError:
-    estimate_spectrum = None
-
-GRID = [(144, 64), (144, 128), (144, 256), (144, 512), (24, 1024)]
-QUICK = [(64, 128), (16, 256), (8, 512)]
-OURS, TRUTH, LIMIT = "rankwise", "svdvals float64", "limit: M @ M.mT"
-FREE = "matrix-free"
+REPEATS = 3
+HEADS = {128: 144, 256: 144, 512: 144, 1024: 24}
+QUICK = {64: 4, 128: 2}
+OURS, TRUTH, LIMIT, FREE = "rankwise", "svdvals float64", "limit: M @ M.mT", "matrix-free"
 MEMORY_HEADS = 16
 KEY_WIDTH = 64
 
 Answer = tuple[Tensor, ...]
-Contender = Callable[[Tensor, float], Answer | None]
+Contender = Callable[[Tensor, float], Answer]
 
 
-def heads(count: int, tokens: int, mask: str, device: str) -> Tensor:
-    """Softmax heads from Gaussian queries and keys, from nearly uniform to nearly hardmax.
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes and δ."""
+    parser.add_argument(
+        "--tokens", type=positive, nargs="+", help=f"lengths (default: {', '.join(map(str, HEADS))})"
+    )
+    parser.add_argument("--heads", type=positive, help="heads at each length")
+    parser.add_argument("--delta", type=float, default=rm.DELTA)
 
-    A "sink" mask is a causal one under which every query likes the first key best.
+
+def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each question, size and mask; memory is left out if `--quick`."""
+    sizes = QUICK if given.quick else HEADS
+    for question in ("count", "record"):
+        for tokens in given.tokens or sizes:
+            for mask in ("causal", "full", "sink"):
+                job = {
+                    "tokens": tokens, "mask": mask, "heads": given.heads or sizes.get(tokens, 24),
+                    "device": given.device,
+                }  # fmt: skip
+                found = compare(question, made_heads(**job), given.delta, given.repeats)
+                for name, result in found.items() if not given.quick else ():
+                    few = job | {"heads": min(job["heads"], MEMORY_HEADS)}
+                    asked = {"question": question, "name": name, "delta": given.delta}
+                    result["peak_mib"] = in_fresh_process("rank", **asked, **few)
+                yield {"question": question, **job, "results": found, "right": is_right(found[OURS])}
+
+
+def made_heads(tokens: int, mask: str, heads: int, device: str) -> Tensor:
+    """Return softmax heads of Gaussian queries and keys, from nearly uniform to nearly hardmax.
+
+    The mask "sink" is causal, and every query gives the first key the largest weight.
     """
     generator = torch.Generator().manual_seed(tokens)
-    query, key = torch.randn(2, count, tokens, KEY_WIDTH, generator=generator, dtype=torch.float64)
-    sharpness = torch.logspace(-1, 1, count, dtype=torch.float64)[torch.randperm(count, generator=generator)]
+    query, key = torch.randn(2, heads, tokens, KEY_WIDTH, generator=generator, dtype=torch.float64)
+    sharpness = torch.logspace(-1, 1, heads, dtype=torch.float64)[torch.randperm(heads, generator=generator)]
     logits = query @ key.mT * (sharpness[:, None, None] / KEY_WIDTH**0.5)
     if mask == "sink":
         logits[..., 0] += 10
@@ -58,190 +77,102 @@ def heads(count: int, tokens: int, mask: str, device: str) -> Tensor:
     return logits.softmax(-1).to(device)
 
 
-def record(sigma: Tensor, delta: float) -> Answer:
-    """Counts, effective and stable ranks from singular values."""
-    sigma = sigma.double()
-    entropy = torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1)
-    return (sigma >= delta).sum(-1), entropy.exp(), (sigma / sigma[..., :1]).square().sum(-1)
-
-
-def ours(m: Tensor, delta: float) -> Answer:
-    summary = rm.rank_summary(m, delta)
-    return summary.numerical_rank, summary.effective_rank, summary.stable_rank
-
-
-def matrix_free(m: Tensor, delta: float, whole: bool) -> Answer:
-    estimate = estimate_spectrum(m)
-    counts = estimate.count(delta).value
-    return (counts, estimate.effective_rank.value, estimate.stable_rank.value) if whole else (counts,)
-
-
-def product(m: Tensor, delta: float) -> None:
-    m @ m.mT
-
-
 def contenders(question: str, device: str) -> dict[str, Contender]:
-    """Who answers a question; the first is ours, the second the truth."""
-    svdvals = torch.linalg.svdvals
-    whole = question == "record"
-    if whole:
-        named: dict[str, Contender] = {
-            OURS: ours,
-            TRUTH: lambda m, delta: record(svdvals(m), delta),
-            "svdvals float32": lambda m, delta: record(svdvals(m.float()), delta),
-        }
-    else:
-        named = {
-            OURS: lambda m, delta: (rm.numerical_rank(m, delta),),
-            TRUTH: lambda m, delta: ((svdvals(m) >= delta).sum(-1),),
-            "torch matrix_rank": lambda m, delta: (torch.linalg.matrix_rank(m, atol=delta, rtol=0),),
-        }
+    """Return the contenders by name; each answers (counts,) or (counts, effective rank, stable rank)."""
+
+    def record(sigma: Tensor, delta: float) -> Answer:
+        sigma = sigma.double()
+        entropy = torch.special.entr(sigma / sigma.sum(-1, keepdim=True)).sum(-1)
+        return (sigma >= delta).sum(-1), entropy.exp(), (sigma / sigma[..., :1]).square().sum(-1)
+
+    def ours(m: Tensor, delta: float) -> Answer:
+        summary = rm.rank_summary(m, delta)
+        return summary.numerical_rank, summary.effective_rank, summary.stable_rank
+
+    def free(m: Tensor, delta: float) -> Answer:
+        estimate = estimate_spectrum(m)
+        return estimate.count(delta).value, estimate.effective_rank.value, estimate.stable_rank.value
+
+    named: dict[str, Contender] = {
+        OURS: ours,
+        TRUTH: lambda m, delta: record(svdvals(m), delta),
+        "svdvals float32": lambda m, delta: record(svdvals(m.float()), delta),
+        FREE: free,
+    }
     if device == "cpu":
         named["numpy svd"] = lambda m, delta: record(
             torch.from_numpy(np.linalg.svd(m.numpy(), compute_uv=False)), delta
-        )[: 3 if whole else 1]
-    if estimate_spectrum is not None:
-        named[FREE] = lambda m, delta: matrix_free(m, delta, whole)
-    return named | {LIMIT: product}
+        )
+    if question == "count":
+        named = {name: lambda m, delta, run=run: run(m, delta)[:1] for name, run in named.items()}
+        del named["svdvals float32"]
+        named[OURS] = lambda m, delta: (rm.numerical_rank(m, delta),)
+        named[TRUTH] = lambda m, delta: ((svdvals(m) >= delta).sum(-1),)
+        named["torch matrix_rank"] = lambda m, delta: (torch.linalg.matrix_rank(m, atol=delta, rtol=0),)
+    return named | {LIMIT: lambda m, delta: (m @ m.mT,)}
 
 
-def race(question: str, m: Tensor, delta: float, repeats: int) -> dict[str, dict[str, float]]:
-    """Every contender on every block: ms a head, times ours, and how far its answers are from the truth."""
+def compare(question: str, m: Tensor, delta: float, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return milliseconds per head, times ours, and differences from the truth, for every contender."""
     named = contenders(question, m.device.type)
-    blocks = m.split(max(1, 2 * (1024 // m.shape[-1]) ** 2))
-    for contender in named.values():
-        contender(blocks[0][:1], delta)  # libraries load on the first call
-    seconds: dict[str, list[list[float]]] = {name: [] for name in named}
-    answers: dict[str, list[Answer | None]] = {name: [] for name in named}
-    for at, block in enumerate(blocks):
-        taking_part = [name for name in named if name != FREE or at == 0]  # slow at these sizes: one block
-        for name in taking_part:
-            seconds[name].append([])
-        for turn in range(repeats):
-            order = taking_part[turn % len(taking_part) :] + taking_part[: turn % len(taking_part)]
-            for name in order:
-                took, answer = timed(lambda run=named[name], m=block: run(m, delta), m.device)
-                seconds[name][at].append(took / len(block))
-                if turn == 0:
-                    answers[name].append(answer)
-    return {name: score(name, seconds, answers, blocks) for name in named}
+    times: dict[str, list[float]] = {name: [] for name in named}
+    best, heads = dict.fromkeys(named, 0.0), dict.fromkeys(named, 0)
+    answers: dict[str, list[Answer]] = {name: [] for name in named}
+    for at, block in enumerate(m.split(max(1, 2 * (1024 // m.shape[-1]) ** 2))):
+        part = {name: run for name, run in named.items() if name != FREE or at == 0}  # slow: one block only
+        runs = {name: (lambda run=run, block=block: run(block, delta)) for name, run in part.items()}
+        for name, seconds in race(runs, repeats, m.device, time.perf_counter).items():
+            times[name] += [one / len(block) for one in seconds]
+            best[name] += min(seconds)
+            heads[name] += len(block)
+            answers[name].append(runs[name]())
+    found: dict[str, dict[str, Any]] = {}
+    for name in named:
+        found[name] = {
+            "ms_per_head": 1e3 * best[name] / heads[name],
+            "times_ours": ratio(times[name], times[OURS]),
+            "heads": heads[name],
+        }
+        if name != LIMIT:
+            found[name] |= differences(answers[name], answers[TRUTH])
+    return found
 
 
-def score(
-    name: str,
-    seconds: dict[str, list[list[float]]],
-    answers: dict[str, list[Answer | None]],
-    blocks: tuple[Tensor, ...],
-) -> dict[str, float]:
-    mine, theirs = seconds[OURS], seconds[name]
-    sizes = [len(block) for block in blocks[: len(theirs)]]
-    best = [sum(min(s) * n for s, n in zip(times, sizes, strict=False)) for times in (theirs, mine)]
-    pairs = [t / o for ts, os_ in zip(theirs, mine, strict=False) for t, o in zip(ts, os_, strict=True)]
-    out = {
-        "ms_per_head": 1e3 * best[0] / sum(sizes),
-        "ratio_of_best": best[0] / best[1],
-        "ratio_median": statistics.median(pairs),
-        "heads": sum(sizes),
-    }
-    if answers[name][0] is not None:
-        out |= agreement([a for a in answers[name] if a], [a for a in answers[TRUTH] if a])
-    return out
+def differences(answers: list[Answer], truth: list[Answer]) -> dict[str, float]:
+    """Return how many heads are counted differently, and the largest relative errors of the other ranks."""
+    pairs = list(zip(answers, truth, strict=False))
+    found = {"different_counts": float(sum((got[0] != true[0]).sum() for got, true in pairs))}
+    for at, name in enumerate(("effective_error", "stable_error")[: len(answers[0]) - 1], start=1):
+        found[name] = float(max(((got[at] - true[at]).abs() / true[at]).max() for got, true in pairs))
+    return found
 
 
-def agreement(got: list[Answer], wanted: list[Answer]) -> dict[str, float]:
-    """Heads counted differently; worst relative errors of the effective and the stable rank."""
-    pairs = list(zip(got, wanted, strict=False))
-    out: dict[str, float] = {"different_counts": float(sum((g[0] != w[0]).sum() for g, w in pairs))}
-    for at, name in enumerate(("effective_error", "stable_error")[: len(got[0]) - 1], start=1):
-        out[name] = float(max(((g[at] - w[at]).abs() / w[at]).max() for g, w in pairs))
-    return out
+def is_right(result: dict[str, float]) -> bool:
+    """Return whether no count differs and the effective rank is within its bound of 1 %."""
+    return result["different_counts"] == 0 and result.get("effective_error", 0) < 0.01
 
 
-def peak_in_fresh_process(
-    question: str, name: str, row: tuple[int, int, str], args: argparse.Namespace
-) -> float | None:
-    child = json.dumps([question, name, min(row[0], MEMORY_HEADS), row[1], row[2]])
-    command = [sys.executable, __file__, "--peak", child, "--device", args.device, "--delta", str(args.delta)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def peak(question: str, name: str, delta: float, **job: Any) -> float | None:
+    """Return the MiB of one contender."""
+    m, run = made_heads(**job), contenders(question, job["device"])[name]
+    run(m[:1, :100, :100], delta)  # load libraries
+    return peak_mib(lambda: run(m, delta), m.device)
 
 
-def show(row: dict[str, object]) -> None:
-    print(f"\n{row['question']}, {row['mask']}, {row['heads']} heads, T = {row['tokens']}")
-    print(f"  {'':20}{'ms/head':>10}{'× ours':>9}{'median':>9}{'MiB':>8}  agreement with float64")
+def line(row: dict[str, Any]) -> str:
+    """Return a table: one line for each contender."""
+    lines = [
+        f"\n{row['question']}, {row['mask']}, {row['heads']} heads, T = {row['tokens']}",
+        f"  {'':20}{'ms/head':>10}{'× ours':>9}{'MiB':>8}  agreement with float64",
+    ]
     for name, result in row["results"].items():
-        memory = result.get("peak_mib")
-        numbers = f"{result['ms_per_head']:10.3f}{result['ratio_of_best']:9.2f}{result['ratio_median']:9.2f}"
-        numbers += " " * 8 if memory is None else f"{memory:8.0f}"
-        print(f"  {name:20}{numbers}  {said(result)}", flush=True)
-
-
-def said(result: dict[str, float]) -> str:
-    if "different_counts" not in result:
-        return ""
-    parts = [f"{result['different_counts']:.0f} counts differ"]
-    for name in ("effective", "stable"):
-        if f"{name}_error" in result:
-            parts.append(f"{name} {result[f'{name}_error']:.1e}")
-    return ", ".join(parts)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--delta", type=float, default=rm.DELTA)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--grid", help="HEADSxTOKENS, comma-separated, such as 144x512,24x1024")
-    parser.add_argument("--masks", default="causal,full,sink", help="of causal, full, sink")
-    parser.add_argument("--questions", default="count,record")
-    parser.add_argument("--quick", action="store_true", help="a minute: a small grid, no memory")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
-    parser.add_argument("--peak", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = arguments()
-    if args.peak:
-        question, name, count, tokens, mask = json.loads(args.peak)
-        m, run = heads(count, tokens, mask, args.device), contenders(question, args.device)[name]
-        run(m[:1, :100, :100], args.delta)
-        print(json.dumps(peak_mib(lambda: run(m, args.delta), m.device)))
-        return
-    grid = QUICK if args.quick else GRID
-    if args.grid:
-        grid = [tuple(int(n) for n in pair.split("x")) for pair in args.grid.split(",")]
-    report = {
-        "machine": machine(torch.device(args.device)),
-        "delta": args.delta,
-        "repeats": args.repeats,
-        "rows": [],
-    }
-    print(json.dumps(report["machine"]))
-    for question in args.questions.split(","):
-        for count, tokens in grid:
-            for mask in args.masks.split(","):
-                m = heads(count, tokens, mask, args.device)
-                results = race(question, m, args.delta, args.repeats)
-                if not args.quick:
-                    for name in results:
-                        results[name]["peak_mib"] = peak_in_fresh_process(
-                            question, name, (count, tokens, mask), args
-                        )
-                row = {
-                    "question": question,
-                    "mask": mask,
-                    "heads": count,
-                    "tokens": tokens,
-                    "results": results,
-                }
-                report["rows"].append(row)
-                show(row)
-                if args.out:
-                    args.out.write_text(json.dumps(report, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        memory, median = result.get("peak_mib"), result["times_ours"].median
+        text = f"  {name:20}{result['ms_per_head']:10.3f}{median:9.2f}"
+        text += " " * 8 if memory is None else f"{memory:8.0f}"
+        if "different_counts" in result:
+            text += f"  {result['different_counts']:.0f} counts differ"
+        for kind in ("effective", "stable"):
+            if f"{kind}_error" in result:
+                text += f", {kind} {result[f'{kind}_error']:.1e}"
+        lines.append(text)
+    return "\n".join(lines)

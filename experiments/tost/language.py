@@ -64,7 +64,7 @@ BY_CONTEXT = Path(__file__).parents[2] / "benchmarks" / "results" / "language.js
 
 
 def by_context(table: Table) -> str:
-    """Return time, memory and decoding state by context, as `benchmarks/language.py` measured them."""
+    """Return time, memory and decoding state by context, as `python -m benchmarks language` measured them."""
     measured = json.loads(BY_CONTEXT.read_text(encoding="utf-8"))
     rows = {(row["model"], row["tokens"]): row for row in measured["rows"]}
     contexts = sorted({tokens for _, tokens in rows})
@@ -76,7 +76,7 @@ def by_context(table: Table) -> str:
         "By context: a step of training on 4,096 tokens, in times of the transformer's at that context (and "
         "the interval that holds it in 95 % of runs), the memory of that step beside model and optimiser, "
         "and what decoding keeps of one sequence. limit: a product with as many weights in one matrix. "
-        f"`python benchmarks/language.py` on {measured['machine']['cpu']}, "
+        f"`python -m benchmarks language` on {measured['machine']['cpu']}, "
         f"{measured['machine']['torch_threads']} thread."
     )
     return f"{said}\n\n{markdown_table(('', *(f'{tokens:,} tokens' for tokens in contexts)), lines)}"

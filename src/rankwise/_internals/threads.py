@@ -2,7 +2,7 @@
 
 If several threads share the decomposition of one small matrix, they wait for each other at every step. When
 other programs use the cores, this takes up to a hundred times as long. With one thread per matrix, threads
-never wait, and results do not depend on the number of threads. `benchmarks/audit.py --busy 4` measures both.
+never wait, and results do not depend on the number of threads. Decision 004 reports both.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Singular values of dense matrices: from the Gram matrix if its error is provably harmless, else by SVD.
 
 The SVD is computed if the smaller side is below `SVD_SIZE` or a gradient is required (decision 004, from
-CPU timings in benchmarks/rank.py). Otherwise eigenvalues of the Gram matrix are computed first, and the SVD
-is computed only for matrices in which rounding could change a rank.
+CPU timings of `python -m benchmarks rank`). Otherwise eigenvalues of the Gram matrix are computed first, and
+the SVD is computed only for matrices in which rounding could change a rank.
 
 Matrices are decomposed in parts (a few matrices each), to limit the memory of intermediate results. On a
 CPU each part runs on one thread, and several parts run in parallel (`rankwise._internals.threads`).

@@ -1,1 +1,0 @@
-"""How fast TSSA is here: against eager, softmax attention and the limit of the machine, in one run."""
