@@ -32,13 +32,13 @@ EXPERIMENTS: dict[str, Experiment] = {
 
 MODULES = (
     "baselines",
-    "collapse_depth",
-    "collapse_trained",
+    "skips.collapse_depth",
+    "skips.collapse_trained",
     "compress_cache",
     "compress_demo",
     "compress_minilm",
     "every_architecture",
-    "importance",
+    "rank.importance",
     "listops_baselines",
     "long_context",
     "memberships",

