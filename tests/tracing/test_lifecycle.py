@@ -15,6 +15,7 @@ from capture_zoo import (
     Attention,
     Block,
     Stack,
+    attention_block,
     fused,
     hidden,
     kind,
@@ -410,9 +411,14 @@ def test_mixers_in_calls_that_raised_are_not_a_capture():
 
 
 def test_tensors_without_storage_are_passed_on():
-    graph = kind(lambda self, x, adjacency: self.inner(x) + adjacency.to_dense().sum(), inner=stack_of)
-    model = kind(lambda self, x, adjacency: self.inner(x, adjacency), inner=graph)().eval()
-    assert len(seen(model, hidden(tokens=7), torch.eye(7).to_sparse()).mixers) == 3
+    def forward(self, x, other):
+        for block in self.blocks:
+            x = block(x)
+        return self.after(other, x)
+
+    model, x = type("Graph", (Stack,), {"forward": forward})(attention_block).eval(), hidden()
+    model.after = kind(lambda self, other, x: x + other.to_dense())()
+    assert len(seen(model, x, x.to_sparse()).mixers) == 3
 
 
 def in_thread(call):

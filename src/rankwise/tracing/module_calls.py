@@ -261,11 +261,11 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
         return known is tensor
     if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
         return False
-    if known.shape != tensor.shape or {known.layout, tensor.layout} != {torch.strided}:
+    if known.shape != tensor.shape:
         return False
     try:
         return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
-    except RuntimeError:  # tensors inside torch.vmap have no memory of their own
+    except RuntimeError:  # sparse tensors and tensors inside torch.vmap have no memory of their own
         return False
 
 
