@@ -1,367 +1,272 @@
-"""Sites named by the user, modules that were not captured and why, and the errors of capture."""
+"""Sites named by the caller, modules that were not captured and why, and the errors of capture."""
+
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from capture_zoo import BATCH, TOKENS, WIDTH, Attention, Block, Stack, hidden, plain, seen, stack_of
+from capture_zoo import (
+    BATCH,
+    TOKENS,
+    WIDTH,
+    Attention,
+    Block,
+    Stack,
+    attention_block,
+    hidden,
+    kind,
+    linear,
+    seen,
+    stack_of,
+    torch_encoder,
+)
 from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.errors import CaptureError, InputError
+from rankwise.operators import DenseMixing
 from rankwise.tracing.uncaptured import looks_like_mixer
 
 
-class Convolution(nn.Module):
-    """Neighbouring tokens, channel by channel, as in a Conformer."""
-
-    def __init__(self, size=3):
-        super().__init__()
-        self.depthwise = nn.Conv1d(WIDTH, WIDTH, size, padding=size // 2, groups=WIDTH)
-
-    def forward(self, x):
-        return self.depthwise(x.mT).mT
+def applied(function):
+    """A function of tokens, as a class of modules without weights."""
+    return kind(lambda self, x: function(x))
 
 
-class Shift(nn.Module):
-    """Each token next to the one before it, as in RWKV."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = nn.ZeroPad2d((0, 0, 1, -1))
-
-    def forward(self, x):
-        return x + self.before(x)
+def with_attention(other):
+    """Two blocks, each of which adds attention and then another module."""
+    block = kind(lambda self, x: self.attend(x) + self.other(x), attend=attention_block, other=other)
+    return Stack(block, 2).eval()
 
 
-class Applied(nn.Module):
-    """A function without weights."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def depthwise(size=3):
+    return nn.Conv1d(WIDTH, WIDTH, size, padding=size // 2, groups=WIDTH)
 
 
-class AcrossTokens(nn.Module):
-    """The half of an MLP-Mixer that mixes tokens."""
-
-    def __init__(self, tokens=7):
-        super().__init__()
-        self.linear = nn.Linear(tokens, tokens)
-
-    def forward(self, x):
-        return self.linear(x.mT).mT
-
-
-class Grid(nn.Module):
-    """Neighbours in a picture, its tokens laid out as a grid, as in SegFormer."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-
-    def forward(self, x):
-        return self.conv(x.mT.unflatten(-1, (1, -1))).flatten(2).mT
-
-
-class Beside(nn.Module):
-    """A block with attention and something else."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.attention, self.other = Attention(plain), other
-
-    def forward(self, x):
-        x = x + self.attention(x)
-        return x + self.other(x)
-
-
+Convolution = kind(lambda self, x: self.depthwise(x.mT).mT, depthwise=depthwise)
+Shift = kind(lambda self, x: x + self.before(x), before=lambda: nn.ZeroPad2d((0, 0, 1, -1)))  # as in RWKV
 OTHERS = {
     "a convolution": Convolution,
     "a shift": Shift,
-    "a shift: torch.roll": lambda: Applied(lambda x: torch.roll(x, 1, 1)),
-    "a running sum": lambda: Applied(lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]),
-    "a Fourier transform": lambda: Applied(lambda x: torch.fft.fft2(x, dim=(1, 2)).real),
-    "a linear layer": AcrossTokens,
-    "a convolution: of a grid": Grid,
+    "a shift: torch.roll": applied(lambda x: torch.roll(x, 1, 1)),
+    "a running sum": applied(lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]),
+    "a Fourier transform": applied(lambda x: torch.fft.fft2(x, dim=(1, 2)).real),
+    "a linear layer": kind(lambda self, x: self.linear(x.mT).mT, linear=lambda: nn.Linear(TOKENS, TOKENS)),
+    "a convolution: of a grid": kind(
+        lambda self, x: self.conv(x.mT.unflatten(-1, (1, -1))).flatten(2).mT,
+        conv=lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
+    ),
 }
 
 
-@pytest.mark.parametrize("named", OTHERS)
-def test_mixing_without_attention_is_named_and_described(named) -> None:
-    model = Stack(lambda: Beside(OTHERS[named]()), 2).eval()
-    trace = seen(model, hidden())
+@pytest.mark.parametrize("name", OTHERS)
+def test_mixing_without_attention_is_named_and_described(name):
+    trace = seen(with_attention(OTHERS[name]), hidden())
     assert [site.layer for site in trace.mixers] == [0, 1]
     assert [module.name for module in trace.uncaptured] == ["blocks.0.other", "blocks.1.other"]
-    assert all(module.reason.startswith(named.partition(":")[0]) for module in trace.uncaptured)
+    assert all(module.reason.startswith(name.partition(":")[0]) for module in trace.uncaptured)
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_each_of_them_does_mix_tokens(make) -> None:
+def test_each_of_these_modules_mixes_tokens(make):
     module, x = make().eval(), hidden()
     changed = x.clone()
     changed[:, 3] += 1.0
-    apart = (module(changed) - module(x)).abs().amax((0, 2))
-    assert apart[torch.arange(x.shape[1]) != 3].max() > 1e-6
+    distance = (module(changed) - module(x)).abs().amax((0, 2))
+    assert distance[torch.arange(x.shape[1]) != 3].max() > 1e-6
 
 
-class Pointwise(nn.Module):
-    """Convolutions and pads that see one token at a time."""
+def pointwise(self, x):
+    x = self.conv(x.mT).mT
+    return self.linear(F.pad(x, (1, 0))) + x.cumsum(-1).roll(1, -1)
+
+
+Pointwise = kind(
+    pointwise, conv=lambda: nn.Conv1d(WIDTH, WIDTH, 1), linear=lambda: nn.Linear(WIDTH + 1, WIDTH)
+)
+
+
+class Convolved(Attention):
+    """Attention with a convolution inside."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.linear = nn.Conv1d(WIDTH, WIDTH, 1), nn.Linear(WIDTH + 1, WIDTH)
+        self.local = Convolution()
 
     def forward(self, x):
-        x = self.conv(x.mT).mT
-        return self.linear(F.pad(x, (1, 0))) + x.cumsum(-1).roll(1, -1)
+        return super().forward(x + self.local.depthwise(x.mT).mT)
 
 
-def test_modules_that_see_one_token_at_a_time_are_not_named() -> None:
-    model = Stack(lambda: Beside(Pointwise()), 2).eval()
-    trace = seen(model, hidden())
+Preceded = kind(
+    lambda self, x: self.core(self.convolution.depthwise(x.mT).mT), convolution=Convolution, core=Attention
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: with_attention(Pointwise), ["blocks.{}.attend.attention"]),
+        (lambda: Stack(Convolved, 2), ["blocks.{}"]),
+        (lambda: Stack(kind(lambda self, x: x + self.mixer(x), mixer=Preceded), 2), ["blocks.{}.mixer.core"]),
+    ],
+    ids=["one token at a time", "a convolution inside attention", "a convolution before attention"],
+)
+def test_modules_that_do_not_mix_tokens_separately_are_not_named(model, names):
+    trace = seen(model().eval(), hidden())
+    assert [site.name for site in trace.mixers] == [name.format(at) for at in (0, 1) for name in names]
     assert trace.uncaptured == []
 
 
-def test_a_convolution_inside_the_attention_is_part_of_it() -> None:
-    class Convolved(Attention):
-        def __init__(self):
-            super().__init__(plain)
-            self.local = Convolution()
-
-        def forward(self, x):
-            return super().forward(x + self.local.depthwise(x.mT).mT)
-
-    model = Stack(Convolved, 2).eval()
-    trace = seen(model, hidden())
-    assert trace.uncaptured == []
-
-
-def test_a_convolution_before_a_captured_mixer_belongs_to_it() -> None:
-    class Mixer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convolution, self.core = Convolution(), Attention(plain)
-
-        def forward(self, x):
-            return self.core(self.convolution.depthwise(x.mT).mT)
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mixer = Mixer()
-
-        def forward(self, x):
-            return x + self.mixer(x)
-
-    model = Stack(Block, 2).eval()
-    trace = seen(model, hidden())
-    assert [site.name for site in trace.mixers] == ["blocks.0.mixer.core", "blocks.1.mixer.core"]
-    assert trace.uncaptured == []
-
-
-def test_a_convolution_that_the_block_itself_calls_is_named_alone() -> None:
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.conv = Attention(plain), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-
-        def forward(self, x):
-            return self.attention(x) + self.conv(x.mT).mT
-
-    model = Stack(Block, 2).eval()
-    trace = seen(model, hidden())
+def test_a_convolution_that_the_block_calls_is_named():
+    block = kind(lambda self, x: self.attention(x) + self.conv(x.mT).mT, attention=Attention, conv=depthwise)
+    trace = seen(Stack(block, 2).eval(), hidden())
     assert [(module.name, module.type) for module in trace.uncaptured] == [
         ("blocks.0.conv", "Conv1d"),
         ("blocks.1.conv", "Conv1d"),
     ]
 
 
-def test_a_front_end_and_embeddings_are_not_named() -> None:
-    """A convolution that makes fewer tokens of a sound, and one that tells tokens their places."""
+def test_convolutions_of_a_front_end_and_of_positions_are_not_named():
     settings = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings |= {"intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (8, 3)}
-    settings |= {
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 4,
-        "num_conv_pos_embedding_groups": 2,
-    }
+    settings |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4}
+    settings |= {"num_conv_pos_embedding_groups": 2}
     model = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**settings)).eval()
     trace = seen(model, torch.randn(1, 400))
     assert len(trace.mixers) == 2
     assert trace.uncaptured == []
 
 
-def test_of_rwkv_the_shift_of_the_channels_is_named() -> None:
+def test_the_shift_in_the_feed_forward_layer_of_rwkv_is_named():
     config = transformers.RwkvConfig(
         vocab_size=32, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2, context_length=16
     )
-    model = transformers.RwkvModel(config).eval()
-    trace = seen(model, torch.arange(12).reshape(2, 6))
+    trace = seen(transformers.RwkvModel(config).eval(), torch.arange(12).reshape(2, 6))
     assert [site.name for site in trace.mixers] == ["blocks.0.attention", "blocks.1.attention"]
-    reasons = {module.name: module.reason for module in trace.uncaptured}
-    assert set(reasons) == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
-    assert "a shift of its tokens" in reasons["blocks.0.feed_forward"]
+    assert [module.name for module in trace.uncaptured] == ["blocks.0.feed_forward", "blocks.1.feed_forward"]
+    assert all("a shift of its tokens" in module.reason for module in trace.uncaptured)
 
 
-def test_the_channels_of_rwkv_are_not_time_mixing() -> None:
-    kind = type("RWKV_CMix_x070", (Shift,), {})
-    model = Stack(lambda: Beside(kind()), 2).eval()
-    trace = seen(model, hidden())
-    assert all(module.reason.startswith("a shift of its tokens") for module in trace.uncaptured)
-    assert len(trace.uncaptured) == 2
+def test_a_channel_mixing_layer_is_not_taken_for_time_mixing():
+    trace = seen(with_attention(type("RWKV_CMix_x070", (Shift,), {})), hidden())
+    assert [module.reason[:21] for module in trace.uncaptured] == ["a shift of its tokens"] * 2
 
 
 @pytest.mark.parametrize("name", ["RWKV_Tmix_x070", "RwkvTimeMix", "MyShortConv", "TimeMixing"])
-def test_names_that_say_it(name) -> None:
-    """Even where the module runs something that no function mode sees."""
-    kind = type(name, (nn.Module,), {"forward": lambda self, x: x.flip(1)})
-    model = Stack(lambda: Beside(kind()), 2).eval()
-    trace = seen(model, hidden())
+def test_the_name_of_a_class_suggests_a_mixer(name):
+    """Also if the module runs a function that the function mode does not recognize."""
+    trace = seen(with_attention(kind(lambda self, x: x.flip(1), name)), hidden())
     assert [module.type for module in trace.uncaptured] == [name, name]
 
 
-def test_mixers_without_a_matrix_are_described_and_helpers_are_not() -> None:
-    import transformers
-
+def test_mixers_without_a_matrix_are_described_and_helpers_are_not():
     sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8, "num_layers": 1}
     model = transformers.PatchTSMixerModel(transformers.PatchTSMixerConfig(**sizes)).eval()
-    said = r"PatchTSMixerEncoder\): an MLP across the patches"
-    with pytest.raises(CaptureError, match=said) as refused, rw.capture(model), torch.no_grad():
-        model(torch.randn(2, 16, 1))
-    assert "Patchify" not in str(refused.value)
-    assert "Scaler" not in str(refused.value)
+    reason = r"PatchTSMixerEncoder\): an MLP across the patches"
+    with pytest.raises(CaptureError, match=reason) as error:
+        seen(model, torch.randn(2, 16, 1))
+    assert "Patchify" not in str(error.value)
+    assert "Scaler" not in str(error.value)
 
 
-class DecayMixer(nn.Module):
-    """Mixes by a fixed decay, with no softmax."""
+# --- sites named by the caller ------------------------------------------------------------------------------
 
-    def __init__(self, rate: float = 0.5) -> None:
-        super().__init__()
-        self.rate, self.proj = rate, nn.Linear(WIDTH, WIDTH)
 
-    def matrix(self, tokens: int) -> torch.Tensor:
-        distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
-        return torch.where(distance >= 0, self.rate ** distance.clamp(min=0), 0.0)
+def decay_matrix(tokens, rate=0.5):
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return torch.where(distance >= 0, rate ** distance.clamp(min=0), 0.0)
 
-    def forward(self, x):
-        return self.proj(self.matrix(x.shape[1]) @ x)
+
+DecayMixer = kind(lambda self, x: self.proj(decay_matrix(x.shape[1]) @ x), "DecayMixer", proj=linear)
+
+
+def operator_of(matrix, batch):
+    return DenseMixing(matrix.expand(batch, 1, -1, -1))
 
 
 def decay(module, args, kwargs, output):
     (x,) = args
     assert output.shape == x.shape
-    return rw.operators.DenseMixing(module.matrix(x.shape[1]).expand(x.shape[0], 1, -1, -1))
+    return operator_of(decay_matrix(x.shape[1]), x.shape[0])
 
 
 def hybrid():
-    return nn.Sequential(Block(Attention(plain)), Block(DecayMixer()), nn.LayerNorm(WIDTH)).eval()
+    return nn.Sequential(attention_block(), Block(DecayMixer()), nn.LayerNorm(WIDTH)).eval()
 
 
-def test_sites_by_hand_are_added_to_found_sites():
-    model = hybrid()
-    with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
-        model(hidden())
+def test_sites_of_the_caller_are_added_to_found_sites():
+    trace = seen(hybrid(), hidden(), capture={"sites": {"1.attention": decay}})
     assert [(site.name, site.layer, site.kind) for site in trace.mixers] == [
         ("0.attention", 0, "softmax"),
         ("1.attention", 1, "dense"),
     ]
     assert trace.uncaptured == []
-    wanted = model[1].attention.matrix(TOKENS)
-    assert torch.equal(trace.mixers[1].operator.dense()[0, 0], wanted)
+    assert torch.equal(trace.mixers[1].operator.dense()[0, 0], decay_matrix(TOKENS))
     assert [state.layer for state in trace.states] == [0, 1, 2]
 
 
-def test_a_site_by_hand_replaces_what_would_be_found_inside_it():
-    model = stack_of(depth=2)
-
+def test_a_site_of_the_caller_replaces_sites_found_inside_it():
     def identity(module, args, kwargs, output):
         eye = torch.eye(args[0].shape[1])
-        values = torch.softmax(eye, -1) @ eye  # attention of the function's own is not captured
-        return rw.operators.DenseMixing((eye + 0 * values).expand(args[0].shape[0], 1, -1, -1))
+        values = torch.softmax(eye, -1) @ eye  # attention inside the site function is not captured
+        return operator_of(eye + 0 * values, args[0].shape[0])
 
-    with torch.no_grad(), rw.capture(model, sites={"blocks.1.attention": identity}) as trace:
-        model(hidden())
+    trace = seen(stack_of(depth=2), hidden(), capture={"sites": {"blocks.1.attention": identity}})
     assert [(site.name, site.kind) for site in trace.mixers] == [
         ("blocks.0.attention", "softmax"),
         ("blocks.1.attention", "dense"),
     ]
 
 
-def test_a_stock_layer_can_be_a_site_by_hand():
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+def test_pytorchs_layer_can_be_a_site_of_the_caller():
     x, given = hidden(), []
 
     def ones(module, args, kwargs, output):
         given.append((type(module).__name__, output.shape))
-        tokens = output.shape[1]
-        return rw.operators.DenseMixing(torch.ones(BATCH, 1, tokens, tokens) / tokens)
+        return operator_of(torch.ones(TOKENS, TOKENS) / TOKENS, BATCH)
 
-    with torch.no_grad():
-        alone = model(x)
-        with rw.capture(model, sites={"layers.0": ones}) as trace:
-            watched = model(x)
-    assert torch.equal(alone, watched)
+    trace = seen(torch_encoder(), x, capture={"sites": {"layers.0": ones}})
     assert given == [("TransformerEncoderLayer", x.shape)]
     assert [site.kind for site in trace.mixers] == ["dense", "softmax"]
-
-
-def test_a_site_that_is_never_called_is_reported():
-    model = hybrid()
-    with torch.no_grad(), rw.capture(model, sites={"1.attention": decay}) as trace:
-        model[0](hidden())
-    assert [(module.name, module.reason) for module in trace.uncaptured] == [
-        ("1.attention", "never called in this capture")
-    ]
-
-
-def run(model, sites):
-    with rw.capture(model, sites=sites):
-        model(hidden())
 
 
 @pytest.mark.parametrize(
     ("made", "got"),
     [
         (torch.eye(3), r"got Tensor \(3, 3\)"),
-        (rw.operators.DenseMixing(torch.eye(3)), r"got DenseMixing \(3, 3\)"),
+        (DenseMixing(torch.eye(3)), r"got DenseMixing \(3, 3\)"),
         (None, r"got NoneType\."),
     ],
 )
 def test_a_site_function_must_return_an_operator_of_four_axes(made, got):
-    model = hybrid()
-    sites, message = {"1.attention": lambda *call: made}, rf"site '1\.attention'.*\(B, H, T, S\), {got}"
-    with unchecked(), torch.no_grad(), pytest.raises(CaptureError, match=message):
-        run(model, sites)
+    sites = {"1.attention": lambda *call: made}
+    with unchecked(), pytest.raises(CaptureError, match=rf"site '1\.attention'.*\(B, H, T, S\), {got}"):
+        seen(hybrid(), hidden(), capture={"sites": sites})
 
 
-def test_an_unknown_site_is_an_error_that_guesses():
+def test_an_unknown_site_is_an_error_that_suggests_a_name():
     with pytest.raises(InputError, match=r"site '1\.atention'.*Did you mean 1\.attention"):
         rw.capture(hybrid(), sites={"1.atention": decay})
 
 
-# --- what is unseen -----------------------------------------------------------------------------------------
+# --- modules that were not captured -------------------------------------------------------------------------
 
 
-def test_a_mixer_without_softmax_is_unseen_with_the_way_out():
-    model = hybrid()
-    trace = seen(model, hidden())
-    (uncaptured,) = trace.uncaptured
+def test_a_mixer_without_softmax_is_reported_with_the_remedy():
+    (uncaptured,) = seen(hybrid(), hidden()).uncaptured
     assert (uncaptured.name, uncaptured.type) == ("1.attention", "DecayMixer")
     assert "name it in `sites=`" in uncaptured.reason
 
 
-def test_a_part_that_does_not_run_is_unseen():
-    model = nn.ModuleDict({"used": stack_of(depth=1), "spare": stack_of(depth=1)}).eval()
-    with torch.no_grad(), rw.capture(model) as trace:
-        model["used"](hidden())
+@pytest.mark.parametrize("sites", [None, {"1.attention": decay}])
+def test_a_part_that_does_not_run_is_reported(sites):
+    model = hybrid()
+    with torch.no_grad(), rw.capture(model, sites=sites) as trace:
+        model[0](hidden())
     assert [(module.name, module.reason) for module in trace.uncaptured] == [
-        ("spare.blocks.0.attention", "never called in this capture")
+        ("1.attention", "never called in this capture")
     ]
 
 
@@ -376,12 +281,12 @@ OTHER_MODULES = [
 
 
 @pytest.mark.parametrize("name", MIXERS + OTHER_MODULES)
-def test_names_that_look_like_mixers(name):
+def test_mixers_are_recognized_by_names(name):
     assert looks_like_mixer(type(name, (nn.Module,), {})()) is (name in MIXERS)
 
 
 @pytest.mark.parametrize("pair", [("q_proj", "k_proj"), ("query", "key"), ("to_q", "to_k"), ("wq", "wk")])
-def test_projections_that_look_like_mixers(pair):
+def test_mixers_are_recognized_by_projections_of_queries_and_keys(pair):
     module = nn.Module()
     setattr(module, pair[0], nn.Linear(1, 1))
     assert not looks_like_mixer(module)
@@ -392,43 +297,48 @@ def test_projections_that_look_like_mixers(pair):
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_mixers_is_an_error_that_says_how_to_name_them():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
-    told = r"model Sequential: expected at least one mixing operator, got none"
-    way_out = r"rw\.capture\(model, sites=\{'layers\.0\.mixer': f\}\)"
-    with pytest.raises(CaptureError, match=f"{told}.*{way_out}"), rw.capture(model):
-        model(hidden())
+def captured(model, call=None):
+    with torch.no_grad(), rw.capture(model):
+        (call or model)(hidden())
 
 
-def test_the_error_names_the_mixers_it_could_not_see_by_their_reason():
-    model = Stack(lambda: Block(DecayMixer()), 5).eval()
-    names = r"blocks\.0\.attention \(DecayMixer\), blocks\.1\.attention .*, .* and 2 more: called, but"
-    with torch.no_grad(), pytest.raises(CaptureError, match=names), rw.capture(model):
-        model(hidden())
+REFUSED = {
+    "no mixers": (
+        lambda: captured(nn.Sequential(linear(), nn.ReLU(), nn.Linear(WIDTH, 2))),
+        r"model Sequential: expected at least one mixing operator, got none"
+        r".*rw\.capture\(model, sites=\{'layers\.0\.mixer': f\}\)",
+    ),
+    "mixers that were not seen": (
+        lambda: captured(Stack(lambda: Block(DecayMixer()), 5).eval()),
+        r"blocks\.0\.attention \(DecayMixer\), blocks\.1\.attention .*, .* and 2 more: called, but",
+    ),
+    "no call": (
+        lambda: captured(stack_of(), call=lambda x: x),
+        r"no call of it or of any of its modules.*Call the captured model itself.*model\(\*\*batch\)",
+    ),
+    "a call of another model": (lambda: captured(stack_of(), call=stack_of()), "no call of it"),
+    **{
+        f"a {type(thing).__name__}": (
+            partial(rw.capture, thing),
+            rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*`\.model`",
+        )
+        for thing in ("bert-base-uncased", print, None)
+    },
+}
 
 
-def test_a_model_that_is_not_called_is_an_error():
-    told = r"no call of it or of any of its modules.*Call the captured model itself.*model\(\*\*batch\)"
-    with pytest.raises(CaptureError, match=told), rw.capture(stack_of()):
-        pass
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_capture_without_mixers_is_an_error(case):
+    call, message = REFUSED[case]
+    with unchecked(), pytest.raises(CaptureError, match=message):
+        call()
 
 
-def test_another_model_than_the_captured_one_is_an_error():
-    with pytest.raises(CaptureError, match="no call of it"), rw.capture(stack_of()):
-        stack_of()(hidden())
-
-
-@pytest.mark.parametrize("thing", ["bert-base-uncased", lambda x: x, None])
-def test_an_object_other_than_a_module_is_an_error(thing):
-    told = rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*`\.model`"
-    with unchecked(), pytest.raises(CaptureError, match=told):
-        rw.capture(thing)
-
-
-def test_a_bare_attention_has_no_states_and_a_note():
+def test_a_bare_attention_layer_has_no_states_and_a_note():
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval()
     x = hidden()
-    trace = seen(attention, x, x, x)
+    with torch.no_grad(), rw.capture(attention) as trace:
+        attention(x, x, x)
     assert [(site.name, site.layer) for site in trace.mixers] == [("", 0)]
     (note,) = trace.notes
     assert "no token states were found" in note
