@@ -1,10 +1,11 @@
-"""Models as they are really run: with caches, in half precision, checkpointed, compiled, offloaded."""
+"""Models under real conditions: with caches, in half precision, checkpointed, compiled, offloaded."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
-from capture_zoo import HEADS, WIDTH, Attention, Block, Stack, fused, hidden, plain, stack_of
+from capture_zoo import HEADS, Attention, Block, Stack, attention_block, fused, hidden, plain, seen, stack_of
 from experiments.families import FAMILIES
 from experiments.tiny_models import LLAMA, TOKEN_IDS
 from torch import nn
@@ -16,14 +17,19 @@ from rankwise.errors import CaptureError
 from rankwise.tracing import compiled_modules
 
 by_name = {family.name: family for family in FAMILIES}
+both_mixes = pytest.mark.parametrize("mix", [plain, fused])
 
 
-def llama(how="sdpa", **settings):
+def llama(how="sdpa"):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**TOKEN_IDS | LLAMA | settings, attn_implementation=how)
+    config = transformers.LlamaConfig(**TOKEN_IDS | LLAMA, attn_implementation=how)
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def layers_of(records):
+    return [record.layer for record in records]
 
 
 # --- caches -------------------------------------------------------------------------------------------------
@@ -32,34 +38,31 @@ PROMPT, KEEP = torch.randint(5, 60, (2, 5)), torch.tensor([[1, 1, 1, 1, 1], [0, 
 
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_generation_with_a_cache(how):
+def test_each_step_of_generation_is_a_forward_pass(how):
     model = llama(how)
     given = {"attention_mask": KEEP, "max_new_tokens": 4, "do_sample": False}
     alone = model.generate(PROMPT, **given)
     with rw.capture(model) as trace:
-        watched = model.generate(PROMPT, **given)
-    assert torch.equal(alone, watched)
-    assert [(site.forward_pass, site.layer) for site in trace.mixers] == [
-        (r, at) for r in range(4) for at in range(3)
-    ]
+        captured = model.generate(PROMPT, **given)
+    assert torch.equal(alone, captured)
+    assert [site.forward_pass for site in trace.mixers] == [step for step in range(4) for _ in range(3)]
+    assert layers_of(trace.mixers) == [0, 1, 2] * 4
     assert not any(site.cross for site in trace.mixers)
     for site in trace.mixers:
-        tokens = 5 if site.forward_pass == 0 else 1
-        sources = 5 + site.forward_pass
+        tokens, sources = 5 if site.forward_pass == 0 else 1, 5 + site.forward_pass
         assert site.operator.shape == (2, 4, tokens, sources)  # also where one token's heads are packed
         real = torch.cat([KEEP.bool(), torch.ones(2, site.forward_pass, dtype=torch.bool)], 1)
         assert torch.equal(site.valid_sources, real)
         assert torch.equal(site.valid_tokens, real[:, -tokens:])
         sums = site.operator.dense().sum(-1)
         assert (sums[site.valid_tokens[:, None].expand_as(sums)] - 1).abs().max() < 1e-5
-    assert [state.layer for state in trace.states] == [0, 1, 2, 3] * 4
+    assert layers_of(trace.states) == [0, 1, 2, 3] * 4
 
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
-def test_a_cached_step_is_the_last_row_of_the_whole(how):
+def test_a_step_with_a_cache_is_the_last_row_of_the_whole_matrix(how):
     model, ids = llama(how), torch.randint(5, 60, (1, 6))
-    with torch.no_grad(), rw.capture(model) as whole:
-        model(ids, use_cache=False)
+    whole = seen(model, ids, use_cache=False)
     with torch.no_grad():
         cache = model(ids[:, :5], use_cache=True).past_key_values
         with rw.capture(model) as step:
@@ -68,7 +71,7 @@ def test_a_cached_step_is_the_last_row_of_the_whole(how):
         assert (one.operator.dense()[:, :, -1:] - last.operator.dense()).abs().max() < 1e-5
 
 
-def test_a_static_cache_has_columns_that_nobody_sees_yet():
+def test_unused_columns_of_a_static_cache_are_not_valid():
     model = llama()
     with rw.capture(model) as trace:
         model.generate(PROMPT, max_new_tokens=3, do_sample=False, cache_implementation="static")
@@ -77,18 +80,15 @@ def test_a_static_cache_has_columns_that_nobody_sees_yet():
     assert all(site.valid_tokens.all() for site in trace.mixers)
 
 
-def test_an_encoder_decoder_that_generates():
-    family = by_name["T5"]
+def test_an_encoder_decoder_runs_its_encoder_once_while_it_generates():
     import transformers
 
-    config = family.build("sdpa").config
+    config = by_name["T5"].build("sdpa").config
     config.decoder_start_token_id = 0
-    torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(config).eval()
     with rw.capture(model) as trace:
         model.generate(PROMPT, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    encoder = [site for site in trace.mixers if site.stack == "encoder.block"]
-    assert len(encoder) == 3
+    assert [site.stack == "encoder.block" for site in trace.mixers] == [True] * 3 + [False] * 18
     steps = [(site.forward_pass, site.cross, tuple(site.operator.shape[-2:])) for site in trace.mixers[3:]]
     assert steps == [
         place for at in range(3) for _ in range(3) for place in ((at, False, (1, at + 1)), (at, True, (1, 5)))
@@ -100,19 +100,13 @@ def test_an_encoder_decoder_that_generates():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["BERT", "Llama", "T5", "Swin", "Gemma-2", "nanoGPT style"])
-def test_weights_in_half_precision(name, dtype):
+def test_half_precision_changes_no_output(name, dtype):
     family = by_name[name]
-    how = family.implementations[0]
-    model = family.build(how).to(dtype)
+    model = family.build(family.implementations[0]).to(dtype)
     batch = {
         key: value.to(dtype) if value.is_floating_point() else value for key, value in family.inputs().items()
     }
-    with torch.no_grad():
-        alone = model(**batch)
-        with rw.capture(model, values=True) as trace:
-            watched = model(**batch)
-    first, second = (out if isinstance(out, torch.Tensor) else out[0] for out in (alone, watched))
-    assert torch.equal(first, second)
+    trace = seen(model, **batch)
     assert len(trace.mixers) == family.mixers
     for site in trace.mixers:
         matrix = site.operator.dense()
@@ -124,27 +118,17 @@ def test_weights_in_half_precision(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["BERT", "Llama", "torch TransformerEncoder", "nanoGPT style"])
-def test_autocast(name):
+def test_autocast_changes_no_output(name):
     family = by_name[name]
-    model, batch = family.build(family.implementations[0]), family.inputs()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        alone = model(**batch)
-        with rw.capture(model) as trace:
-            watched = model(**batch)
-    first, second = (out if isinstance(out, torch.Tensor) else out[0] for out in (alone, watched))
-    assert torch.equal(first, second)
+    with torch.autocast("cpu", torch.bfloat16):
+        trace = seen(family.build(family.implementations[0]), **family.inputs())
     assert len(trace.mixers) == family.mixers
     assert {site.operator.dtype for site in trace.mixers} <= {torch.bfloat16, torch.float32}
 
 
-def test_inference_mode():
-    model, x = stack_of(), hidden()
+def test_inference_mode_changes_no_output():
     with torch.inference_mode():
-        alone = model(x)
-        with rw.capture(model) as trace:
-            watched = model(x)
-    assert torch.equal(alone, watched)
-    assert len(trace.states) == 4
+        assert len(seen(stack_of(), hidden()).states) == 4
 
 
 # --- training -----------------------------------------------------------------------------------------------
@@ -166,8 +150,8 @@ def test_gradient_checkpointing_records_each_block_once(reentrant):
         loss.backward()
     assert torch.equal(alone, loss)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert [site.layer for site in trace.mixers] == [0, 1, 2]
-    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert layers_of(trace.mixers) == [0, 1, 2]
+    assert layers_of(trace.states) == [0, 1, 2, 3]
     assert trace.notes == []
 
 
@@ -180,7 +164,7 @@ class Checkpointed(Stack):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("mix", [plain, fused])
+@both_mixes
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_blocks_that_run_again_in_the_backward_pass_are_recorded_once(mix, reentrant):
     model = Checkpointed(lambda: Block(Attention(mix)))
@@ -189,53 +173,64 @@ def test_blocks_that_run_again_in_the_backward_pass_are_recorded_once(mix, reent
     with rw.capture(model) as trace:
         torch.autograd.backward([model(hidden().requires_grad_()).sum()])
     assert len(runs) == 2
-    assert [site.layer for site in trace.mixers] == [0, 1, 2]
-    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert layers_of(trace.mixers) == [0, 1, 2]
+    assert layers_of(trace.states) == [0, 1, 2, 3]
     assert {site.forward_pass for site in trace.mixers} == {0}
 
 
 class Dropping(nn.Module):
-    """A block with dropout of one kind."""
+    """A block with dropout by a module, or by the fused function."""
 
-    def __init__(self, kind):
+    def __init__(self, fuse):
         super().__init__()
-        self.attention = Attention(getattr(self, kind))
-        self.drop = nn.Dropout(0.3 if kind == "module" else 0.0)
+        self.attention = Attention(self.fused if fuse else self.plain)
+        self.drop = nn.Dropout(0.0 if fuse else 0.3)
 
-    def module(self, q, k, v):
+    def plain(self, q, k, v):
         return self.drop((q @ k.mT).softmax(-1)) @ v
 
-    def sdpa(self, q, k, v):
+    def fused(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if self.training else 0.0)
 
     def forward(self, x):
         return x + self.attention(x)
 
 
-@pytest.mark.parametrize("kind", ["module", "sdpa"])
-def test_dropout_is_said_and_not_in_the_operator(kind):
-    model, x = Stack(lambda: Dropping(kind), 2), hidden()
+@pytest.mark.parametrize("fuse", [False, True])
+def test_dropout_is_noted_and_not_part_of_the_operator(fuse):
+    model, x = Stack(lambda: Dropping(fuse), 2).train(), hidden()
     torch.manual_seed(1)
-    alone = model.train()(x)
+    alone = model(x)
     torch.manual_seed(1)
     with rw.capture(model) as trace:
-        watched = model(x)
-    assert torch.equal(alone, watched)
+        captured = model(x)
+    assert torch.equal(alone, captured)
     (note,) = trace.notes
     assert "dropout was on in" in note
     assert "call model.eval()" in note
     for site in trace.mixers:
         assert (site.operator.dense().sum(-1) - 1).abs().max() < 1e-5
-    with rw.capture(model.eval()) as trace:
-        model(x)
-    assert trace.notes == []
+    assert seen(model.eval(), x).notes == []
+
+
+def test_functional_gradients_are_unchanged():
+    model, x = stack_of(), hidden()
+    parameters = dict(model.named_parameters())
+
+    def loss(given):
+        return torch.func.functional_call(model, given, (x,)).sum()
+
+    alone = torch.func.grad(loss)(parameters)
+    with rw.capture(model) as trace:
+        captured = torch.func.grad(loss)(parameters)
+    assert all(torch.equal(alone[name], captured[name]) for name in alone)
+    assert len(trace.mixers) == 3
 
 
 # --- compiled, scripted, offloaded --------------------------------------------------------------------------
 
 
 def compiled(how):
-    """The model, and what its user calls."""
     model = stack_of()
     if how == "wrapped":
         return torch.compile(model, backend="eager")
@@ -246,7 +241,7 @@ def compiled(how):
 @pytest.mark.parametrize(
     ("how", "name"), [("wrapped", "OptimizedModule"), ("in place", "Stack"), ("a part", r"blocks\.1")]
 )
-def test_a_compiled_model_is_an_error_that_says_what_to_do(how, name):
+def test_a_compiled_model_is_an_error_with_a_remedy(how, name):
     model = compiled(how)
     assert compiled_modules(model)
     with pytest.raises(CaptureError, match=rf"compiled module '{name}'.*set_stance\(\"force_eager\"\)"):
@@ -257,58 +252,27 @@ def test_a_compiled_model_is_an_error_that_says_what_to_do(how, name):
     assert len(trace.states) == 4
 
 
-@pytest.mark.parametrize(("backend", "seen"), [("eager", True), ("aot_eager", False)])
-def test_a_function_compiled_inside_a_model_gives_the_same_with_and_without(backend, seen):
-    """Its operations are seen if they still run one by one, and told if they do not."""
+@pytest.mark.parametrize(("backend", "visible"), [("eager", True), ("aot_eager", False)])
+def test_a_function_compiled_inside_a_model_computes_the_same(backend, visible):
+    """Its attention is captured if its operations run one by one, and reported otherwise."""
     parts = [Block(Attention(torch.compile(mix, backend=backend))) for mix in (plain, fused)]
-    model, x = nn.Sequential(Block(Attention(plain)), *parts, nn.LayerNorm(WIDTH)).eval(), hidden()
+    model, x = nn.Sequential(attention_block(), *parts).eval(), hidden()
     with torch.no_grad():
-        alone = model(x)
-        with rw.capture(model) as trace:
-            watched = model(x)
-        again = model(x)
+        before, trace, after = model(x), seen(model, x), model(x)
     torch._dynamo.reset()
-    assert torch.equal(alone, watched)
-    assert torch.equal(alone, again)
+    assert torch.equal(before, after)
     inside = ["1.attention", "2.attention"]
-    assert [site.name for site in trace.mixers] == ["0.attention", *(inside if seen else [])]
-    assert [module.name for module in trace.uncaptured] == ([] if seen else inside)
+    assert [site.name for site in trace.mixers] == ["0.attention", *(inside if visible else [])]
+    assert [module.name for module in trace.uncaptured] == ([] if visible else inside)
     assert all("compiled" in module.reason for module in trace.uncaptured)
-    assert [state.layer for state in trace.states] == [0, 1, 2, 3]
+    assert layers_of(trace.states) == [0, 1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_model_is_an_error():
-    with pytest.raises(
-        CaptureError, match="expected a module whose operations run in Python, got a TorchScript"
-    ):
+    expected = "expected a module whose operations run in Python, got a TorchScript"
+    with pytest.raises(CaptureError, match=expected):
         rw.capture(torch.jit.trace(stack_of(fused, depth=1), hidden()))
-
-
-@pytest.mark.parametrize("way", ["offload", "dispatch"])
-@pytest.mark.parametrize("name", ["BERT", "Llama", "torch TransformerEncoder"])
-def test_models_with_device_hooks(name, way):
-    import accelerate
-
-    family = by_name[name]
-    model, batch = family.build("sdpa"), family.inputs()
-    if way == "dispatch":
-        places = {child: "cpu" for child, _ in model.named_children()}
-        accelerate.dispatch_model(model, places, force_hooks=True)
-    elif name.startswith("torch"):
-        pytest.skip("accelerate itself cannot offload it: its layers read the weights of other modules")
-    else:
-        accelerate.cpu_offload(model, execution_device="cpu")
-    with torch.no_grad():
-        alone = model(**batch)
-        with rw.capture(model) as trace:
-            watched = model(**batch)
-    first, second = (out if isinstance(out, torch.Tensor) else out[0] for out in (alone, watched))
-    assert torch.equal(first, second)
-    assert len(trace.mixers) == family.mixers
-    assert len(trace.states) == family.states
-    assert trace.uncaptured == []
-    assert trace.notes == []
 
 
 @torch.library.custom_op("rankwise_tests::attention", mutates_args=())
@@ -317,47 +281,52 @@ def custom_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def test_another_attention_kernel_is_reported():
-    model = stack_of(custom_attention)
     reason = r"blocks\.0\.attention \(Attention\), .*a fused kernel, a custom or compiled operation"
-    with torch.no_grad(), pytest.raises(CaptureError, match=reason), rw.capture(model):
-        model(hidden())
+    with pytest.raises(CaptureError, match=reason):
+        seen(stack_of(custom_attention), hidden())
 
 
-def test_functional_gradients():
-    model = stack_of()
-    parameters, x = dict(model.named_parameters()), hidden()
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [  # accelerate cannot offload the third model: its layers read the weights of other modules
+        *[(name, way) for name in ("BERT", "Llama") for way in ("offload", "dispatch")],
+        ("torch TransformerEncoder", "dispatch"),
+    ],
+)
+def test_models_with_device_hooks_are_captured(name, way):
+    import accelerate
 
-    def loss(given):
-        return torch.func.functional_call(model, given, (x,)).sum()
+    family = by_name[name]
+    model = family.build("sdpa")
+    if way == "dispatch":
+        places = {child: "cpu" for child, _ in model.named_children()}
+        accelerate.dispatch_model(model, places, force_hooks=True)
+    else:
+        accelerate.cpu_offload(model, execution_device="cpu")
+    trace = seen(model, **family.inputs())
+    assert len(trace.mixers) == family.mixers
+    assert len(trace.states) == family.states
+    assert trace.uncaptured == trace.notes == []
 
-    alone = torch.func.grad(loss)(parameters)
-    with rw.capture(model) as trace:
-        watched = torch.func.grad(loss)(parameters)
-    assert all(torch.equal(alone[name], watched[name]) for name in alone)
-    assert len(trace.mixers) == 3
+
+# --- sizes --------------------------------------------------------------------------------------------------
 
 
-# --- tiny and large -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mix", [plain, fused])
-def test_one_token_of_one_sequence(mix):
-    model = stack_of(mix)
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(hidden(1, 1))
+@both_mixes
+def test_one_token_of_one_sequence_is_captured(mix):
+    trace = seen(stack_of(mix), hidden(1, 1))
     assert {tuple(site.operator.shape) for site in trace.mixers} == {(1, HEADS, 1, 1)}
     assert not any(site.cross for site in trace.mixers)
     assert all((site.operator.dense() == 1).all() for site in trace.mixers)
 
 
-@pytest.mark.parametrize("mix", [plain, fused])
+@both_mixes
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
-def test_no_tokens_and_no_sequences(mix, batch, tokens):
+def test_calls_without_tokens_or_sequences_are_left_out(mix, batch, tokens):
     model = stack_of(mix)
-    reason = "it was called with no tokens or no sequences"
-    with torch.no_grad(), pytest.raises(CaptureError, match=reason), rw.capture(model):
-        model(hidden(batch, tokens))
-    with torch.no_grad(), rw.capture(model) as trace:
-        model(hidden(batch, tokens))
-        model(hidden())
+    reason = pytest.raises(CaptureError, match="it was called with no tokens or no sequences")
+    for further, expected in (([], reason), ([hidden()], nullcontext())):
+        with torch.no_grad(), expected, rw.capture(model) as trace:
+            for x in (hidden(batch, tokens), *further):
+                model(x)
     assert {site.forward_pass for site in trace.mixers} == {1}
