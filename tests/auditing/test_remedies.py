@@ -1,4 +1,4 @@
-"""What a finding tells its reader to do can be done: commands and calls are run, advice is followed."""
+"""Remedies of findings work: commands and calls are run, advice in words is followed."""
 
 import math
 import shlex
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.modules import Average, Block, Stack
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -41,29 +42,6 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.attention = Attention(causal)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x)
-
-
-class Model(nn.Module):
-    """Blocks of attention over tokens that hold a one, whether they are the first, and which they are."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        self.config = config
-        self.blocks = nn.ModuleList(Block(config["causal"]) for _ in range(config["layers"]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def tokens() -> Tensor:
     first = torch.zeros(T, 1)
     first[0] = 1
@@ -71,14 +49,14 @@ def tokens() -> Tensor:
 
 
 @torch.no_grad()
-def designed(causal: bool = False, layers: int = 1) -> Model:
-    """Heads that are a sink, constant, the identity, and two that are alike."""
+def designed(causal: bool = False, layers: int = 1) -> Stack:
+    """Return blocks with heads that are a sink, constant, the identity, and two that are alike."""
     torch.manual_seed(0)
-    model = Model({"causal": causal, "layers": layers}).eval()
-    attention = model.blocks[0].attention
+    model = Stack(Block(Attention(causal)) for _ in range(layers)).eval()
+    attention = model.blocks[0].mixer
     query, key = (weights.weight.view(HEADS, WIDTH, WIDTH) for weights in (attention.query, attention.key))
     query[[SINK, CONSTANT, IDENTITY]] = key[[SINK, CONSTANT, IDENTITY]] = 0
-    query[SINK, 0, 0] = key[SINK, 0, 1] = 16  # what a one asks for, the first has
+    query[SINK, 0, 0] = key[SINK, 0, 1] = 16  # queries match the key of the first token
     for at in range(2, WIDTH):
         query[IDENTITY, at, at] = key[IDENTITY, at, at] = 16
     query[TWIN] *= 40
@@ -86,25 +64,24 @@ def designed(causal: bool = False, layers: int = 1) -> Model:
     return model
 
 
-def of(code: str, audit: rw.Audit) -> list[Finding]:
-    found = [finding for finding in audit.findings if finding.code == code]
-    assert found, f"{code} is not among {[finding.code for finding in audit.findings]}"
-    return found
+def codes(audit: rw.Audit) -> list[str]:
+    return [finding.code for finding in audit.findings]
 
 
-# --- advice in words, under its very words -----------------------------------------------------------------
+def of(code: str, audit: rw.Audit) -> Finding:
+    return next(finding for finding in audit.findings if finding.code == code)
 
 
 def read_by_output(attention: Attention, head: int) -> Tensor:
     return attention.output.weight[:, head * WIDTH : (head + 1) * WIDTH]
 
 
-def contribution(model: Model, head: int) -> Tensor:
-    """What a head adds to the tokens."""
+def contribution(model: Stack, head: int) -> Tensor:
+    """Return the sum that a head adds to the tokens."""
     other = designed()
     other.load_state_dict(model.state_dict())
     for at in set(range(HEADS)) - {head}:
-        read_by_output(other.blocks[0].attention, at).zero_()
+        read_by_output(other.blocks[0].mixer, at).zero_()
     return other(tokens()) - tokens()
 
 
@@ -113,16 +90,16 @@ def without_head(finding: Finding) -> None:
     model, head = designed(), finding.where.head
     assert head in (SINK, CONSTANT)
     before, lost = model(tokens()), contribution(model, head)
-    read_by_output(model.blocks[0].attention, head).zero_()
+    read_by_output(model.blocks[0].mixer, head).zero_()
     torch.testing.assert_close(model(tokens()), before - lost)
-    assert (lost - lost.mean(1, keepdim=True)).norm() < 0.3 * lost.norm()  # much the same for all tokens
+    assert (lost - lost.mean(1, keepdim=True)).norm() < 0.3 * lost.norm()  # nearly equal for all tokens
 
 
 @torch.no_grad()
 def folded(finding: Finding) -> None:
     model = designed()
     assert finding.where.head == IDENTITY
-    attention = model.blocks[0].attention
+    attention = model.blocks[0].mixer
     value = attention.value.weight.view(HEADS, WIDTH, WIDTH)[IDENTITY]
     mapped = tokens() @ (read_by_output(attention, IDENTITY) @ value).T
     assert (contribution(model, IDENTITY) - mapped).norm() < 0.2 * mapped.norm()
@@ -132,7 +109,7 @@ def folded(finding: Finding) -> None:
 def merged(finding: Finding) -> None:
     model, before = designed(), designed()(tokens())
     assert finding.heads == [TWIN, OTHER]
-    attention = model.blocks[0].attention
+    attention = model.blocks[0].mixer
     for weights in (attention.query.weight, attention.key.weight):
         by_head = weights.view(HEADS, WIDTH, WIDTH)
         by_head[OTHER] = by_head[TWIN]
@@ -150,7 +127,6 @@ def without_block(finding: Finding) -> None:
 
 @torch.no_grad()
 def without_mixer(finding: Finding) -> None:
-    """Of a BERT, whose mixer `drowned` names."""
     model, batch = drowned()
     before = model(**batch)[0]
     model.get_submodule(finding.where.site).get_parameter("output.dense.weight").zero_()
@@ -158,8 +134,8 @@ def without_mixer(finding: Finding) -> None:
 
 
 def raised(finding: Finding) -> None:
-    of("COLLAPSE", rw.audit(cut(), [tokens()]))
-    assert all(one.code != "COLLAPSE" for one in rw.audit(cut(skip=2), [tokens()]).findings)
+    assert "COLLAPSE" in codes(rw.audit(averages(), [tokens()]))
+    assert "COLLAPSE" not in codes(rw.audit(averages(skip=2), [tokens()]))
 
 
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
@@ -180,10 +156,7 @@ LEADS = (
     ", then ",
     ", with the part rotary instead of qk if positions are rotated in",
 )
-"""Words around commands and calls, which say what these show."""
-
-
-# --- models with a folder, for commands --------------------------------------------------------------------
+"""Words around commands and calls."""
 
 
 def bert() -> nn.Module:
@@ -202,7 +175,7 @@ def ids() -> dict[str, Tensor]:
 
 
 def redundant() -> nn.Module:
-    """A head that nothing reads."""
+    """Return a BERT with a head that nothing reads."""
     model = bert()
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.output.dense.weight[:, :8] = 0
@@ -210,7 +183,7 @@ def redundant() -> nn.Module:
 
 
 def over_wide() -> nn.Module:
-    """A BERT of which one head has queries in two of its eight channels."""
+    """Return a BERT with a head whose queries use two of eight channels."""
     model = bert()
     with torch.no_grad():
         for layer in model.bert.encoder.layer:
@@ -228,15 +201,15 @@ def drowned() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, batch
 
 
-def switched_off() -> Model:
+def switched_off() -> Stack:
     model = designed(layers=3)
     with torch.no_grad():
-        model.blocks[1].attention.output.weight *= 1e-5
+        model.blocks[1].mixer.output.weight *= 1e-5
     return model
 
 
 def collapsed(by: float = 50) -> nn.Module:
-    """Every token gets the mean of all, many times over."""
+    """Return a BERT in which every token gets a multiple of the mean."""
     model = bert()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -247,22 +220,9 @@ def collapsed(by: float = 50) -> nn.Module:
     return model
 
 
-class Weak(nn.Module):
-    """Every token gets the mean of all, beside a skip connection that is no plain sum."""
-
-    def __init__(self, skip: float = 0.01) -> None:
-        super().__init__()
-        self.attention, self.skip = nn.MultiheadAttention(WIDTH, 1, batch_first=True), skip
-        with torch.no_grad():
-            self.attention.in_proj_weight[: 2 * WIDTH] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip * x + self.attention(x, x, x)[0]
-
-
-def cut(skip: float = 0.01) -> nn.Module:
+def averages(skip: float = 0.01) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Weak(skip) for _ in range(3))).eval()
+    return nn.Sequential(*(Average(skip, 0.5, WIDTH) for _ in range(3))).eval()
 
 
 def broken() -> nn.Module:
@@ -272,29 +232,15 @@ def broken() -> nn.Module:
     return model
 
 
-class Unseen(nn.Module):
-    """A block whose mixer no operator is known for, beside one that is."""
-
-    class Mixer(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cumsum(x, 1) / 2
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mixer = Unseen.Mixer()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.mixer(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(False), Unseen.Block()])
+class Sums(nn.Module):
+    """Mixer that no operator is known for."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return torch.cumsum(x, 1) / 2
+
+
+def unseen() -> nn.Module:
+    return Stack([Block(Attention(False)), Block(Sums())])
 
 
 def adapter(
@@ -307,7 +253,7 @@ def adapter(
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "COLLAPSE": (collapsed, ids),
     "COLLAPSE advised": (collapsed, ids),
-    "COLLAPSE unnamed": (cut, tokens),
+    "COLLAPSE unnamed": (averages, tokens),
     "INACTIVE_BLOCK": (switched_off, tokens),
     "INACTIVE_BLOCK advised": (lambda: drowned()[0], ids),
     "SINK": (designed, tokens),
@@ -319,7 +265,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "OVERSIZED_HEADS": (over_wide, ids),
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
-    "NOT_CAPTURED": (Unseen, tokens),
+    "NOT_CAPTURED": (unseen, tokens),
 }
 
 
@@ -331,7 +277,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str, model: nn.Module, folder: Path) -> None:
-    """Run a command on the model of the finding; on a BERT for one that is in no folder."""
+    """Run a command on the model, or on a BERT if the model cannot be saved in a folder."""
     from transformers import ByT5Tokenizer
 
     saved = folder / "model"
@@ -355,14 +301,14 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
     audit = rw.audit(model, [batch], importance=case == "REMOVABLE")
     if " " in case:
         audit = rw.skips.recommend(audit, model, batch)
-    said = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
-    finding = of(case.split()[0], audit)[0]
+    names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
+    finding = of(case.split()[0], audit)
     assert finding.remedy
     for words, is_code in split_code(finding.remedy):
         if is_code and words.startswith("rankwise "):
             run(words, model, folder)
         elif is_code:
-            exec(words, said)
+            exec(words, names)
         else:
             left = words.removeprefix("; ")
             if left not in LEADS:
@@ -370,23 +316,23 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
 
 
 def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
-    model, batch = collapsed(12), ids()  # 50 times over, no λ that is tried is enough
+    model, batch = collapsed(12), ids()  # for 50, no tried λ is enough
     audit = rw.skips.recommend(rw.audit(model, [batch]), model, batch)
-    (finding,) = of("COLLAPSE", audit)
+    finding = of("COLLAPSE", audit)
     assert "removes COLLAPSE" in finding.meaning
     run(finding.remedy, model, folder)
     again = type(model).from_pretrained("out").eval()
     rw.skips.load_skips(again, "out")
-    assert all(one.code != "COLLAPSE" for one in rw.audit(again, [batch]).findings)
+    assert "COLLAPSE" not in codes(rw.audit(again, [batch]))
 
 
 def test_there_is_a_case_for_every_code() -> None:
     assert {case.split()[0] for case in CASES} == set(RULES)
 
 
-def test_what_was_not_captured_is_captured_by_the_remedy() -> None:
-    model, batch = Unseen(), tokens()
-    (finding,) = of("NOT_CAPTURED", rw.audit(model, [batch]))
+def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
+    model, batch = unseen(), tokens()
+    finding = of("NOT_CAPTURED", rw.audit(model, [batch]))
     again = eval(finding.remedy, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
-    assert all(one.code != "NOT_CAPTURED" for one in again.findings)
+    assert "NOT_CAPTURED" not in codes(again)
     assert finding.where.site in {head.site for head in again.heads}

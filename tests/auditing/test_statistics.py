@@ -1,4 +1,4 @@
-"""Audits of shards, merged, are the audit of all sequences; their order and their grouping do not matter."""
+"""Merged audits of shards equal the audit of all sequences, in any order and grouping."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.auditing.same_audits import OF_THE_FIRST, compared
-from tests.unchecked import unchecked
+from tests.support.records import changed
 from torch import nn
 
 import rankwise as rw
-from rankwise.auditing import HeadRecord, Provenance
+from rankwise.auditing import HeadRecord, Unseen
 from rankwise.auditing.provenance import DataDigest, weights_digest
 from rankwise.auditing.statistics import HeadStatistics
 from rankwise.cli.audit import merge_files
@@ -42,7 +42,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def sequences() -> list[torch.Tensor]:
-    """Of several lengths, one with a token that is not finite."""
+    """Return sequences of several lengths, one with a token that is not finite."""
     torch.manual_seed(1)
     rows = [torch.randint(0, 7, (1, length)) for length in (9, 12, 9, 2, 12, 9)]
     rows[2][0, 4] = 7
@@ -51,29 +51,19 @@ def sequences() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def shards(model, sequences) -> list[rw.Audit]:
-    """An audit of each sequence."""
+    """Return an audit of each sequence."""
     return [rw.audit(model, [batch]) for batch in sequences]
 
 
 def tree(parts: Sequence[rw.Audit], cuts: Sequence[int]) -> rw.Audit:
-    """Merge the first few, then what came of that with the next few, and so on."""
+    """Merge the first parts, then the result with the next parts, and so on."""
     merged: list[rw.Audit] = []
     for start, stop in zip([0, *cuts], [*cuts, len(parts)], strict=True):
         merged = [rw.Audit.merge([*merged, *parts[start:stop]])]
     return merged[0]
 
 
-class Refusing(torch.Tensor):
-    """Holds numbers that no operation gives away, as torchao's classes do."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function.__name__ in ("reshape", "to", "numpy"):
-            raise AssertionError(function.__name__)
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-def test_shards_merged_are_one_audit_over_all_sequences(model, sequences, shards) -> None:
+def test_merged_shards_equal_an_audit_of_all_sequences(model, sequences, shards) -> None:
     whole = rw.audit(model, sequences)
     kept = [finding for finding in whole.findings if finding.code != "OVERSIZED_HEADS"]  # rests on `OF_ALL`
     whole = whole.model_copy(update={"findings": kept})
@@ -87,7 +77,7 @@ def test_shards_merged_are_one_audit_over_all_sequences(model, sequences, shards
 
 @settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(6)), cuts=st.lists(st.integers(1, 5), max_size=3, unique=True))
-def test_neither_order_nor_grouping_matters(shards, order, cuts) -> None:
+def test_order_and_grouping_do_not_matter(shards, order, cuts) -> None:
     ordered = [shards[at] for at in order]
     assert compared(tree(ordered, sorted(cuts)), rw.Audit.merge(shards)) == []
 
@@ -101,26 +91,28 @@ def test_the_comparison_above_can_fail(shards) -> None:
     assert ".sequences:" in found
 
 
-def test_what_was_saved_merges_as_what_was_not(shards, tmp_path) -> None:
+def test_loaded_audits_merge_like_audits_in_memory(shards, tmp_path) -> None:
     loaded = [rw.Audit.load(audit.save(tmp_path / f"{n}.json")) for n, audit in enumerate(shards)]
     assert compared(rw.Audit.merge(loaded), rw.Audit.merge(shards)) == []
     assert rw.Audit.merge(loaded[:1]) is loaded[0]
 
 
-def test_many_heads_are_nearest_on_average_over_all_sequences() -> None:
+def layer_and_batches(heads: int, lengths: Sequence[int]) -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(24, 6, 16, batch_first=True).eval()
-    batches = [2 * torch.randn(1, 9, 24) for _ in range(5)]
+    layer = nn.TransformerEncoderLayer(8 * heads, heads, 16, batch_first=True).eval()
+    return layer, [3 * torch.randn(1, length, 8 * heads) for length in lengths]
+
+
+def test_the_nearest_head_has_the_least_mean_distance_over_all_sequences() -> None:
+    layer, batches = layer_and_batches(6, [9] * 5)
     apart = [rw.audit(layer, [batch]) for batch in batches]
-    nearest = [[head.nearest_head for head in ranked.heads] for ranked in apart]
-    assert any(ranked != nearest[0] for ranked in nearest), "the shards are to disagree"
+    nearest = [[head.nearest_head for head in audit.heads] for audit in apart]
+    assert any(one != nearest[0] for one in nearest), "nearest heads should differ between shards"
     assert compared(rw.audit(layer, batches), rw.Audit.merge(apart)) == []
 
 
-def test_estimates_keep_their_errors_and_unknown_ranks_stay_unknown() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
-    batches = [4 * torch.randn(1, length, 16) for length in (12, 9)]
+def test_estimates_keep_their_standard_errors() -> None:
+    layer, batches = layer_and_batches(2, (12, 9))
     apart = [rw.audit(layer, [batch], method="estimate") for batch in batches]
     whole = rw.audit(layer, batches, method="estimate")
     assert compared(whole, rw.Audit.merge(apart)) == []
@@ -128,44 +120,28 @@ def test_estimates_keep_their_errors_and_unknown_ranks_stay_unknown() -> None:
     assert whole.provenance.method.startswith("estimated")
 
 
-def merged_head(*parts: HeadRecord) -> HeadRecord:
-    """One head of which parts have other sequences."""
-    whole, *others = (HeadStatistics.from_records([part], 0.01) for part in parts)
-    for other in others:
-        whole.merge(other)
-    return whole.to_records(0.01)[0]
+def test_the_longest_sequences_determine_the_mask(shards) -> None:
+    """A short sequence may fit into a window, or show only the causal part of a mask."""
+    parts = [{"mask": "causal", "tokens": 4.0}, {"mask": "window", "tokens": 9.0}]
+    audits = [changed(shards[at], every=part | {"merging": None}) for at, part in enumerate(parts)]
+    for order in (audits, audits[::-1]):
+        assert {head.mask for head in rw.Audit.merge(order).heads} == {"window"}
 
 
-def test_the_mask_is_that_of_the_longest_sequences() -> None:
-    """A short sequence may fit into a window, or be all that a causal mask shows."""
-    head = rw.audit(
-        nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval(), [torch.randn(2, 9, 16)]
-    ).heads[0]
-    short = head.model_copy(update={"mask": "causal", "tokens": 4.0, "merging": None})
-    long = head.model_copy(update={"mask": "window", "tokens": 9.0, "merging": None})
-    for parts in ([short, long], [long, short]):
-        assert merged_head(*parts).mask == "window"
-
-
-def test_a_whole_of_which_a_shard_is_incomplete_is_incomplete(shards) -> None:
-    stopped = shards[1].model_copy(update={"complete": False})
+def test_an_incomplete_shard_makes_the_merged_audit_incomplete(shards) -> None:
     assert rw.Audit.merge(shards[:2]).complete
-    assert not rw.Audit.merge([shards[0], stopped]).complete
+    assert not rw.Audit.merge([shards[0], changed(shards[1], complete=False)]).complete
 
 
-def test_a_rank_that_is_unknown_in_one_shard_is_unknown_in_all() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval()
-    audit, other = (rw.audit(layer, [torch.randn(2, 9, 16)]) for _ in range(2))
-    unknown = {"numerical_rank": math.nan, "first_token_mass": math.nan}
-    heads = [head.model_copy(update=unknown) for head in audit.heads]
-    merged = rw.Audit.merge([audit.model_copy(update={"heads": heads}), other]).heads[0]
+def test_a_rank_that_is_unknown_in_a_shard_is_unknown_after_merging(shards) -> None:
+    unknown = changed(shards[0], every={"numerical_rank": math.nan, "first_token_mass": math.nan})
+    merged = rw.Audit.merge([unknown, shards[1]]).heads[0]
     assert math.isnan(merged.numerical_rank)
-    assert merged.first_token_mass == other.heads[0].first_token_mass
-    assert merged.counts["first_token_mass"] == 2
+    assert merged.first_token_mass == shards[1].heads[0].first_token_mass
+    assert merged.counts["first_token_mass"] == 1
 
 
-def test_importance_is_a_mean_over_tokens_and_no_set_of_heads_is_named() -> None:
+def test_costs_are_means_over_tokens_and_the_removable_set_is_dropped() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -173,7 +149,7 @@ def test_importance_is_a_mean_over_tokens_and_no_set_of_heads_is_named() -> None
     batches = [{"input_ids": torch.randint(0, 32, (1, length))} for length in (9, 14)]
     apart = [rw.audit(model, [batch], importance="exact") for batch in batches]
     whole, merged = rw.audit(model, batches, importance="exact"), rw.Audit.merge(apart)
-    random = {"curvature", "estimate", "spearman"}  # the projections of the second batch are others
+    random = {"curvature", "estimate", "spearman"}  # probes of the second batch differ
     left_out = random | {"removable", "findings", "forward", "backward"}
     assert compared(whole, merged, left_out) == []
     assert whole.importance.removable is not None
@@ -182,70 +158,51 @@ def test_importance_is_a_mean_over_tokens_and_no_set_of_heads_is_named() -> None
     assert rw.Audit.merge([apart[0], rw.audit(model, batches[1:])]).importance is None
 
 
-def test_the_width_needed_is_left_out_and_a_note_says_so_once(shards) -> None:
+def test_the_required_head_dim_is_dropped_with_one_note(shards) -> None:
     merged = rw.Audit.merge([rw.Audit.merge(shards[:2]), shards[3]])
     assert all(math.isnan(head.required_head_dim) and head.width == 4 for head in merged.heads)
     assert sum("width needed left out" in note for note in merged.provenance.notes) == 1
     assert not math.isnan(shards[0].heads[0].required_head_dim)
 
 
-def test_a_baseline_is_left_out_and_a_note_says_so(model, sequences) -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    apart = [rw.audit(layer, [torch.randn(2, 9, 8)], baseline=2) for _ in range(2)]
-    merged = rw.Audit.merge(apart)
-    assert merged.baseline is None
-    assert merged.heads[0].baseline is None
+def test_a_baseline_is_dropped_with_a_note() -> None:
+    layer, batches = layer_and_batches(2, (9, 9))
+    merged = rw.Audit.merge([rw.audit(layer, [batch], baseline=2) for batch in batches])
+    assert merged.baseline is merged.heads[0].baseline is None
     assert math.isnan(merged.heads[0].init_numerical_rank)
     assert any("baseline left out" in note for note in merged.provenance.notes)
 
 
-def test_files_of_before_have_no_nearest_head(shards) -> None:
-    heads = [head.model_copy(update={"merging": None}) for head in shards[0].heads]
-    merged = rw.Audit.merge([shards[0].model_copy(update={"heads": heads}), *shards[1:]])
+def test_the_nearest_head_is_unknown_if_a_file_has_no_distances(shards) -> None:
+    merged = rw.Audit.merge([changed(shards[0], every={"merging": None}), *shards[1:]])
     assert merged.heads[0].nearest_head is None
     assert math.isnan(merged.heads[0].nearest_distance)
     assert merged.heads[0].effective_rank == pytest.approx(rw.Audit.merge(shards).heads[0].effective_rank)
 
 
-@pytest.mark.parametrize(
-    ("field", "other"),
-    [
-        ("model", "another"),
-        ("model_class", "x.Y"),
-        ("revision", "abc"),
-        ("parameters", 5),
-        ("delta", 0.5),
-        ("method_asked", "estimate"),
-        ("model_dtype", "float16"),
-        ("measure_dtype", "float32"),
-    ],
-)
-def test_audits_of_other_things_are_refused_with_both_values(shards, field, other) -> None:
-    before = getattr(shards[0].provenance, field)
-    about = shards[1].provenance.model_copy(update={field: other})
-    with pytest.raises(RecordError, match=f"the same {field} in all") as told:
-        rw.Audit.merge([shards[0], shards[1].model_copy(update={"provenance": about})])
-    assert repr(before) in str(told.value)
-    assert repr(other) in str(told.value)
+ORIGIN = {
+    "model": "another", "model_class": "x.Y", "revision": "abc", "parameters": 5, "delta": 0.5,
+    "method_asked": "estimate", "model_dtype": "float16", "measure_dtype": "float32",
+}  # fmt: skip
 
 
-def test_records_that_do_not_fit_are_refused(shards) -> None:
-    with pytest.raises(RecordError, match="the same schema_version in all of them, got 3 and 4"):
-        rw.Audit.merge([shards[0], shards[1].model_copy(update={"schema_version": 4})])
-    for field, records in (("kind", "heads"), ("width", "layers"), ("site", "layers")):
-        wrong = [audit.model_copy(update={field: "x"}) for audit in getattr(shards[1], records)]
-        with pytest.raises(RecordError, match=f"the same {field} in all of them"):
-            rw.Audit.merge([shards[0], shards[1].model_copy(update={records: wrong})])
-    with pytest.raises(InputError, match="at least one audit, got none"):
-        rw.Audit.merge([])
-    with (
-        unchecked(),
-        pytest.raises(InputError, match=r"audit 2 of `Audit.merge`: expected an audit, got str"),
-    ):
-        rw.Audit.merge([shards[0], "audit.json"])
+@pytest.mark.parametrize("field", [*ORIGIN, "schema_version", "kind", "width", "site"])
+def test_audits_that_differ_in_more_than_sequences_are_refused(shards, field) -> None:
+    values = ""
+    if field in ORIGIN:
+        other = changed(shards[1], origin={field: ORIGIN[field]})
+        values = f".*{getattr(shards[0].provenance, field)!r}.*{ORIGIN[field]!r}"
+    elif field == "schema_version":
+        other, values = changed(shards[1], schema_version=4), ", got 3 and 4"
+    elif field == "kind":
+        other = changed(shards[1], every={field: "x"})
+    else:
+        other = changed(shards[1], layers=[one.model_copy(update={field: "x"}) for one in shards[1].layers])
+    with pytest.raises(RecordError, match=f"the same {field} in all of them{values}"):
+        rw.Audit.merge([shards[0], other])
 
 
-def test_what_would_be_counted_twice_is_refused_and_named(model, sequences, shards, tmp_path) -> None:
+def test_sequences_in_two_audits_are_refused_with_both_names(model, sequences, shards, tmp_path) -> None:
     both = rw.Audit.merge(shards[:2])
     again = rw.audit(model, sequences[:1])
     doubled = [
@@ -285,27 +242,31 @@ def test_a_merge_that_would_replace_an_audit_it_reads_is_refused(linked, shards,
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["audit.json"] * 3
 
 
-def test_files_of_before_there_were_digests_merge_as_they_did(shards) -> None:
-    def before(audit: rw.Audit) -> rw.Audit:
-        about = audit.provenance.model_dump(exclude={"parts", "weights", "sources"})
-        return audit.model_copy(update={"provenance": Provenance(**about)})
-
-    old = before(shards[0])
-    assert (old.provenance.parts, old.provenance.weights) == ([], "")
+def test_audits_without_digests_are_merged(shards) -> None:
+    old = changed(shards[0], origin={"parts": [], "weights": "", "sources": {}})
     assert rw.Audit.merge([old, old, shards[1]]).provenance.sequences == 3
     assert rw.Audit.merge([shards[1], old]).provenance.weights == shards[1].provenance.weights != ""
 
 
-def test_other_weights_of_the_same_model_are_refused_and_wrappers_are_no_others(model, shards) -> None:
+def test_other_weights_are_refused_and_wrappers_have_the_same_digest(model, shards) -> None:
     torch.manual_seed(5)
     other = Model().eval()
-    audited = rw.audit(other, [torch.randint(0, 7, (1, 8))])
     with pytest.raises(RecordError, match="the same weights in all of them"):
-        rw.Audit.merge([shards[0], audited])
+        rw.Audit.merge([shards[0], rw.audit(other, [torch.randint(0, 7, (1, 8))])])
     assert weights_digest(nn.Sequential(model)) == weights_digest(model) == shards[0].provenance.weights
     names = [name for name, _ in model.named_parameters()]
     assert weights_digest(model, names) == weights_digest(other, names)
     assert weights_digest(other.to("meta")) == ""
+
+
+class Refusing(torch.Tensor):
+    """Numbers that no operation returns, as in classes of torchao."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ in ("reshape", "to", "numpy"):
+            raise AssertionError(function.__name__)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -318,13 +279,13 @@ def test_other_weights_of_the_same_model_are_refused_and_wrappers_are_no_others(
     ids=["sparse", "a tensor class", "quantized"],
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:.*dtype=torch.quint8")
-def test_weights_whose_numbers_cannot_be_read_have_no_digest(held):
+def test_weights_that_cannot_be_read_have_no_digest(held):
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(held(model.weight.detach()), requires_grad=False)
     assert weights_digest(model) == ""
 
 
-def test_a_digest_of_data_knows_values_types_and_order() -> None:
+def test_a_digest_of_data_depends_on_values_types_and_order() -> None:
     def digest(*batches: object) -> str:
         read = DataDigest()
         for batch in batches:
@@ -341,26 +302,21 @@ def test_a_digest_of_data_knows_values_types_and_order() -> None:
     assert digest() == digest(first, ("no tensor",)) == digest(("no tensor",), first) == ""
 
 
-def test_a_module_that_one_shard_called_is_not_told_as_never_called(shards) -> None:
-    from rankwise.auditing import Unseen
-
+def test_a_module_is_never_called_if_no_shard_called_it(shards) -> None:
     def with_unseen(audit: rw.Audit, *reasons: str) -> rw.Audit:
         uncaptured = [Unseen(name=f"m{n}", type="X", reason=reason) for n, reason in enumerate(reasons)]
-        return audit.model_copy(update={"uncaptured": uncaptured})
+        return changed(audit, uncaptured=uncaptured)
 
     never = "never called in this capture"
     merged = rw.Audit.merge([with_unseen(shards[0], never, never, "fused"), with_unseen(shards[1], "fused")])
-    assert [(module.name, module.reason) for module in merged.uncaptured] == [
-        ("m0", "fused"),
-        ("m2", "fused"),
-    ]
+    assert [(one.name, one.reason) for one in merged.uncaptured] == [("m0", "fused"), ("m2", "fused")]
     both = rw.Audit.merge([with_unseen(audit, never) for audit in shards])
-    assert [module.reason for module in both.uncaptured] == [never]
+    assert [one.reason for one in both.uncaptured] == [never]
     assert [finding.code for finding in both.findings].count("NOT_CAPTURED") == 1
 
 
 def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
-    """From the captured mixer to the record: who changes the number must read these files alone."""
+    """Whoever changes the number reads only these files, from the captured mixer to the record."""
     from rankwise._internals.statistics import Moments
     from rankwise.auditing.measure import HeadBatch
     from rankwise.auditing.statistics import MEANS, RANKS

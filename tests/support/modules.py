@@ -1,10 +1,19 @@
-"""Small modules from which tests build models."""
+"""Small modules from which tests build models, and their inputs."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from rankwise.operators import MixingOperator
+
+
+def token_ids(sequences: int = 2, tokens: int = 12, seed: int = 1) -> dict[str, Tensor]:
+    """Return a batch of random token ids without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(5, 60, (sequences, tokens), generator=generator)}
 
 
 class Attention(nn.Module):
@@ -95,3 +104,46 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class GivenAttention(nn.Module):
+    """Softmax attention of given queries and keys; keys are also the values, and queries are keys if none."""
+
+    def __init__(self, mask: Tensor | None = None, is_causal: bool = False) -> None:
+        super().__init__()
+        self.mask, self.is_causal = mask, is_causal
+
+    def forward(self, query: Tensor, key: Tensor | None = None) -> Tensor:
+        key = query if key is None else key
+        return F.scaled_dot_product_attention(query, key, key, attn_mask=self.mask, is_causal=self.is_causal)
+
+
+class GivenOperator(nn.Module):
+    """Module ``mix`` without an operation; a test passes its operator, as ``sites=given(operator)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)
+
+
+def given(make: MixingOperator | Callable[[Tensor], MixingOperator]) -> dict[str, Callable[..., Any]]:
+    """Return ``sites`` by which `GivenOperator` has an operator: always the same, or made of its input."""
+
+    def adapter(module: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Any) -> MixingOperator:
+        return make if isinstance(make, MixingOperator) else make(args[0])
+
+    return {"mix": adapter}
+
+
+class OnlyX(nn.Module):
+    """Encoder layer whose ``forward`` has the argument x alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
