@@ -1,4 +1,4 @@
-"""Baselines: the same architecture at initialization, on the same data, for every head and layer."""
+"""A baseline measures the same architecture at initialization, on the same data, per head and layer."""
 
 import copy
 import gc
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from experiments.tiny_models import BERT, hugging_face
+from tests.support.modules import token_ids
+from tests.support.untouched import state_of
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 
@@ -22,8 +24,6 @@ from rankwise.errors import InputError, RankwiseError
 from rankwise.report.audit_report import audit_document
 
 DELTA = 0.05
-
-
 INTEGERS = nn.Parameter(torch.ones(16, 8, dtype=torch.int8), requires_grad=False)
 
 
@@ -38,73 +38,63 @@ def batches(tokens: tuple[int, ...] = (32, 40)) -> list[Tensor]:
 
 
 def trained() -> nn.Module:
-    """Queries and keys so large that every head has much more rank than at fresh weights."""
+    """Return a layer with queries and keys so large that every head has more rank than at initialization."""
     model = layer()
     with torch.no_grad():
         model.self_attn.in_proj_weight[:16] *= 5
     return model
 
 
-def test_the_page_has_each_measure_at_fresh_weights_with_its_spread_over_seeds() -> None:
+def test_the_page_shows_the_mean_and_spread_over_seeds() -> None:
     audit = rw.audit(layer(), batches(), DELTA, baseline=3)
     columns = {column["name"]: column for column in audit_document(audit).data(0)["columns"]}
-    fresh = [head.baseline for head in audit.heads]
-    assert columns["init_stable_rank"]["values"] == pytest.approx(
-        [of.mean["stable_rank"] for of in fresh], 1e-5
-    )
-    assert columns["init_stable_rank"]["spread"] == pytest.approx(
-        [of.seed_std["stable_rank"] for of in fresh], 1e-5
-    )
-    assert columns["init_stable_rank"]["over_seeds"]
-    shares = [
-        of.seed_std["numerical_rank"] / head.smaller for of, head in zip(fresh, audit.heads, strict=True)
-    ]
-    assert columns["init_numerical_rank"]["spread"] == pytest.approx(shares, 1e-5)
-    assert not columns["stable_rank"]["over_seeds"]
+    stable, rank = columns["init_stable_rank"], columns["init_numerical_rank"]
+    drawn = [head.baseline for head in audit.heads]
+    assert stable["values"] == pytest.approx([one.mean["stable_rank"] for one in drawn], 1e-5)
+    assert stable["spread"] == pytest.approx([one.seed_std["stable_rank"] for one in drawn], 1e-5)
+    shares = [head.baseline.seed_std["numerical_rank"] / head.smaller for head in audit.heads]
+    assert rank["spread"] == pytest.approx(shares, 1e-5)
+    assert (stable["over_seeds"], columns["stable_rank"]["over_seeds"]) == (True, False)
 
 
-def by_hand(model: nn.Module, seeds: int) -> list[rw.Audit]:
-    return [rw.audit(reinitialized(model, seed=seed), batches(), DELTA) for seed in range(seeds)]
-
-
-def test_numbers_are_those_of_audits_by_hand() -> None:
+def test_numbers_equal_audits_of_reinitialized_copies() -> None:
     model = layer()
     audit = rw.audit(model, batches(), DELTA, baseline=3)
-    fresh = by_hand(model, 3)
+    drawn = [rw.audit(reinitialized(model, seed=seed), batches(), DELTA) for seed in range(3)]
     assert audit.baseline is not None
     assert audit.baseline.seeds == [0, 1, 2]
     for at, head in enumerate(audit.heads):
         for name in ("numerical_rank", "effective_rank", "row_entropy", "nearest_distance"):
-            values = np.array([getattr(one.heads[at], name) for one in fresh])
+            values = np.array([getattr(one.heads[at], name) for one in drawn])
             assert head.baseline.mean[name] == pytest.approx(values.mean(), rel=1e-12)
             assert head.baseline.seed_std[name] == pytest.approx(values.std(ddof=1), rel=1e-9)
-        spread = np.mean([one.heads[at].std["effective_rank"] for one in fresh])
+        spread = np.mean([one.heads[at].std["effective_rank"] for one in drawn])
         assert head.baseline.std["effective_rank"] == pytest.approx(spread, rel=1e-12)
         assert head.init_effective_rank == head.baseline.mean["effective_rank"]
         assert head.init_numerical_rank == head.baseline.mean["numerical_rank"]
-        assert not [name for name in table("heads", [head])[0] if name.startswith("init_")]  # the same again
-        spectra = np.mean([one.heads[at].spectrum for one in fresh], axis=0)
+        spectra = np.mean([one.heads[at].spectrum for one in drawn], axis=0)
         np.testing.assert_allclose(head.baseline.spectrum, spectra, rtol=1e-12)
         assert [point.delta for point in head.baseline.band] == [point.delta for point in head.band]
+    columns, _ = table("heads", audit.heads)
+    assert not [name for name in columns if name.startswith("init_")]  # copies of baseline_… columns
     for at, state in enumerate(audit.layers):
-        values = np.array([one.layers[at].relative_spread for one in fresh])
+        values = np.array([one.layers[at].relative_spread for one in drawn])
         assert state.baseline.mean["relative_spread"] == pytest.approx(values.mean(), rel=1e-12)
-        assert state.baseline.seed_std["relative_spread"] == pytest.approx(
-            values.std(ddof=1), rel=1e-9, abs=1e-15
-        )
+        std = state.baseline.seed_std["relative_spread"]
+        assert std == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-15)
 
 
-def test_the_own_numbers_are_those_without_a_baseline() -> None:
+def test_a_baseline_does_not_change_the_numbers_of_the_model() -> None:
     model = layer()
     plain, with_it = rw.audit(model, batches()), rw.audit(model, batches(), baseline=2)
     own = {"baseline", "init_numerical_rank", "init_effective_rank"}
     for one, other in zip(plain.heads, with_it.heads, strict=True):
         assert one.model_dump_json(exclude=own) == other.model_dump_json(exclude=own)
     assert plain.baseline is None
-    assert all(head.baseline is None and math.isnan(head.init_numerical_rank) for head in plain.heads)
+    assert all(one.baseline is None and math.isnan(one.init_numerical_rank) for one in plain.heads)
 
 
-def test_a_model_at_its_own_fresh_weights_is_neither_above_nor_below() -> None:
+def test_a_model_at_initialization_is_neither_above_nor_below_its_baseline() -> None:
     model = layer()
     for seed in (11, 12, 13):
         audit = rw.audit(reinitialized(model, seed=seed), batches((24,)), baseline=4)
@@ -112,7 +102,7 @@ def test_a_model_at_its_own_fresh_weights_is_neither_above_nor_below() -> None:
         assert [rank_code(head) for head in audit.heads] == [None, None]
 
 
-def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:
+def test_a_trained_model_above_its_baseline_is_a_finding() -> None:
     audit = rw.audit(trained(), batches(), DELTA, baseline=3)
     (finding,) = [one for one in audit.findings if one.code == "HIGH_RANK"]
     head = audit.heads[finding.where.head]
@@ -123,22 +113,27 @@ def test_a_trained_model_is_above_and_the_evidence_is_the_baseline() -> None:
     assert finding.evidence["difference"] == pytest.approx(head.numerical_rank - head.init_numerical_rank)
     assert finding.evidence["pairs"] == 4 * 3
     assert "fresh weights" in finding.meaning
-    said = {"rw": rw, "model": trained(), "batches": batches()}
-    exec(finding.remedy.split("`")[1], said)
+    exec(finding.remedy.split("`")[1], {"rw": rw, "model": trained(), "batches": batches()})
 
 
-def test_lengths_of_sequences_are_no_spread() -> None:
-    """Each sequence is held against itself: a rank that grows with the length alone is in both."""
+def test_lengths_of_sequences_do_not_add_to_the_margin() -> None:
+    """Each difference is of one sequence: a rank that grows with the length alone cancels."""
     own = np.repeat(np.array([[10.0], [100.0], [1000.0]]), 2, axis=1)
     point = _at(0.01, own + 3, np.stack([own, own + 1]))
     assert point.difference_low == point.difference_high == 2.5
     assert point.margin == pytest.approx(t_quantile(5) * np.std([3, 3, 3, 2, 2, 2], ddof=1))
 
 
+def test_differences_of_intervals_are_taken_between_their_nearest_ends() -> None:
+    own, drawn = np.array([[5.0, 7.0]] * 3), np.array([[1.0, 2.0]] * 3)
+    point = _at(0.01, own, np.stack([drawn, drawn]))
+    assert (point.difference_low, point.difference_high) == (3.0, 6.0)
+
+
 @pytest.mark.parametrize(
     ("sequences", "seeds", "judged"), [(1, 1, False), (3, 1, False), (1, 2, False), (2, 2, True)]
 )
-def test_without_a_spread_nothing_is_above_or_below(sequences: int, seeds: int, judged: bool) -> None:
+def test_too_few_seeds_or_sequences_are_not_judged(sequences: int, seeds: int, judged: bool) -> None:
     audit = rw.audit(trained(), [batches((20,))[0][:1].repeat(sequences, 1, 1)], DELTA, baseline=seeds)
     assert {head.baseline.judged for head in audit.heads} == {judged}
     assert audit.heads[0].baseline.seeds == seeds
@@ -146,29 +141,22 @@ def test_without_a_spread_nothing_is_above_or_below(sequences: int, seeds: int, 
         assert all("fresh weights" not in finding.meaning for finding in audit.findings)
 
 
-def test_intervals_of_estimates_count_from_their_near_ends() -> None:
-    own, fresh = np.array([[5.0, 7.0]] * 3), np.array([[1.0, 2.0]] * 3)
-    point = _at(0.01, own, np.stack([fresh, fresh]))
-    assert (point.difference_low, point.difference_high) == (3.0, 6.0)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_model_and_random_state_are_untouched(training: bool) -> None:
     model = layer().train(training)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(3)
     rw.audit(model, batches())
     wanted = torch.rand(4)
     torch.manual_seed(3)
+    before = state_of(model) | {"torch's random state": 0}
     audit = rw.audit(model, batches(), baseline=2)
     assert torch.equal(torch.rand(4), wanted)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert model.training is training
-    again = rw.audit(model, batches(), baseline=2)  # also in training mode: dropout has the seed's state
+    assert state_of(model) | {"torch's random state": 0} == before
+    again = rw.audit(model, batches(), baseline=2)  # in training mode, too: dropout has the seed's state
     assert [one.baseline for one in again.heads] == [one.baseline for one in audit.heads]
 
 
-def test_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_copy_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[nn.Module]] = []
     most = 0
     made = initialization.reinitialized
@@ -187,49 +175,47 @@ def test_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most == 0
 
 
-def test_batches_may_come_once() -> None:
+def test_batches_may_be_an_iterator() -> None:
     audit = rw.audit(layer(), iter(batches()), baseline=2)
     wanted = rw.audit(layer(), batches(), baseline=2)
     assert [head.baseline for head in audit.heads] == [head.baseline for head in wanted.heads]
 
 
-def test_a_function_of_a_seed_builds_what_the_model_cannot() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = layer()
-            self.table = nn.Parameter(torch.randn(8))
+class WithTable(nn.Module):
+    """Has a weight that no method draws."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(x + self.table)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = layer()
+        self.table = nn.Parameter(torch.randn(8))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x + self.table)
+
+
+def test_a_function_of_a_seed_may_build_the_copies() -> None:
     seen = []
 
     def build(seed: int) -> nn.Module:
         seen.append(seed)
-        return Own()
+        return WithTable()
 
-    with pytest.raises(InitializationError, match=r"'table'.*baseline=build"):
-        rw.audit(Own(), batches(), baseline=True)
-    audit = rw.audit(Own(), batches(), baseline=BaselineSettings(2, build))
+    audit = rw.audit(WithTable(), batches(), baseline=BaselineSettings(2, build))
     assert seen == [0, 1]
     assert audit.baseline.built == "by the function given"
-    assert rw.audit(Own(), batches(), baseline=build).baseline.seeds == [0, 1, 2]
+    assert rw.audit(WithTable(), batches(), baseline=build).baseline.seeds == [0, 1, 2]
 
 
 def test_a_transformers_model_is_built_from_its_configuration() -> None:
-    model = hugging_face("BertModel", **BERT)()
-    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-    audit = rw.audit(model, [{"input_ids": ids}], baseline=2)
+    audit = rw.audit(hugging_face("BertModel", **BERT)(), [token_ids()], baseline=2)
     assert audit.baseline.built == "from its configuration"
     assert all(head.baseline.seeds == 2 for head in audit.heads)
     loaded = rw.Audit.model_validate_json(audit.model_dump_json())
     assert loaded.heads[0].baseline == audit.heads[0].baseline
 
 
-def test_padded_sequences_are_measured_without_their_padding() -> None:
-    model = hugging_face("BertModel", **BERT)()
-    ids = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+def test_padding_does_not_change_the_baseline() -> None:
+    model, ids = hugging_face("BertModel", **BERT)(), token_ids()["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     padded = rw.audit(model, [{"input_ids": ids, "attention_mask": mask}], baseline=2)
@@ -240,38 +226,32 @@ def test_padded_sequences_are_measured_without_their_padding() -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, -1, "yes", 2.5, None, BaselineSettings(0), layer()], ids=str)
-def test_other_wishes_are_refused(wanted: object) -> None:
+def test_other_values_of_baseline_are_refused(wanted: object) -> None:
     with unchecked(), pytest.raises(InputError, match="baseline"):
         rw.audit(layer(), batches(), baseline=wanted)
 
 
-def test_what_cannot_be_rebuilt_is_refused_before_anything_runs() -> None:
-    calls = []
-    model = layer()
-    model.register_parameter("extra", nn.Parameter(torch.ones(1)))
-    model.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(InitializationError, match="extra"):
-        rw.audit(model, batches(), baseline=True)
-    assert not calls
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (lambda model: setattr(model, "is_quantized", True), "quantized"),
         (lambda model: setattr(model, "hf_device_map", {"a": 0, "b": "cpu"}), "more than one device"),
         (lambda model: model.to("meta"), "not in memory"),
         (lambda model: setattr(model.linear1, "weight", INTEGERS), "int8"),
+        (lambda model: setattr(model, "extra", nn.Parameter(torch.ones(1))), r"'extra'.*baseline=build"),
     ],
 )
-def test_weights_that_cannot_be_drawn_are_refused_with_the_reason(change, said: str) -> None:
+def test_a_model_that_cannot_be_reinitialized_is_refused_before_it_runs(change, reason: str) -> None:
+    calls = []
     model = layer()
     change(model)
-    with pytest.raises(InitializationError, match=said):
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(InitializationError, match=reason):
         rw.audit(model, batches(), baseline=True)
+    assert not calls
 
 
-def test_a_copy_that_fails_loses_nothing() -> None:
+def test_a_copy_that_fails_keeps_the_audit_of_the_model() -> None:
     class Failing(nn.TransformerEncoderLayer):
         def forward(self, *given, **named) -> Tensor:
             raise RuntimeError("no such kernel")
@@ -285,7 +265,7 @@ def test_a_copy_that_fails_loses_nothing() -> None:
     assert isinstance(caught.value, RankwiseError)
 
 
-def test_ctrl_c_keeps_the_seeds_that_are_done() -> None:
+def test_ctrl_c_keeps_finished_seeds() -> None:
     def progress(_: int, what: str) -> None:
         if what.startswith("seed 1"):
             raise KeyboardInterrupt
@@ -298,7 +278,7 @@ def test_ctrl_c_keeps_the_seeds_that_are_done() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_a_compiled_model_has_the_baseline_of_the_model_itself() -> None:
+def test_compiling_does_not_change_the_baseline() -> None:
     model = layer()
     plain = rw.audit(model, batches(), baseline=2)
     compiled = rw.audit(torch.compile(copy.deepcopy(model)), batches(), baseline=2)
@@ -306,7 +286,7 @@ def test_a_compiled_model_has_the_baseline_of_the_model_itself() -> None:
     assert compiled.heads[0].baseline is not None
 
 
-def test_nan_in_the_model_or_a_copy_is_left_out() -> None:
+def test_a_model_of_nan_is_not_judged() -> None:
     model = layer()
     with torch.no_grad():
         model.self_attn.in_proj_weight.fill_(math.nan)

@@ -1,8 +1,9 @@
-"""Several audits in order: steps, curves, tables, files; models of different structure side by side."""
+"""Several audits in order of steps: curves, tables, files; comparisons of models of different structure."""
 
 import csv
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from experiments.families import nano_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records
+from tests.support.modules import token_ids
+from tests.support.records import changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
@@ -18,18 +21,15 @@ from rankwise.auditing.comparison import layer_means, paired_stacks
 from rankwise.auditing.history import folder_name, steps_of
 from rankwise.auditing.records import BaselineRecord
 from rankwise.errors import InputError, RecordError
-from rankwise.importance.records import HeadImportance, ImportanceRecord
+from rankwise.importance.records import HeadImportance
 from rankwise.report.comparison_report import history_document
 
-
-def of(name: str) -> rw.Audit:
-    return rw.Audit.model_validate(records.ALL[name]().model_dump())
+ENCODER = records.encoder()
 
 
 def moved(step: int, **fields: object) -> rw.Audit:
-    audit = of("encoder")
-    heads = [head.model_copy(update={"first_token_mass": step / 10_000} | fields) for head in audit.heads]
-    return audit.model_copy(update={"heads": heads})
+    """Return the encoder with a number that grows by step."""
+    return changed(ENCODER, every={"first_token_mass": step / 10_000} | fields)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=8, unique=True))
@@ -63,12 +63,13 @@ def test_a_history_is_in_the_order_of_its_steps_however_it_grew(order: list[int]
 
 def test_a_second_audit_of_a_step_and_a_missing_step_are_refused() -> None:
     history = History([(1, moved(1))])
-    with pytest.raises(InputError, match="step 1: expected one audit per step, got a second audit"):
-        history.add(1, moved(2))
-    with pytest.raises(InputError, match="Known: 1"):
-        history[2]
-    with pytest.raises(InputError, match="expected two audits to compare, got 1"):
-        history.comparison  # noqa: B018
+    for call, message in (
+        (lambda: history.add(1, moved(2)), "step 1: expected one audit per step, got a second audit"),
+        (lambda: history[2], "Known: 1"),
+        (lambda: history.comparison, "expected two audits to compare, got 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
     assert History().curves() == {}
     assert "no audits" in repr(History())
 
@@ -83,19 +84,14 @@ def test_two_audits_are_a_comparison_and_more_a_history() -> None:
 
 
 def test_only_audits_are_compared() -> None:
-    audit = of("encoder")
-    for others in (("run/audit.json",), (Path("run"), audit), (audit, {"heads": []})):
+    for others in (("run/audit.json",), (Path("run"), ENCODER), (ENCODER, {"heads": []})):
         with unchecked(), pytest.raises(InputError, match=r"audit [23] of `compare`: .*rw\.Audit\.load"):
-            rw.compare(audit, *others)
+            rw.compare(ENCODER, *others)
 
 
-def test_models_named_by_steps_are_ordered_by_them() -> None:
-    audits = []
-    for step in (1000, 50, 200):
-        audit = moved(step)
-        about = audit.provenance.model_copy(update={"model": f"run/checkpoint-{step}"})
-        audits.append(audit.model_copy(update={"provenance": about}))
-    history = rw.compare(*audits)
+def test_steps_in_names_of_models_order_their_audits() -> None:
+    steps = (1000, 50, 200)
+    history = rw.compare(*(changed(moved(n), origin={"model": f"run/checkpoint-{n}"}) for n in steps))
     assert isinstance(history, History)
     assert (history.steps, history.counted) == ([50, 200, 1000], False)
     assert [audit.heads[0].first_token_mass for audit in history.audits] == [0.005, 0.02, 0.1]
@@ -113,31 +109,27 @@ def test_a_curve_holds_the_mean_of_each_layer_at_each_step() -> None:
 
 
 def test_a_layer_that_an_audit_lacks_is_a_gap() -> None:
-    short = moved(1).model_copy(update={"heads": moved(1).heads[:12]})
-    curves = History([(0, moved(0)), (1, short)]).curves()
+    short = ENCODER.model_copy(update={"heads": ENCODER.heads[:12]})
+    curves = History([(0, ENCODER), (1, short)]).curves()
     last = next(points for key, points in curves.items() if key.of == "heads" and key.layer == 5)
     assert math.isfinite(last[0][0])
     assert math.isnan(last[1][0])
 
 
-def importance_by(loss: str) -> rw.Audit:
-    """The encoder, with a cost of removal of each head in the unit of a loss."""
-    audit = moved(0, importance=HeadImportance(exact=0.01), removal_cost=0.01)
-    record = ImportanceRecord(
-        loss=loss, unit="nats", value=3.2, sequences=4, counted=9, ablation="zero", probes=0, seed=0
+def test_costs_of_two_losses_are_two_curves() -> None:
+    causal, masked = (
+        changed(
+            ENCODER,
+            every={"importance": HeadImportance(exact=0.01), "removal_cost": 0.01},
+            importance=records.importance(loss=loss, unit="nats"),
+        )
+        for loss in ("next tokens, causal", "masked tokens")
     )
-    return audit.model_copy(update={"importance": record})
-
-
-def test_no_curve_leads_from_the_costs_of_one_loss_to_those_of_another() -> None:
-    causal, masked = importance_by("next tokens, causal"), importance_by("masked tokens")
     history = History([(step, causal if step < 2 else masked) for step in range(4)])
     curves = {key: pairs for key, pairs in history.curves().items() if key.measure.startswith("removal_cost")}
     for key, pairs in curves.items():
-        known = [math.isfinite(value) for value, _ in pairs]
-        assert known == (
-            [True, True, False, False] if "causal" in key.measure else [False, False, True, True]
-        )
+        before = "causal" in key.measure
+        assert [math.isfinite(value) for value, _ in pairs] == [before, before, not before, not before]
     assert {key.measure for key in curves} == {
         "removal_cost of next tokens, causal (nats), exact, zero in a head's place",
         "removal_cost of masked tokens (nats), exact, zero in a head's place",
@@ -146,34 +138,31 @@ def test_no_curve_leads_from_the_costs_of_one_loss_to_those_of_another() -> None
     drawn = [figure for figure in document.sections[0].figures if figure.title == "Cost of removal"]
     captions = [figure.caption.split(" · ")[1].split(" (")[0] for figure in drawn]
     assert captions == ["next tokens, causal", "masked tokens"]
-    (said,) = history.warnings
-    assert "2 quantities" in said
-    assert said in document.warnings
+    (warning,) = history.warnings
+    assert "2 quantities" in warning
+    assert warning in document.warnings
     alike = History([(0, causal), (1, causal)])
     assert alike.warnings == []
     assert {key.measure for key in alike.curves()} >= {"removal_cost"}
 
 
-def test_a_baseline_of_one_audit_alone_is_said_and_is_no_change() -> None:
-    bare = of("encoder")
-    fresh = {"init_numerical_rank": 20.0, "init_effective_rank": 8.0}
-    with_baseline = moved(0, **fresh).model_copy(
-        update={"baseline": BaselineRecord(seeds=[0, 1, 2], built="from its configuration")}
+def test_a_baseline_in_one_audit_causes_a_warning_and_no_change() -> None:
+    record = BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
+    first, second = (
+        changed(moved(0, init_numerical_rank=rank, init_effective_rank=8.0), baseline=record)
+        for rank in (20.0, 30.0)
     )
-    for before, after, alone in ((bare, with_baseline, "after"), (with_baseline, bare, "before")):
+    for before, after, alone in ((ENCODER, first, "after"), (first, ENCODER, "before")):
         found = rw.compare(before, after)
         assert not any(change.measure.startswith("init_") for change in [*found.changes, *found.by_layer])
-        assert any(said.startswith(f"Only the audit {alone} has a baseline") for said in found.warnings)
-    moved_on = moved(0, init_numerical_rank=30.0, init_effective_rank=8.0)
-    moved_on = moved_on.model_copy(update={"baseline": with_baseline.baseline})
-    both = rw.compare(with_baseline, moved_on)
-    assert {change.measure for change in both.changes} == {"init_numerical_rank"}
-    history = History([(0, bare), (1, with_baseline), (2, bare)])
+        assert any(one.startswith(f"Only the audit {alone} has a baseline") for one in found.warnings)
+    assert {change.measure for change in rw.compare(first, second).changes} == {"init_numerical_rank"}
+    history = History([(0, ENCODER), (1, first), (2, ENCODER)])
     assert history.warnings == ["Only in step-1: a baseline."]
 
 
-def test_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
-    audit = rw.audit(nano_gpt(), [{"input_ids": torch.randint(0, 60, (3, 10))}])
+def test_a_number_of_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
+    audit = rw.audit(nano_gpt(), [token_ids()])
     numbers = layer_means(audit)
     for key, (value, spread) in numbers.items():
         if key.of == "heads" and key.measure == "stable_rank":
@@ -183,7 +172,7 @@ def test_a_layer_is_the_mean_of_its_heads_and_of_their_spreads() -> None:
             assert spread == pytest.approx(sum(around) / len(around))
 
 
-def test_changes_by_layer_are_those_of_the_means_with_their_sign() -> None:
+def test_changes_by_layer_are_signed_differences_of_means() -> None:
     there, back = rw.compare(moved(1000), moved(3000)), rw.compare(moved(3000), moved(1000))
     mine = [change for change in there.by_layer if change.measure == "first_token_mass"]
     assert [change.change for change in mine] == pytest.approx([0.2] * 6)
@@ -193,7 +182,7 @@ def test_changes_by_layer_are_those_of_the_means_with_their_sign() -> None:
         assert change.ratio == pytest.approx(0.2 / change.std)
 
 
-def test_a_frame_and_a_csv_have_a_row_for_each_head_of_each_step(tmp_path: Path) -> None:
+def test_a_frame_and_a_csv_have_a_row_per_head_and_step(tmp_path: Path) -> None:
     history = History([(step, moved(step)) for step in (0, 500)])
     with history.to_csv(tmp_path).open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -215,7 +204,7 @@ def test_saved_audits_are_loaded_in_the_same_order(tmp_path: Path) -> None:
         assert one.model_dump_json() == other.model_dump_json()
 
 
-def test_audits_of_one_name_keep_folders_of_their_own(tmp_path: Path) -> None:
+def test_audits_with_equal_names_are_saved_in_separate_folders(tmp_path: Path) -> None:
     history = rw.compare(moved(1), moved(2), moved(3))
     assert isinstance(history, History)
     history.save(tmp_path)
@@ -226,7 +215,7 @@ def test_audits_of_one_name_keep_folders_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../x", "/etc/passwd", "a\nb", records.NASTY, "", "..", "x" * 500, "C:\\x"]
 )
-def test_a_name_is_never_a_way_out_of_the_folder(name: str, tmp_path: Path) -> None:
+def test_a_name_does_not_leave_the_folder(name: str, tmp_path: Path) -> None:
     assert folder_name(name).isprintable()
     History([(1, moved(1))], [name]).save(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -242,54 +231,57 @@ def test_a_folder_without_audits_or_with_a_damaged_one_is_refused(tmp_path: Path
         History.load(tmp_path)
 
 
-def test_softmax_against_diagonal_is_said_and_states_are_compared() -> None:
-    softmax = of("encoder")
-    heads = [head.model_copy(update={"kind": "diagonal", "mask": "other"}) for head in softmax.heads[:48]]
-    diagonal = softmax.model_copy(update={"heads": heads})
-    comparison = rw.compare(softmax, diagonal)
-    text = " ".join(comparison.structure)
-    assert "Layers that mix in 'encoder.layer': 6 before, 4 after." in text
-    assert "Mixing in 'encoder.layer': softmax before, diagonal after (all layers)." in text
-    assert {change.of for change in comparison.by_layer} == {"states"}
-    heads_total = next(total for total in comparison.totals if total.name == "heads")
-    assert (heads_total.before, heads_total.after) == (72, 48)
-
-
-def test_one_layer_of_another_kind_is_named_alone() -> None:
-    softmax = of("encoder")
+@pytest.mark.parametrize(
+    ("kind", "of_layers", "sentences", "compared"),
+    [
+        (
+            "diagonal",
+            range(4),
+            ["Layers that mix in 'encoder.layer': 6 before, 4 after.", "diagonal after (all layers)."],
+            set(),
+        ),
+        ("linear", (2, 3), ["softmax before, linear after (2 layers)."], {0, 1, 4, 5}),
+    ],
+)
+def test_layers_of_another_kind_are_named_and_not_compared(
+    kind: str, of_layers: Any, sentences: list[str], compared: set[int]
+) -> None:
     heads = [
-        head.model_copy(update={"kind": "linear"}) if head.layer in (2, 3) else head for head in softmax.heads
+        head.model_copy(update={"kind": kind} if head.layer in of_layers else {})
+        for head in ENCODER.heads
+        if kind == "linear" or head.layer in of_layers
     ]
-    comparison = rw.compare(softmax, softmax.model_copy(update={"heads": heads}))
-    assert "softmax before, linear after (2 layers)." in comparison.structure[0]
-    layers = {change.layer for change in comparison.by_layer if change.of == "heads"}
-    assert layers == {0, 1, 4, 5}
+    comparison = rw.compare(ENCODER, ENCODER.model_copy(update={"heads": heads}))
+    assert all(sentence in " ".join(comparison.structure) for sentence in sentences)
+    assert {change.layer for change in comparison.by_layer if change.of == "heads"} == compared
+    assert {change.of for change in comparison.by_layer} >= {"states"}
+    total = next(total for total in comparison.totals if total.name == "heads")
+    assert (total.before, total.after) == (72, len(heads))
 
 
-def test_the_same_model_in_another_is_matched_by_numbers() -> None:
-    audit = of("encoder")
-    inside = audit.model_copy(
-        update={
-            "heads": [
-                head.model_copy(update={"stack": f"bert.{head.stack}", "site": f"bert.{head.site}"})
-                for head in audit.heads
-            ],
-            "layers": [one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in audit.layers],
-        }
+def test_a_stack_inside_another_model_is_matched_by_its_numbers() -> None:
+    inside = changed(
+        ENCODER,
+        {
+            at: {"stack": f"bert.{one.stack}", "site": f"bert.{one.site}"}
+            for at, one in enumerate(ENCODER.heads)
+        },
+        layers=[one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in ENCODER.layers],
     )
-    comparison = rw.compare(audit, inside)
-    assert paired_stacks(audit, inside) == {"encoder.layer": "bert.encoder.layer"}
+    comparison = rw.compare(ENCODER, inside)
+    assert paired_stacks(ENCODER, inside) == {"encoder.layer": "bert.encoder.layer"}
     assert (comparison.heads, comparison.layers, comparison.changes) == (72, 7, [])
     assert comparison.structure == ["The stack 'encoder.layer' is compared with 'bert.encoder.layer'."]
     assert not any(change.change for change in comparison.by_layer)
 
 
 @pytest.mark.parametrize("name", [name for name in records.ALL if name != "large"])
-def test_an_audit_has_no_structure_of_its_own_to_differ_in(name: str) -> None:
-    assert rw.compare(of(name), of(name)).structure == []
+def test_an_audit_does_not_differ_from_itself_in_structure(name: str) -> None:
+    audit = records.ALL[name]()
+    assert rw.compare(audit, audit).structure == []
 
 
-def test_a_real_model_against_one_of_fewer_heads() -> None:
+def test_models_with_other_numbers_of_heads_are_compared() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.TransformerEncoderLayer(8, heads, 16, batch_first=True).eval() for heads in (2, 4)]
     one, other = (rw.audit(layer, [torch.randn(2, 12, 8)]) for layer in layers)
