@@ -1,4 +1,4 @@
-"""Each finding appears where its condition holds, and not a step before."""
+"""Findings appear at their thresholds, `compare` matches them, and the verdict counts them."""
 
 import math
 import re
@@ -6,29 +6,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.records import band, head, heads, layer, layers
+from tests.support.records import audit, band, changed, head, heads, importance, layer, layers
 
-from rankwise.auditing import RULES, HeadRecord, LayerRecord, Unseen, check_codes, findings
+from rankwise.auditing import RULES, HeadRecord, LayerRecord, Unseen, check_codes, compare, findings
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.records import Finding
+from rankwise.auditing.records import Finding, HeadId, Verdict
+from rankwise.auditing.result import Audit
+from rankwise.auditing.verdict import MOST_ACTIONS, verdict_of
 from rankwise.errors import InputError
+from rankwise.importance.records import RemovableSet
+from rankwise.report.comparison_report import finding_lists
 
 Fields = dict[str, Any]
+CONSTANT = {"stable_rank": 1.05, "row_distance": 0.2}
+NARROW = {"width": 15, "required_head_dim": 2}
+SINK = {"max_token_mass": 0.95}
+LOW, HIGH = {"numerical_rank": 3}, {"numerical_rank": 30}
+TWINS = [{"nearest_head": 1 - at, "nearest_distance": 0.05} for at in range(2)]
 
-CASES: list[tuple[str, Fields, Fields]] = [
-    ("SINK", {"max_token_mass": 0.91}, {"max_token_mass": 0.89}),
-    ("CONSTANT", {"stable_rank": 1.05, "row_distance": 0.2}, {"stable_rank": 1.05, "row_distance": 0.4}),
-    ("CONSTANT", {"stable_rank": 1.05, "row_distance": 0.2}, {"stable_rank": 1.2, "row_distance": 0.2}),
-    ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
-    ("HIGH_RANK", {"numerical_rank": 26}, {"numerical_rank": 25}),
-    ("LOW_RANK", {"numerical_rank": 10}, {"numerical_rank": 11}),
-    ("OVERSIZED_HEADS", {"width": 10, "required_head_dim": 4}, {"width": 10, "required_head_dim": 5}),
-    ("OVERSIZED_HEADS", {"width": 8, "required_head_dim": 1}, {"width": 8, "required_head_dim": 0}),
+CASES: dict[str, tuple[str, Fields, Fields]] = {
+    "sink": ("SINK", {"max_token_mass": 0.91}, {"max_token_mass": 0.89}),
+    "distance": ("CONSTANT", CONSTANT, CONSTANT | {"row_distance": 0.4}),
+    "rank 1": ("CONSTANT", CONSTANT, CONSTANT | {"stable_rank": 1.2}),
+    "identity": ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
+    "high": ("HIGH_RANK", {"numerical_rank": 26}, {"numerical_rank": 25}),
+    "low": ("LOW_RANK", {"numerical_rank": 10}, {"numerical_rank": 11}),
+    "half": ("OVERSIZED_HEADS", {"width": 10, "required_head_dim": 4}, {"width": 10, "required_head_dim": 5}),
+    "zero": ("OVERSIZED_HEADS", {"width": 8, "required_head_dim": 1}, {"width": 8, "required_head_dim": 0}),
     # 2 sequences of 32 tokens less their means: 62 tokens, 4 per channel
-    ("OVERSIZED_HEADS", {"width": 15, "required_head_dim": 2}, {"width": 16, "required_head_dim": 2}),
-    ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
-]
-"""A rule of heads, a head that just has its finding, and a head that does not."""
+    "tokens": ("OVERSIZED_HEADS", NARROW, NARROW | {"width": 16}),
+    "queries": ("OVERSIZED_HEADS", NARROW | {"tokens": 31}, NARROW | {"tokens": 30}),
+    "keys": ("OVERSIZED_HEADS", NARROW | {"sources": 31}, NARROW | {"sources": 30}),
+    "nan": ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
+}
+"""Code, a head that just has this finding, and a head that does not."""
 LAYER_CASES: list[tuple[str, list[LayerRecord], list[LayerRecord]]] = [
     ("COLLAPSE", layers(0.9, 0.8, 0.29), layers(0.9, 0.8, 0.31)),
     ("COLLAPSE", layers(0.4, 0.19), layers(0.4, 0.21)),
@@ -40,8 +51,8 @@ LAYER_CASES: list[tuple[str, list[LayerRecord], list[LayerRecord]]] = [
 """The same for rules of token states."""
 
 
-def codes(*heads: HeadRecord, layers: tuple[LayerRecord, ...] = ()) -> list[str]:
-    return [finding.code for finding in diagnose(heads, layers, ())]
+def codes(*heads: HeadRecord) -> list[str]:
+    return [finding.code for finding in diagnose(heads, (), ())]
 
 
 def only(*heads: HeadRecord) -> Finding:
@@ -49,24 +60,29 @@ def only(*heads: HeadRecord) -> Finding:
     return finding
 
 
-@pytest.mark.parametrize(("code", "just", "not_quite"), CASES)
-def test_thresholds_of_heads(code: str, just: Fields, not_quite: Fields) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_finding_of_a_head_appears_at_its_threshold(case: str) -> None:
+    """A comparison with a head just below the threshold reports it as resolved."""
+    code, just, not_quite = CASES[case]
     assert codes(head(**just)) == [code]
     assert codes(head(**not_quite)) == []
+    before, after = audit([head(**just)]), audit([head(**not_quite)])
+    assert compare(before, before).is_empty
+    assert [str(one.where) for one in compare(before, after).resolved] == ["h layer 0 head 0"]
 
 
 @pytest.mark.parametrize(("code", "just", "not_quite"), LAYER_CASES)
-def test_thresholds_of_layers(code: str, just: list[LayerRecord], not_quite: list[LayerRecord]) -> None:
+def test_a_finding_of_a_layer_appears_at_its_threshold(
+    code: str, just: list[LayerRecord], not_quite: list[LayerRecord]
+) -> None:
     [finding] = diagnose((), just, ())
     assert (finding.code, finding.where.layer) == (code, just[-1].layer)
     assert diagnose((), not_quite, ()) == []
 
 
 def test_every_rule_has_a_case() -> None:
-    """The rules that are about several records have tests of their own, below."""
-    assert {code for code, *_ in (*CASES, *LAYER_CASES)} | {
-        "DUPLICATE_HEADS", "NOT_CAPTURED", "REMOVABLE",
-    } == set(RULES)  # fmt: skip
+    codes = {code for code, *_ in (*CASES.values(), *LAYER_CASES)}
+    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "REMOVABLE"} == set(RULES)
 
 
 def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +100,11 @@ def test_every_code_is_known() -> None:
         check_codes(["COLAPSE"])
 
 
-def test_the_number_that_decides_is_in_the_evidence() -> None:
+def test_the_evidence_contains_the_deciding_number() -> None:
     found = [
-        *(finding for _, just, _ in CASES for finding in diagnose([head(**just)], (), ())),
+        *(finding for _, just, _ in CASES.values() for finding in diagnose([head(**just)], (), ())),
         *(finding for _, just, _ in LAYER_CASES for finding in diagnose((), just, ())),
-        *diagnose(heads(*[{"nearest_distance": 0.05, "nearest_head": 1 - at} for at in range(2)]), (), ()),
+        *diagnose(heads(*TWINS), (), ()),
         *diagnose((), (), [Unseen(name="mamba", type="Mamba", reason="called, but nothing was seen")]),
     ]
     about_states = [
@@ -98,24 +114,17 @@ def test_the_number_that_decides_is_in_the_evidence() -> None:
         assert RULES[finding.code].decided_by in finding.evidence or finding in about_states
 
 
-@pytest.mark.parametrize("fewer", ["tokens", "sources"])
-def test_head_dimensions_need_as_many_queries_as_keys(fewer: str) -> None:
-    narrow = {"width": 15, "required_head_dim": 2}
-    assert codes(head(**narrow, **{fewer: 31})) == ["OVERSIZED_HEADS"]
-    assert codes(head(**narrow, **{fewer: 30})) == []
+def test_a_sink_is_not_constant_as_well() -> None:
+    assert codes(head(**CONSTANT | SINK)) == ["SINK"]
 
 
-def test_a_sink_is_not_also_called_constant() -> None:
-    assert codes(head(max_token_mass=0.95, stable_rank=1.01, row_distance=0.1)) == ["SINK"]
-
-
-def test_short_sequences_say_nothing() -> None:
+def test_short_sequences_have_no_findings() -> None:
     odd = {"max_token_mass": 0.99, "identity_distance": 0.0, "stable_rank": 1.0, "row_distance": 0.0}
     assert codes(head(tokens=7, sources=7, numerical_rank=1, hardmax_rank=4.6, **odd)) == []
 
 
-@pytest.mark.parametrize("trouble", [{"max_token_mass": 0.95}, {"stable_rank": 1.0, "row_distance": 0.1}])
-def test_structure_of_few_tokens_is_a_note_that_names_their_number(trouble: dict[str, float]) -> None:
+@pytest.mark.parametrize("trouble", [SINK, CONSTANT])
+def test_findings_on_few_tokens_are_notes_that_name_the_number(trouble: dict[str, float]) -> None:
     short, long = only(head(tokens=63, sources=200, **trouble)), only(head(tokens=64, sources=64, **trouble))
     assert (short.severity, long.severity) == ("info", "warning")
     assert short.meaning.endswith("Of 63 tokens; longer sequences may show another head.")
@@ -133,8 +142,8 @@ def test_structure_of_few_tokens_is_a_note_that_names_their_number(trouble: dict
         ({2: 1}, [[1, 2]]),
     ],
 )
-def test_similar_heads_have_a_finding_per_group(nearest: dict[int, int], groups: list[list[int]]) -> None:
-    """Joined through nearest heads, whichever of them is nearest to which."""
+def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: list[list[int]]) -> None:
+    """Heads join a group through their nearest heads, in any direction."""
     near = [
         {"nearest_head": nearest[at], "nearest_distance": 0.02 * (at + 1)} if at in nearest else {}
         for at in range(4)
@@ -154,32 +163,30 @@ def test_similar_heads_have_a_finding_per_group(nearest: dict[int, int], groups:
     [{"nearest_distance": 0.11}, {"nearest_distance": math.nan}, {"tokens": 7}, {"kind": "selective"}],
 )
 def test_heads_that_are_not_near_or_not_judged_are_not_duplicates(changes: Fields) -> None:
-    pair = [{"nearest_head": 1 - at, "nearest_distance": 0.05} for at in range(2)]
-    assert codes(*heads(*pair)) == ["DUPLICATE_HEADS"]
-    assert codes(*heads(*(one | changes for one in pair))) == []
+    assert codes(*heads(*TWINS)) == ["DUPLICATE_HEADS"]
+    assert codes(*heads(*(one | changes for one in TWINS))) == []
 
 
-def test_duplicates_need_a_head_without_a_finding_of_its_own() -> None:
-    pair = [{"nearest_head": 1 - at, "nearest_distance": 0.05} for at in range(2)]
-    sink = {"max_token_mass": 0.95}
-    assert codes(*heads(pair[0] | sink, pair[1] | sink)) == ["SINK", "SINK"]
-    for both in ((pair[0] | sink, pair[1]), (pair[0], pair[1] | sink)):
+def test_duplicates_include_a_head_without_another_finding() -> None:
+    first, second = TWINS
+    assert codes(*heads(first | SINK, second | SINK)) == ["SINK", "SINK"]
+    for both in ((first | SINK, second), (first, second | SINK)):
         assert sorted(codes(*heads(*both))) == ["DUPLICATE_HEADS", "SINK"]
 
 
-def test_heads_beyond_the_references_are_counted_by_mixer() -> None:
+def test_ranks_beyond_the_references_are_a_finding_per_mixer() -> None:
     finding = only(*heads(*({"numerical_rank": 2 + at} for at in range(4))))
     assert (finding.code, finding.evidence["heads"]) == ("LOW_RANK", 4)
     assert finding.where.head == 0  # the most extreme
 
 
-def test_oversized_heads_have_a_finding_per_mixer_with_the_least_required_width() -> None:
+def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
     finding = only(*heads(*({"width": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])
     assert finding.evidence == {"heads": 2, "of": 4, "width": 12, "required_head_dim": 3, "tolerance": 0.01}
 
 
-def test_a_collapse_is_an_error_if_nearly_nothing_is_left_and_is_found_per_stack() -> None:
+def test_a_deep_collapse_is_an_error_and_each_stack_has_its_own() -> None:
     for lowest, severity in ((0.29, "warning"), (0.09, "error")):
         [finding] = diagnose((), layers(0.9, 0.8, lowest), ())
         assert (finding.severity, finding.where.layer) == (severity, 2)
@@ -189,7 +196,7 @@ def test_a_collapse_is_an_error_if_nearly_nothing_is_left_and_is_found_per_stack
 
 @pytest.mark.parametrize(("site", "named"), [("h.0.attn", "h.0.attn"), ("", "the model itself")])
 def test_nonfinite_attention_names_its_module(site: str, named: str) -> None:
-    """A mixer that is itself the model has no name in it."""
+    """The model itself may be a mixer, which has no name."""
     assert only(head(site=site, nonfinite=2)).meaning.startswith(f"Attention of {named}: ")
 
 
@@ -202,17 +209,9 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     assert finding.remedy == "rw.audit(model, batches, sites={'h.0.mamba': adapter})"
 
 
-def test_the_most_severe_come_first_then_heads_in_order() -> None:
-    found = diagnose(
-        heads(
-            {"identity_distance": 0.0},
-            {"max_token_mass": 0.95, "tokens": 64, "sources": 64},
-            {"nonfinite": 1},
-            {"max_token_mass": 0.95},
-        ),
-        (),
-        (),
-    )
+def test_the_most_severe_findings_are_first() -> None:
+    long = SINK | {"tokens": 64, "sources": 64}
+    found = diagnose(heads({"identity_distance": 0.0}, long, {"nonfinite": 1}, SINK), (), ())
     assert [finding.severity for finding in found] == ["error", "warning", "info", "info"]
     assert [finding.code for finding in found[2:]] == ["IDENTITY", "SINK"]
 
@@ -220,26 +219,24 @@ def test_the_most_severe_come_first_then_heads_in_order() -> None:
 NULLS = {"hardmax_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
 
 
+@pytest.mark.parametrize(("rank", "code", "usual"), [(26, "HIGH_RANK", 21.0), (9, "LOW_RANK", 17.0)])
 @pytest.mark.parametrize("null", NULLS)
-def test_rank_that_one_reference_has_too_is_not_a_finding(null: str) -> None:
-    assert codes(head(numerical_rank=26, **NULLS)) == ["HIGH_RANK"]
-    assert codes(head(numerical_rank=26, **NULLS | {null: 21.0})) == []
-    assert codes(head(numerical_rank=26, **NULLS | {null: math.nan})) == ["HIGH_RANK"]
-    assert codes(head(numerical_rank=9, **NULLS)) == ["LOW_RANK"]
-    assert codes(head(numerical_rank=9, **NULLS | {null: 17.0})) == []
-    assert codes(head(numerical_rank=9, **NULLS | {null: math.nan})) == ["LOW_RANK"]
+def test_a_rank_is_beyond_all_known_references(null: str, rank: int, code: str, usual: float) -> None:
+    assert codes(head(numerical_rank=rank, **NULLS)) == [code]
+    assert codes(head(numerical_rank=rank, **NULLS | {null: usual})) == []
+    assert codes(head(numerical_rank=rank, **NULLS | {null: math.nan})) == [code]
 
 
 @pytest.mark.parametrize("step", range(5))
-def test_rank_beyond_the_references_must_be_so_at_every_threshold(step: int) -> None:
-    above, below = ({"numerical_rank": rank, **NULLS} for rank in (26, 9))
-    for name in NULLS:
-        assert codes(head(**above, band=band(head(**above).model_dump(), **{name: {step: 21.0}}))) == []
-        assert codes(head(**below, band=band(head(**below).model_dump(), **{name: {step: 17.0}}))) == []
-    assert codes(head(**above, band=band(head(**above).model_dump(), rank_low={step: 25.0}))) == []
-    assert codes(head(**below, band=band(head(**below).model_dump(), rank_high={step: 10.0}))) == []
-    unknown = {name: {step: math.nan} for name in NULLS}
-    assert codes(head(**above, band=band(head(**above).model_dump(), **unknown))) == []
+def test_a_rank_is_beyond_the_references_at_every_threshold(step: int) -> None:
+    for rank, changes in (
+        (26, [{name: {step: 21.0}} for name in NULLS] + [{"rank_low": {step: 25.0}}]),
+        (26, [{name: {step: math.nan} for name in NULLS}]),
+        (9, [{name: {step: 17.0}} for name in NULLS] + [{"rank_high": {step: 10.0}}]),
+    ):
+        beyond = {"numerical_rank": rank, **NULLS}
+        for change in changes:
+            assert codes(head(**beyond, band=band(head(**beyond).model_dump(), **change))) == []
 
 
 def test_a_rank_beyond_the_references_names_its_band_and_the_references() -> None:
@@ -262,3 +259,187 @@ def test_the_head_farthest_beyond_the_nearest_reference_is_named() -> None:
 
 def test_a_record_without_a_band_is_not_judged() -> None:
     assert codes(head(numerical_rank=32, band=[])) == []
+
+
+def outcomes(before: Audit, after: Audit) -> list[str]:
+    """Return outcomes of a comparison, after a check that the reverse has the opposite outcomes."""
+    opposite = {"new": "resolved", "resolved": "new", "worse": "better", "better": "worse"}
+    there, back = compare(before, after), compare(after, before)
+    assert [one.where for one in there.resolved] == [one.where for one in back.new]
+    found = [one.outcome for one in there.findings]
+    assert sorted(opposite.get(one.outcome, one.outcome) for one in back.findings) == sorted(found)
+    return found
+
+
+def near(*nearest: int, **changes: Any) -> Audit:
+    """Return an audit of heads with a near head each, by its number; −1 for none."""
+    given = [{"nearest_head": other, "nearest_distance": 0.05} if other >= 0 else {} for other in nearest]
+    return audit(heads(*given, **changes))
+
+
+def one(**changes: Any) -> Audit:
+    return audit([head(**changes)])
+
+
+def states(*relative: float) -> Audit:
+    return audit(layers=layers(*relative))
+
+
+def lowest(relative: float, sequences: int) -> Audit:
+    spread = {"sequences": sequences, "std": {"relative_spread": 0.1}}
+    return audit(layers=layers(0.9, 0.25, relative, **spread))
+
+
+def noisy(mass: float, sequences: int) -> Audit:
+    return audit([head(max_token_mass=mass, sequences=sequences, std={"max_token_mass": 0.1})])
+
+
+def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
+    return audit(uncaptured=[Unseen(name=f"h.{at}.mixer", type="Mixer", reason=reason) for at in layers])
+
+
+def removable(*places: tuple[int, int]) -> Audit:
+    """Return an audit whose heads at these layers and numbers can be removed together."""
+    named = [HeadId(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
+    removed = RemovableSet(
+        heads=named, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, sorted_by="estimate", runs=3
+    )
+    return audit(heads({}), importance=importance(removable=removed))
+
+
+def attention(self: Fields, cross: Fields) -> Audit:
+    """Return an audit of a layer with self- and cross-attention."""
+    return audit(heads(self, site="h.0.self"), heads(cross, site="h.0.cross", cross=True))
+
+
+REPLACED = ["new", "resolved"]
+OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
+    "another head of the mixer is lowest": (
+        audit(heads(LOW, {"numerical_rank": 4})), audit(heads({"numerical_rank": 4}, LOW)), ["unchanged"],
+    ),
+    "another head of the mixer is highest": (
+        audit(heads(HIGH, {"numerical_rank": 31})), audit(heads({"numerical_rank": 31}, HIGH)), ["unchanged"],
+    ),
+    "another head of the mixer is NaN": (
+        audit(heads({"nonfinite": 1}, {})), audit(heads({}, {"nonfinite": 1})), ["unchanged"],
+    ),
+    "another head is a sink": (audit(heads(SINK, {})), audit(heads({}, SINK)), REPLACED),
+    "another head is the identity": (
+        audit(heads({"identity_distance": 0}, {})), audit(heads({}, {"identity_distance": 0})), REPLACED,
+    ),
+    "self- and cross-attention": (attention(LOW, {}), attention({}, LOW), REPLACED),
+    "same attention": (attention(LOW, LOW), attention(LOW, LOW), ["unchanged"] * 2),
+    "from below to above": (audit(heads(LOW)), audit(heads(HIGH)), REPLACED),
+    "one of two calls": (
+        audit(heads(SINK), heads(SINK)), audit(heads(SINK), heads({})), ["unchanged", "resolved"],
+    ),
+    "three duplicates": (near(1, 2, 1), near(2, 2, 0), ["unchanged"]),
+    "a duplicate joins": (near(1, 0, -1), near(1, 0, 1), ["worse"]),
+    "a duplicate leaves": (near(1, 2, 1), near(-1, 2, 1), ["better"]),
+    "another duplicate": (near(1, 0, -1), near(2, -1, 0), REPLACED),
+    "duplicates of another layer": (near(1, 0), near(1, 0, layer=1, site="h.1.attn"), REPLACED),
+    "one of two groups": (near(1, 0, 3, 2), near(-1, -1, 3, 2), ["unchanged", "resolved"]),
+    "earlier collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.2, 0.2), ["worse"]),
+    "collapse is an error": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.05), ["worse"]),
+    "deeper collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.19), ["worse"]),
+    "same collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.2), ["unchanged"]),
+    # two standard errors of the difference are 0.2 for 2 sequences and 0.014 for 400
+    "within the error": (noisy(0.92, 2), noisy(0.95, 2), ["unchanged"]),
+    "beyond the error": (noisy(0.92, 400), noisy(0.95, 400), ["worse"]),
+    "collapse within its error": (lowest(0.19, 2), lowest(0.16, 2), ["unchanged"]),
+    "collapse beyond its error": (lowest(0.19, 400), lowest(0.16, 400), ["worse"]),
+    "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
+    "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
+    "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_distance": 0.1}), ["worse"]),
+    "more low heads": (audit(heads(LOW, {})), audit(heads(LOW, LOW)), ["worse"]),
+    "other low head": (audit(heads({}, LOW)), audit(heads(LOW, {})), ["unchanged"]),
+    "fewer uncaptured": (missed(0, 1, 2), missed(1, 2), ["better"]),
+    "uncaptured for another reason": (missed(0), missed(0, reason="written in C++"), REPLACED),
+    "captured": (missed(0), missed(), ["resolved"]),
+    "other cheapest head": (removable((0, 1)), removable((3, 2)), ["unchanged"]),
+    "other order of removal": (removable((0, 1), (3, 2)), removable((3, 2), (0, 1)), ["unchanged"]),
+    "no removable head": (removable((0, 1)), audit(heads({})), ["resolved"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_a_comparison_names_the_outcome_of_each_finding(case: str) -> None:
+    before, after, expected = OUTCOMES[case]
+    assert outcomes(before, after) == expected
+
+
+def test_outcomes_are_sorted_from_new_to_resolved() -> None:
+    sinks = [{"max_token_mass": mass} for mass in (0.92, 0.95, 0.93, 0.94)]
+    before, after = audit(heads(*sinks, {})), audit(heads(*sinks[1::-1], sinks[2], {}, sinks[3]))
+    assert outcomes(before, after) == ["new", "worse", "better", "unchanged", "resolved"]
+
+
+def test_findings_in_another_order_are_unchanged() -> None:
+    near = [{"nearest_head": (at + 1) % 3, "nearest_distance": 0.05} for at in range(3)]
+    sinks = [{"max_token_mass": 0.95 - at / 100} for at in range(3)]
+    reason = "called, but nothing was seen"
+    whole = audit(
+        heads(*near, *sinks, LOW),
+        layers=layers(0.9, 0.2, 0.05),
+        uncaptured=[Unseen(name="h.0.mixer", type="Mixer", reason=reason)],
+    )
+    found = {finding.code for finding in whole.findings}
+    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "LOW_RANK", "NOT_CAPTURED"}
+    assert compare(whole, whole).is_empty
+    for after in (whole, changed(whole, findings=whole.findings[::-1])):
+        assert outcomes(whole, after) == ["unchanged"] * len(whole.findings)
+
+
+def test_a_code_without_a_rule_is_matched_by_its_place() -> None:
+    old = [finding.model_copy(update={"code": "OLD"}) for finding in audit(heads(SINK, SINK)).findings]
+    one, other = changed(audit(heads({})), findings=old), changed(audit(heads({})), findings=old[:1])
+    assert outcomes(one, one) == ["unchanged"] * 2
+    assert outcomes(one, other) == ["unchanged", "resolved"]
+
+
+def test_more_removable_heads_are_neither_worse_nor_better() -> None:
+    comparison = compare(removable((0, 1)), removable((3, 2), (0, 1)))
+    [change] = comparison.findings
+    assert (change.outcome, change.numbers) == ("changed", ("heads", 1, 2))
+    [[item]] = [listed.items for listed in finding_lists(comparison)]
+    assert (item.code, item.place, item.facts) == ("REMOVABLE", "", ["heads 1 → 2"])
+    assert not comparison.is_empty
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        (audit(heads({}), layers=layers(0.9, 0.8)), "No findings."),
+        (audit(heads(LOW, HIGH)), "2 notes."),
+        (
+            changed(audit(heads({})), complete=False),
+            "No findings. The audit stopped before it had read all of its data.",
+        ),
+    ],
+)
+def test_a_verdict_without_actions_counts_findings(found: Audit, sentence: str) -> None:
+    assert verdict_of(found) == Verdict(sentence=sentence)
+
+
+def test_a_verdict_has_an_action_per_code_and_the_most_severe_are_first() -> None:
+    found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
+    verdict = verdict_of(found)
+    assert verdict.sentence == "1 error, 1 warning, 3 notes."
+    nonfinite, collapse, sink = verdict.actions
+    assert len(verdict.actions) == MOST_ACTIONS
+    assert nonfinite.shell == "rankwise audit MODEL --text TEXT --dtype float32 --out DIR"
+    assert nonfinite.python.startswith("[name for name, weight in model.named_parameters()")
+    assert (collapse.shell, collapse.python) == ("", "rw.skips.recommend(audit, model, batch)")
+    assert (sink.shell, sink.python) == ("", "")
+    remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
+    wanted = [remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK")]
+    assert [action.text for action in verdict.actions] == wanted
+
+
+@pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
+def test_a_copy_has_its_own_verdict(change: dict[str, Any]) -> None:
+    """A cached property would be copied."""
+    one = audit(heads(SINK))
+    first = one.verdict
+    assert changed(one, **change).verdict != first
+    assert "verdict" not in one.model_dump()
