@@ -21,7 +21,6 @@ from rankwise.skips import (
     SkipError,
     add_lambda_skip,
     apply_saved_skips,
-    has_skips,
     remove_lambda_skip,
     save_skips,
 )
@@ -249,7 +248,7 @@ def test_a_masked_language_model_learns_too(
     losses = called(monkeypatch, skips, "mean_loss")
     result = run("bert", *FIT, "--out", "new")
     assert result.exit_code == 0, result.output
-    assert has_skips(tmp_path / "new")
+    assert (tmp_path / "new" / "skips.json").is_file()
     assert {call["mask_token"] for call in (*fits, *losses)} == {tokenizer.mask_token_id}
 
 

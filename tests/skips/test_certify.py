@@ -184,7 +184,7 @@ def test_writing_it_down(tmp_path: Path) -> None:
     path = certificate.save(tmp_path / "certificate.json")
     read = json.loads(path.read_text())
     assert read["a"] == 0.25
-    assert len(read["layers"]) == len(certificate.rows()) == 3
+    assert len(read["layers"]) == len(certificate.layers) == 3
     assert SkipCertificate.load(path) == SkipCertificate.load(tmp_path) == certificate
 
 

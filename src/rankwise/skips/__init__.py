@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rankwise.skips.locate import SkipSite
     from rankwise.skips.modules import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
-    from rankwise.skips.store import apply_saved_skips, has_skips, load_skips, save_skips
+    from rankwise.skips.store import apply_saved_skips, load_skips, save_skips
 
 __all__ = [
     "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate",
     "SkipError", "SkipSite", "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips",
-    "certify_skip", "choose_lambda", "fit_skips", "has_skips", "load_skips", "mean_loss",
+    "certify_skip", "choose_lambda", "fit_skips", "load_skips", "mean_loss",
     "recommend", "remove_lambda_skip",
     "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer",
 ]  # fmt: skip
@@ -33,6 +33,6 @@ __getattr__, __dir__ = lazy_names(
         "modules": ("LambdaSkip",),
         "add": ("Skips", "add_lambda_skip", "remove_lambda_skip", "skips_of"),
         "recommendation": ("choose_lambda", "recommend", "spread_by_layer"),
-        "store": ("apply_saved_skips", "has_skips", "load_skips", "save_skips", "SkipError"),
+        "store": ("apply_saved_skips", "load_skips", "save_skips", "SkipError"),
     },
 )

@@ -45,9 +45,9 @@ class LayerCertificate(_Numbers):
     """Least gain |γ| of the norm; the bound times this number is a bound after the gain. 1 without a norm."""
     spread_in: float
     """Mean over sequences of μ of the states x; with a norm, of the normalized states."""
-    spread_out: float | None
+    spread_out: float | None = None
     """Mean over sequences of μ of the sum λx + f(x), after the norm if there is one."""
-    kept: float | None
+    kept: float | None = None
     """Least measured μ_out/μ_in (μ after and before the skip connection) of a sequence."""
     relative_spread_in: float
     """Mean over sequences of μ/‖x‖_F of the states x."""
@@ -55,9 +55,9 @@ class LayerCertificate(_Numbers):
     """Mean over sequences of μ/‖λx + f(x)‖_F of the sum, before a norm."""
     mixing_share: float
     """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖; near 0, the mixer no longer matters."""
-    mixing_norm: float | None
+    mixing_norm: float | None = None
     """C_M: ‖M‖_F of the mixing matrices M of all heads together, the largest of a sequence."""
-    value_norm: float | None
+    value_norm: float | None = None
     """S: ‖C‖_F of the value and output weights C of all heads together. None if the output projection does
     not write f(x); then ``min_lambda_paper`` and ``min_lambda_any_mixing`` are None as well."""
     kept_lower_bound: float | None = None
@@ -81,16 +81,16 @@ class StackCertificate(_Numbers):
 
     stack: str
     layers: int
-    kept: float | None
+    kept: float | None = None
     """Ratio of μ/‖Y‖ at the end to μ/‖Y‖ at the start, mean over sequences; None if all are left out."""
-    kept_mu: float | None
+    kept_mu: float | None = None
     """Like ``kept``, but for μ alone; without a norm, a large λ increases it by making states longer."""
     left_out: int
     """Number of sequences left out because their tokens are equal at the start: no spread to keep."""
-    min_lambda_proved: float | None
+    min_lambda_proved: float | None = None
     """Largest ``min_lambda_proved`` of the layers; it holds for each single layer, not for the stack."""
     min_lambda_any_mixing: float | None = None
-    min_lambda_paper: float | None
+    min_lambda_paper: float | None = None
 
 
 class SkipCertificate(_Numbers):
@@ -113,10 +113,6 @@ class SkipCertificate(_Numbers):
     def save(self, path: str | Path) -> Path:
         """Write the certificate as JSON and return the path; raise `InputError` if writing fails."""
         return write_file(Path(path), self.model_dump_json(indent=1), "certificate")
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the layers as dictionaries, one per row of a table."""
-        return [layer.model_dump() for layer in self.layers]
 
 
 class LambdaChoice(Record):

@@ -32,6 +32,8 @@ from rankwise.tracing.projections import Projection, each_once, find_projection
 spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
 """Largest relative deviation of a state's norm from √D for which the paper's theorem is still applied."""
+NORM_KINDS: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
+"""Names of norms in `rankwise.theory`, by their names in a certificate."""
 ROUNDING = 1e-5
 """Relative error by which ‖B‖ may exceed S·C_M·‖Y‖ because of rounding in float32."""
 
@@ -275,23 +277,17 @@ def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
 
 
 class _Sum:
-    """Sum λ·Y + B of states Y and branch B = f(Y), in float64, with 0 for rows of padding."""
+    """Sum λ·Y + B in float64, with 0 for rows of padding; numbers leave out sequences of one token."""
 
     def __init__(self, added: ObservedSkip, scale: Tensor) -> None:
         self.scale, self.mask, self.norm = scale, added.mask, added.norm
         self.y, self.b = (x.double().masked_fill(~added.mask[..., None], 0) for x in (added.x, added.branch))
         self.after = scale.to(self.y) * self.y + self.b
         self.rows = self.y - self.y.mean(-1, keepdim=True) if added.norm.centre else self.y
-        self.several = added.mask.sum(-1) > 1  # a sequence of one token has no spread
-        self.common = bool((scale == scale.flatten()[0]).all())
-        """True if λ is the same number for all channels."""
-        kinds: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
-        self.kind: NormKind = kinds.get(added.norm.kind, "none")
-
-    @property
-    def gain(self) -> float:
-        """The largest ‖B‖_F/‖Y‖_F of a sequence."""
-        return self.largest(_size(self.b) / _size(self.y))
+        self.several = added.mask.sum(-1) > 1
+        self.common = bool((scale == scale.flatten()[0]).all())  # one λ for all channels
+        self.kind = NORM_KINDS.get(added.norm.kind, "none")
+        self.gain = self.largest(_size(self.b) / _size(self.y))
 
     def least(self, values: Tensor) -> float:
         return float(values[self.several].min())
@@ -317,24 +313,27 @@ def _layer(
     ends = spread(norm.of(after), mask)
     before = skip_bound(y, torch.zeros_like(b), 1.0, mask, sum_.kind)
     kept = torch.where(before > 0, ends / before, math.inf)  # ∞ if there is no spread to keep
-    gain = 1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min())
-    paper = _paper(sum_, mixing, before, a) if mixing and not unlike else {}
-    proved = _proved(sum_, before, mixing, a) if known else {}
+    proved: dict[str, Any] = {}
+    if mixing:
+        proved = {"mixing_norm": mixing.norm, "value_norm": mixing.value_norm}
+        proved |= {} if unlike else _paper(sum_, mixing, before, a)
+    if known:
+        proved |= _proved(sum_, before, mixing, a)
+        proved |= {"spread_out": sum_.mean(ends), "kept": sum_.least(kept)}
     certificate = LayerCertificate(
         site=added.site.name, lambda_value=float(scale.flatten()[scale.abs().argmin()]), norm=norm.kind,
-        norm_gain=gain, spread_in=sum_.mean(before), spread_out=sum_.mean(ends) if known else None,
-        kept=sum_.least(kept) if known else None, relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
+        norm_gain=1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min()),
+        spread_in=sum_.mean(before), relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
         relative_spread_out=sum_.mean(spread(after, mask) / _size(after)),
-        mixing_share=sum_.mean(_size(b) / _size(after)), mixing_norm=None if mixing is None else mixing.norm,
-        value_norm=None if mixing is None else mixing.value_norm, **paper, **proved,
+        mixing_share=sum_.mean(_size(b) / _size(after)), **proved,
     )  # fmt: skip
     return certificate, unlike
 
 
-def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dict[str, Any]:
-    """Return the proved fields of a layer's certificate: the lower bound at λ, and the least |λ|."""
+def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dict[str, float | None]:
+    """Return the lower bound at the current λ, and the least |λ| of each kind that is proved."""
     y, b, mask, norm = sum_.y, sum_.b, sum_.mask, sum_.norm
-    relative = None
+    found: dict[str, float | None] = {}
     if norm.known:  # λ∘y + b = c·y + (b + (λ − c)∘y) for any number c: take the best of four
         values = sum_.scale.to(y).flatten()
         tried = torch.stack([values.mean(), values.median(), values.min(), values.max()]).unique()
@@ -342,29 +341,27 @@ def _proved(sum_: _Sum, before: Tensor, mixing: _Mixing | None, a: float) -> dic
         bound = torch.stack(bounds).amax(0)
     else:  # with one λ per channel: μ(Y·diag(λ)) ≥ min|λ|·μ(Y)
         bound = skip_bound(y, b, float(sum_.scale.abs().min()), mask)
-        relative = sum_.largest(min_lambda(y, b, a, mask, relative=True)) if sum_.common else None
-    found = {
-        "kept_lower_bound": sum_.least((bound / before).nan_to_num(0.0)),
-        "min_lambda_proved_relative": relative,
-    }
+        if sum_.common:
+            found["min_lambda_proved_relative"] = sum_.largest(min_lambda(y, b, a, mask, relative=True))
     if sum_.common or not norm.known:  # after a norm, a channel with a large λ dominates all rows
         found["min_lambda_proved"] = sum_.largest(min_lambda(y, b, a, mask, sum_.kind, norm.eps))
         found["min_lambda_any_mixing"] = _any_mixing(sum_, mixing, a)
-    return found
+    return found | {"kept_lower_bound": sum_.least((bound / before).nan_to_num(0.0))}
 
 
 def _any_mixing(sum_: _Sum, mixing: _Mixing | None, a: float) -> float | None:
-    """Return the least |λ| for any attention weights, from the largest possible row of f(x), or None."""
+    """Return the least |λ| for any attention weights, from the largest possible norm of a row of B."""
     if mixing is None or mixing.max_row_norm is None or mixing.max_row_norm.shape != sum_.y.shape[:1]:
         return None
     longest = mixing.max_row_norm.to(sum_.y.device)
     if not sum_.norm.known:
         farthest = longest * sum_.mask.sum(-1).sqrt()
         return sum_.largest(math.sqrt(a) + farthest / spread(sum_.y, sum_.mask))
-    way = sum_.y.new_zeros(sum_.y.shape[-1])
-    way[:2] = way.new_tensor([1, -1])[: len(way)]  # mean 0, which centering does not change
-    any_way = (longest[:, None, None] * way / way.norm()).expand_as(sum_.y)
-    return sum_.largest(min_lambda(sum_.y, any_way, a, sum_.mask, sum_.kind, sum_.norm.eps))
+    # With a norm only the norms of the rows of B count: take rows of mean 0, which centering does not change.
+    row = sum_.y.new_zeros(sum_.y.shape[-1])
+    row[:2] = row.new_tensor([1, -1])[: len(row)]
+    rows = (longest[:, None, None] * row / row.norm()).expand_as(sum_.y)
+    return sum_.largest(min_lambda(sum_.y, rows, a, sum_.mask, sum_.kind, sum_.norm.eps))
 
 
 def _unlike(sum_: _Sum, mixing: _Mixing | None) -> str:
@@ -385,11 +382,11 @@ def _unlike(sum_: _Sum, mixing: _Mixing | None) -> str:
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    """Return the lengths of rows in units of √D."""
+    """Return the norms of rows in units of √D."""
     return rows.square().mean(-1).sqrt()
 
 
-def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, Any]:
+def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, float | bool | None]:
     """Return the least |λ| of the paper's Theorem 4.1, and if λ reaches it (docs/proofs/skip-bound.md)."""
     size = sum_.largest((_lengths(sum_.y).square().sum(-1) / sum_.mask.sum(-1).clamp(min=1)).sqrt())
     shortest = float(_lengths(sum_.rows)[sum_.mask].min())
@@ -417,22 +414,21 @@ def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) ->
     pairs = grouped(zip(seen, layers, strict=True), lambda pair: _stack(pair[0].site.name))
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
-        # sequences whose tokens are equal (up to rounding) at the start of the stack have no spread to keep
-        equal = _share(first.x, first.mask) <= torch.finfo(first.x.dtype).eps
+        start, end = _share(first.x, first.mask), _share(last.total, last.mask)
         several = first.mask.sum(-1) > 1
-        apart = several & ~equal
-        shares = _share(last.total, last.mask) / _share(first.x, first.mask)
-        ends = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-        mus, some = ends / spread(first.x, first.mask), bool(apart.any())
-        names = ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper")
-        least = {name: [getattr(layer, name) for _, layer in inside] for name in names}
-        certificate = StackCertificate(
-            stack=stack, layers=len(inside), left_out=int((several & equal).sum()),
-            kept=float(shares[apart].mean()) if some else None,
-            kept_mu=float(mus[apart].mean()) if some and last.norm.kind != "unknown" else None,
-            **{name: None if None in values else max(values) for name, values in least.items()},
-        )  # fmt: skip
-        found.append(certificate)
+        # tokens that are equal (up to rounding) at the start of the stack have no spread to keep
+        apart = several & (start > torch.finfo(first.x.dtype).eps)
+        numbers: dict[str, float | None] = {}
+        if bool(apart.any()):
+            numbers["kept"] = float((end / start)[apart].mean())
+        if bool(apart.any()) and last.norm.kind != "unknown":
+            ends = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+            numbers["kept_mu"] = float((ends / spread(first.x, first.mask))[apart].mean())
+        for name in ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"):
+            values = [getattr(layer, name) for _, layer in inside]
+            numbers[name] = None if None in values else max(values)
+        left_out = int((several & ~apart).sum())
+        found.append(StackCertificate(stack=stack, layers=len(inside), left_out=left_out, **numbers))
     return found
 
 

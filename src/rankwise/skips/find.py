@@ -1,4 +1,8 @@
-"""Find residual connections around mixers: record a forward pass and test its sums by derivatives."""
+"""Find skip connections: run a model on an example, return its sums x + f(x) in which f mixes tokens.
+
+The forward pass is recorded with its autograd graph; derivatives between tokens then show which sums count.
+`locate` reads the same record. `ReplaceSums` runs a model with some of the sums replaced.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,7 +73,7 @@ class Use:
     """Name of the sum, if the function is a sum."""
     running: frozenset[int]
     """Serial numbers of the module calls around this call."""
-    returns: Literal["copy", "reshaped", "other"]
+    returns: Literal["copy", "view", "other"]
     function: str
     numbers: int
     """Number of entries of the largest output; 0 for a matrix product."""
@@ -89,11 +93,8 @@ class ForwardRecord:
     """Record of one forward pass: sums, copies and uses of tensors, and their passages through modules."""
 
     sums: list[Sum] = field(default_factory=list)
-    results: dict[Version, Sum] = field(default_factory=dict)
-    copies: dict[Version, tuple[Version, bool]] = field(default_factory=dict)
-    """Source of each copy, and True if they differ in training: functional dropout, which no hook sees."""
-    passed: dict[Version, list[Version]] = field(default_factory=dict)
-    """Tensors with the same values as a tensor: copies, views of all values, and outputs of dropout."""
+    sources: dict[Version, tuple[Version, Literal["copy", "view", "dropout"]]] = field(default_factory=dict)
+    """Tensor from which each copy, view of all values, or output of functional dropout was made, in order."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     received: dict[Version, list[Passage]] = field(default_factory=dict)
     returned: dict[Version, list[Passage]] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class ForwardRecord:
     time: int = 0
 
     def tick(self) -> int:
-        """Count one more event of the pass, and return the number of events as the time."""
+        """Return the time of a new event: the number of events so far."""
         self.time += 1
         return self.time
 
@@ -129,21 +130,22 @@ class ForwardRecord:
             notes.setdefault(version(value), []).append(passage)
 
     def origin(self, tensor: Version) -> Version:
-        """Return the first tensor of which a tensor is a copy, without passing functional dropout."""
-        while tensor in self.copies and not self.copies[tensor][1]:
-            tensor = self.copies[tensor][0]
+        """Return the first tensor of which a tensor is a copy, or a copy of a copy."""
+        while tensor in self.sources and self.sources[tensor][1] == "copy":
+            tensor = self.sources[tensor][0]
         return tensor
 
     def same_numbers(self, tensor: Version) -> list[Version]:
-        """Return a tensor with its copies, views and dropout outputs, all equal in evaluation mode."""
+        """Return a tensor with its copies, views and dropout outputs, which are equal in evaluation mode."""
         found = [tensor]
-        for known in found:
-            found.extend(made for made in self.passed.get(known, ()) if made not in found)
+        for made, (source, _) in self.sources.items():
+            if source in found:
+                found.append(made)
         return found
 
     def copies_of(self, origin: Version) -> list[Version]:
         """Return a tensor and its copies, without views and outputs of dropout."""
-        return [made for made in self.same_numbers(origin) if self.origin(made) == origin]
+        return [tensor for tensor in self.same_numbers(origin) if self.origin(tensor) == origin]
 
 
 def items(output: Any) -> Iterator[tuple[Key, Any]]:
@@ -158,7 +160,7 @@ def items(output: Any) -> Iterator[tuple[Key, Any]]:
 
 @no_type_check
 def version(tensor):
-    """Return the identity of a tensor and the number of its in-place changes."""
+    """Return the identity of a tensor, and how often it was changed in place."""
     return id(tensor), changes_in_place(tensor)
 
 
@@ -212,12 +214,12 @@ class SumRecorder(TorchFunctionMode):
         name = None if pair is None else self._names.next()
         if edges is not None and isinstance(out, Tensor) and out.requires_grad:
             record.alive.append(out)
-            names, made = (versions[id(pair[0])], versions[id(pair[1])]), version(out)
-            finite, frames = bool(out.isfinite().all()), tuple(self._running)
-            edge, like = get_gradient_edge(out), out.detach()
-            sum_ = Sum(name, record.tick(), names, edges, made, edge, like, finite, frames)
+            sum_ = Sum(
+                name, record.tick(), (versions[id(pair[0])], versions[id(pair[1])]), edges, version(out),
+                get_gradient_edge(out), like=out.detach(), finite=bool(out.isfinite().all()),
+                frames=tuple(self._running),
+            )  # fmt: skip
             record.sums.append(sum_)
-            record.results[made] = sum_
         self._used(func, given, versions, out, name)
         return out
 
@@ -229,14 +231,13 @@ class SumRecorder(TorchFunctionMode):
         fresh = [tensor for tensor in made if version(tensor) not in known]
         if not any(tensor.requires_grad for tensor in fresh):
             return
-        returns, source = "other", next(iter(versions.values()), None)
+        returns = "other"
         if func in COPIES and len(fresh) == 1 and versions:
             returns = "copy"
-            record.copies[version(fresh[0])] = (source, False)
-        elif len(known) == len(fresh) == 1 and reshaped(func, given[0], fresh[0]):
-            returns = "reshaped"
+        elif len(known) == len(fresh) == 1 and is_view(func, given[0], fresh[0]):
+            returns = "view"
         if returns != "other":
-            record.passed.setdefault(source, []).append(version(fresh[0]))
+            record.sources[version(fresh[0])] = (next(iter(versions.values())), returns)
         use = Use(
             record.tick(), name, frozenset(call.serial for call in self._running), returns,
             function=getattr(func, "__name__", str(func)),
@@ -246,11 +247,10 @@ class SumRecorder(TorchFunctionMode):
             record.uses.setdefault(tensor, []).append(use)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        out, record = input.clone(), self._record
-        record.alive.extend((input, out))
-        record.tick()
-        record.copies[version(out)] = (version(input), p > 0)
-        record.passed.setdefault(version(input), []).append(version(out))
+        out = input.clone()
+        self._record.alive.extend((input, out))
+        self._record.tick()
+        self._record.sources[version(out)] = (version(input), "dropout" if p > 0 else "copy")
         return out
 
 
@@ -290,8 +290,8 @@ def operands(func, args, kwargs):
 
 
 @no_type_check
-def reshaped(func, given, made):
-    """Return True if `made` has all values of `given` in another shape."""
+def is_view(func, given, made):
+    """Return True if `made` has all values of `given`, as a view or in another shape."""
     if made.numel() != given.numel():
         return False
     base = base_of(given)

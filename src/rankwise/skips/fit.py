@@ -1,8 +1,11 @@
-"""Fit the λ of a language model on text, with all other parameters frozen."""
+"""Fit λ: take a language model with λ-skips and batches of text, return the losses and λ before and after.
+
+All other parameters are frozen. `skip_parameter_groups` is for training loops of the user.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +13,13 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import eval_mode, run_model
 from rankwise.errors import SkipError, in_range
+from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.skips.add import check_finite, skips_of
 
 TextBatch = Mapping[str, Tensor]
 """Batch of text with ``input_ids`` and, optionally, ``attention_mask``."""
 MASKED = 0.15
 """Fraction of the tokens that are masked for the loss of a masked language model."""
-IGNORED = -100
-"""Label that the losses of transformers ignore."""
 RATE = "0.02 is the default; try less."
 LOWER = "Use a lower learning rate; the λ are as they were before."
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -27,9 +29,9 @@ HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"
 class Fit:
     """Result of a fit: the losses, and λ before and after it."""
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[float]
     """Loss before each step."""
-    scales: dict[str, list[float]] = field(default_factory=dict)
+    scales: dict[str, list[float]]
     """λ of each site before the first and after the last step; with one λ per channel, their mean."""
 
 
@@ -138,12 +140,7 @@ def skip_parameter_groups(
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
-    """Return the mean loss of a language model over batches, in evaluation mode.
-
-    Args:
-        model: a model of transformers with a language-model head.
-        batches: text batches with ``input_ids`` and ``attention_mask``.
-        mask_token: id of the mask token, for masked language models.
+    """Return the mean loss of a language model over batches, in evaluation mode; arguments as in `fit_skips`.
 
     Raises:
         SkipError: if the model has no language-model loss, or a batch has no token to predict.
@@ -165,36 +162,32 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
     masked = name.endswith("ForMaskedLM")
     if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
         raise SkipError(
-            f"model {name}",
-            expected="a language model of transformers with its head, which has a loss",
+            f"model {name}", expected="a language model of transformers with its head, which has a loss",
             got="none",
             fix="Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters.",
-        )
+        )  # fmt: skip
     if masked and mask_token is None:
         raise SkipError(
             f"model {name}", expected="the id of the mask token", got="none",
             fix="Use a tokenizer that has a mask token.",
         )  # fmt: skip
-    inputs = dict(batch)
-    labels = inputs["input_ids"].clone()
-    real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(labels).bool()
-    labels[~real] = IGNORED
+    inputs, ids = dict(batch), batch["input_ids"]
+    real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(ids).bool()
+    predicted = real
     if masked:
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.rand(labels.shape, generator=generator).to(labels.device) < MASKED
-        hidden &= real
-        first = real.int().argmax(1, keepdim=True)
-        hidden |= real & ~hidden.any(1, keepdim=True) & (torch.arange(real.shape[1]).to(first) == first)
-        inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, mask_token or 0)
-        labels[~hidden] = IGNORED
+        random = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).to(ids.device)
+        predicted = real & (random < MASKED)
+        first = real & (real.cumsum(1) == 1)  # a sequence without a masked token masks its first
+        predicted |= first & ~predicted.any(1, keepdim=True)
+        inputs["input_ids"] = ids.masked_fill(predicted, mask_token or 0)
     causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # predicts no first token
-    if not bool((labels[:, int(causal) :] != IGNORED).any()):
+    if not bool(predicted[:, int(causal) :].any()):
         raise SkipError(
-            "batch",
-            expected="a real token to predict",
+            "batch", expected="a real token to predict",
             got="no real token, all are padding" if not bool(real.any()) else "one real token a sequence",
             fix="Leave it out; `attention_mask` is 1 at real tokens.",
-        )
-    loss = run_model(model, inputs | {"labels": labels}).loss
+        )  # fmt: skip
+    inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
+    loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss

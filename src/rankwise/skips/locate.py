@@ -1,4 +1,8 @@
-"""Locate λ-skips: the modules to hook so that a residual connection becomes λ·x + f(x)."""
+"""Locate skip connections: find the places in a model to hook so that x + f(x) becomes λ·x + f(x).
+
+`find_sites` takes a model and an example, and returns sites. `skip_sites` returns the sites of a model that
+has λ-skips.
+"""
 
 import math
 from collections import Counter
@@ -221,10 +225,10 @@ def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passa
     made = [passage for passage in record.returned.get(y, ()) if passage.time < before]
     if made:
         return made[-1]
-    source, dropped = record.copies.get(y, (None, False))
-    if source is not None and (drops or not dropped):
+    source, how = record.sources.get(y, (y, "view"))
+    if how == "copy" or (how == "dropout" and drops):
         return _maker(source, before, record, drops)
-    sum_ = record.results.get(y)
+    sum_ = next((sum_ for sum_ in record.sums if sum_.result == y), None)
     if sum_ is None or sum_.time >= before:
         return None
     parts = (_maker(part, sum_.time, record, drops) for part in sum_.operands)

@@ -1,4 +1,4 @@
-"""Run a model with chosen λ, and observe the state, branch, sum and norm of each λ-skip."""
+"""Observe λ-skips: run a model with chosen λ, return x, f(x), their sum, its mask and its norm per site."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,10 +22,11 @@ from rankwise.skips.modules import LambdaSkip
 from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
-"""Tolerance for a norm of D channels, in units of √D float32 roundings; norms compute in float32."""
+"""Tolerance for a norm of D channels, in units of √D roundings in float32, in which norms compute."""
 OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
+"""Function that is called with the site, x, f(x) and λx + f(x) of a sum."""
 Lambdas = Mapping[str, Tensor | float]
-"""Values of λ, by the name of the site."""
+"""Values of λ by the name of the site."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Norm:
 
     @property
     def known(self) -> bool:
-        """True for LayerNorm and RMSNorm, whose formula is known."""
+        """True for LayerNorm and RMSNorm, whose formulas are known."""
         return self.kind in ("LayerNorm", "RMSNorm")
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the normalized rows without gain and bias; unchanged rows if the norm is none or unknown."""
+        """Return normalized rows without gain and bias; the rows themselves if there is no known norm."""
         return normed(rows, self.centre, self.eps) if self.known else rows
 
 
@@ -75,11 +76,10 @@ def observe(
     def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
         if x.shape != branch.shape or x.shape[-1] != site.width:
             raise SkipError(
-                f"site {site.name!r}",
+                f"site {site.name!r}", got="other sums",
                 expected="a batch with the same sums as the example that the skips were added with",
-                got="other sums",
                 fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
-            )
+            )  # fmt: skip
         x, branch, total = (as_batch(value, site.axis) for value in (x, branch, total))
         names = batch if isinstance(batch, Mapping) else {}
         decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in names
@@ -87,24 +87,18 @@ def observe(
         seen.append(ObservedSkip(site, x, branch, total, mask, Norm("none")))
 
     norms = {site.norm for site in sites} - {""}
-    with (
-        with_lambdas(model, sites, lambdas, note),
-        record_calls(model, norms, copy=True) as calls,
-        probe_mode(model),
-        torch.no_grad(),
-    ):
+    recording = record_calls(model, norms, copy=True)
+    with with_lambdas(model, sites, lambdas, note), recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
     by_site = grouped(seen, lambda added: added.site.name)
-    missing = {site.name for site in sites} - set(by_site)
-    if missing:
+    if missing := {site.name for site in sites} - set(by_site):
         raise SkipError(
             f"site {min(missing)!r}", expected="a batch on which every residual mixer runs",
             got="one on which it does not", fix="Pass a batch of the kind the skips were added with.",
         )  # fmt: skip
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
-        unknown = (norm for norm in found if norm.kind == "unknown")  # one unknown call decides
-        norm = next(unknown, found[-1])
+        norm = next((norm for norm in found if norm.kind == "unknown"), found[-1])  # one unknown decides
         for added in several:
             added.norm = norm
     return seen
@@ -114,10 +108,10 @@ def observe(
 def with_lambdas(
     model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> Iterator[None]:
-    """Context manager in which a model runs with other λ; it changes no weight of the model.
+    """Context manager in which a model runs with the given λ at some sites; no weight of the model changes.
 
-    It replaces λ of hooks and of `LambdaSkip` modules; other sites keep their λ. ``on_sum`` is called with
-    the name, x, f(x) and λx + f(x) of each sum.
+    Sites may be λ-skips, `LambdaSkip` modules or plain residual connections; sites without a given λ keep
+    their λ. ``on_sum`` is called with the site, x, f(x) and λx + f(x) of each sum.
     """
     scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
@@ -125,7 +119,7 @@ def with_lambdas(
 
 
 def without_skips(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager in which the hooks of λ-skips are turned off."""
+    """Return a context manager in which the hooks of λ-skips are turned off."""
     return without_forward_hooks(model, lambda hook: isinstance(hook, SkipHook))
 
 
@@ -139,9 +133,10 @@ def plain_skips(model: nn.Module) -> Iterator[None]:
 
 
 def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]:
-    """Return the λ-skips of a model, or else its residual connections, and blocks that no hook can reach.
+    """Return the λ-skips of a model; if there are none, its residual connections, found by running the batch.
 
-    `LambdaSkip` modules are found as residual connections, whatever their λ is.
+    The second result names blocks whose residual connections no hook can reach. A `LambdaSkip` module is
+    found as a residual connection, independent of its λ.
     """
     if sites := skip_sites(model):
         return sites, []
@@ -164,7 +159,7 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
 def scaled_sums(
     sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> dict[SumName, SumChange]:
-    """Return a replacement for each sum of the sites: a function that computes λx + f(x)."""
+    """Return a function for each sum of the sites that have a λ in `lambdas`: it computes λx + f(x)."""
     return {
         name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, site))
         for site in sites
@@ -248,7 +243,7 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
                 eps = _eps(module, out, scale * normed(read, centre, 0.0), centred, rows.dtype)
                 ideal = normed(read, centre, eps)
                 allowed = lost * (scale.abs() * (ideal.abs() + 1) + shift.abs())
-                # Norms compute in float32; the gain and the bias may be applied in the dtype of the output.
+                # gain and bias may be applied in the dtype of the output
                 allowed += 2 * torch.finfo(output.dtype).eps * ((scale * ideal).abs() + shift.abs())
                 error = (out - scale * ideal).abs()
                 if bool(scale.any()) and bool((error <= allowed).all()):

@@ -1,4 +1,4 @@
-"""Save and load λ-skips: λ in a safetensors file, and a description of the model in a JSON file."""
+"""Save the λ-skips of a model into a folder, and load them: λ in safetensors, a description in JSON."""
 
 import hashlib
 import re
@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
-from rankwise.skips.add import (
-    Skips,
-    add_lambda_skip,
-    check_finite,
-    check_skips,
-    remove_lambda_skip,
-    skips_of,
-)  # fmt: skip
+from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 
 T = TypeVar("T")
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
@@ -79,12 +72,11 @@ def save_skips(
     _check_finite(numbers, type(model).__name__)
     facts = SkipFacts(
         model_class=_class(model),
-        per="channel" if any(scale.numel() > 1 for scale in skips.values()) else "layer",
-        learnable=any(scale.requires_grad for scale in skips.values()),
+        per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
+        learnable=any(value.requires_grad for value in skips.values()),
         sites={name: site.width for name, site in skips.sites.items()},
-        parameters=_digest(model),
-        fitted=fitted or {},
-    )
+        parameters=_digest(model), fitted=fitted or {},
+    )  # fmt: skip
 
     def write_numbers(path: Path) -> None:
         try:
@@ -114,9 +106,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     facts = _read(folder / FACTS, lambda path: SkipFacts.model_validate(parse_json(path.read_text("utf-8"))))
     numbers = _read(folder / NUMBERS, load_file)
     _check(model, facts, numbers, folder)
-    skips = add_lambda_skip(
-        model, learnable=facts.learnable, per=facts.per, sites=list(facts.sites), example=example
-    )
+    skips = add_lambda_skip(model, 1.0, facts.learnable, facts.per, list(facts.sites), example)
     try:
         if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
             raise _another(model, folder, "sites of other names or widths")
@@ -131,22 +121,13 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
 
 def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
-    """Load the λ-skips in a model's folder with `load_skips`; return None if the folder has none.
-
-    Args:
-        model: model that was loaded from the folder.
-        folder: folder; for a name on the Hub, the function returns None.
-        example: batch to run, as in `add_lambda_skip`.
-    """
-    return load_skips(model, folder, example) if has_skips(folder) else None
-
-
-def has_skips(folder: str | Path) -> bool:
-    """Return True if a folder has saved λ-skips."""
-    return any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
+    """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub."""
+    saved = any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
+    return load_skips(model, folder, example) if saved else None
 
 
 def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise if saved λ do not fit the model; warn if the files are too old to tell."""
     if facts.model_class != _class(model):
         raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
     missing = set(facts.sites) ^ set(numbers)
@@ -167,10 +148,8 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], fo
     if not facts.parameters:
         warnings.warn(
             f"{folder / FACTS} does not say what parameters its model had: λ may be those of another one; "
-            "save them again",
-            UserWarning,
-            stacklevel=3,
-        )
+            "save them again", UserWarning, stacklevel=3,
+        )  # fmt: skip
     elif facts.parameters != _digest(model):
         raise _another(model, folder, "λ of one whose parameters have other names or shapes")
 
@@ -190,12 +169,9 @@ def _digest(model: nn.Module) -> str:
 
 
 def _another(model: nn.Module, folder: Path, got: str, fix: str = "") -> SkipError:
-    return SkipError(
-        f"skips in {folder}",
-        expected=f"λ of a {type(model).__name__} with the residual mixers of this model",
-        got=got,
-        fix=fix or "Load them into the model they were saved from, or one of its configuration.",
-    )
+    expected = f"λ of a {type(model).__name__} with the residual mixers of this model"
+    fix = fix or "Load them into the model they were saved from, or one of its configuration."
+    return SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
 
 
 def _class(model: nn.Module) -> str:
@@ -207,9 +183,7 @@ def _read(path: Path, reader: Callable[[Path], T]) -> T:
         return reader(path)
     except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
         gone = isinstance(error, FileNotFoundError)
-        raise SkipError(
-            f"skips {path}",
-            expected="a file that `save_skips` wrote",
-            got="no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            fix="Check the folder." if gone else "Save the skips again.",
-        ) from error
+        got = "no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        fix = "Check the folder." if gone else "Save the skips again."
+        expected = "a file that `save_skips` wrote"
+        raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
