@@ -87,6 +87,9 @@ class FakeRay(ModuleType):
     def cluster_resources(self) -> dict[str, float]:
         return {"CPU": 2.0}
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="head:6379")
+
     def remote(self, **options: Any) -> Any:
         self.options = options
         return lambda function: SimpleNamespace(remote=lambda job: job.model)
@@ -164,19 +167,21 @@ def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> 
 def test_a_cluster_that_refuses_is_an_error_and_starts_no_other(results: Any) -> None:
     ray = FakeRay(running=False)
     ray.refusal = "Authentication token is missing."
-    with pytest.raises(InputError, match=r"--ray: .*token is missing"):
+    with pytest.raises(InputError, match=r"--ray: .*token is missing.*RAY_AUTH_MODE=token"):
         results(ray)
     assert [options["address"] for options in ray.inits] == ["auto"]
 
 
 def test_a_local_cluster_starts_only_if_no_other_is_named_or_runs(
-    results: Any, monkeypatch: pytest.MonkeyPatch
+    results: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results(ray := FakeRay())
     assert [options["address"] for options in ray.inits] == ["auto"]
+    assert capsys.readouterr().err == "rankwise: Ray cluster at head:6379: 2 CPUs, 0 GPUs\n"
     results(ray := FakeRay(running=False))
     assert [options["address"] for options in ray.inits] == ["auto", "local"]
     assert ray.inits[-1]["include_dashboard"] is False
+    assert "Ray cluster started on this machine: 2 CPUs" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"--ray head:6379: expected a Ray cluster that answers"):
         results(FakeRay(running=False), "head:6379")
     monkeypatch.setenv("RAY_ADDRESS", "head:1")
@@ -185,7 +190,7 @@ def test_a_local_cluster_starts_only_if_no_other_is_named_or_runs(
 
 
 def test_jobs_larger_than_a_local_cluster_are_refused_and_others_wait_for_it_to_grow(results: Any) -> None:
-    with pytest.raises(InputError, match=r"--cpus 1 --gpus 1: expected at most .* got 2 CPUs and 0 GPUs"):
+    with pytest.raises(InputError, match=r"--cpus 1 --gpus 1: expected at most .* got 2 CPUs, 0 GPUs"):
         results(ray := FakeRay(), "local", gpus=1)
     assert ray.stops == 1
     assert len(results(FakeRay(), "head:6379", gpus=1)) == 3

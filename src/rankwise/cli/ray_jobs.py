@@ -1,6 +1,7 @@
 """Run audit jobs as tasks of a Ray cluster, for `rankwise audit --ray`."""
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +27,18 @@ def run_on_ray(
     ray: Any = need_package("ray", "--ray", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics over the network
     os.environ.setdefault("RAY_task_oom_retries", "3")  # the default repeats tasks forever
-    local = _connect(ray, address)
+    is_local = _connect(ray, address)
     try:
-        if local:
-            _check_room(ray, cpus, gpus)
+        room = ray.cluster_resources()
+        where = "started on this machine" if is_local else f"at {ray.get_runtime_context().gcs_address}"
+        has = f"{room.get('CPU', 0):g} CPUs, {room.get('GPU', 0):g} GPUs"
+        print(f"rankwise: Ray cluster {where}: {has}", file=sys.stderr)
+        if is_local and (room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus):  # Ray would wait forever
+            asked, expected = (
+                f"--cpus {cpus:g} --gpus {gpus:g}",
+                "at most the processors of this machine per job",
+            )
+            raise InputError(asked, expected=expected, got=has, fix="Reserve less, or name a cluster.")
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(run_job)
         yield from _results(ray, task, jobs)
     finally:
@@ -52,17 +61,8 @@ def _connect(ray: Any, address: str | None) -> bool:
         return True
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         option, got = f"--ray {asked or ''}".rstrip(), first_line(error)
-        fix = "Start a cluster with `ray start --head`, or use --ray local."
+        fix = "Start one with `ray start --head`, or use --ray local. With tokens, set RAY_AUTH_MODE=token."
         raise InputError(option, expected="a Ray cluster that answers", got=got, fix=fix) from error
-
-
-def _check_room(ray: Any, cpus: int | float, gpus: int | float) -> None:
-    """Raise if a job is larger than the local cluster, because Ray would wait forever."""
-    room = ray.cluster_resources()
-    if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
-        asked, expected = f"--cpus {cpus:g} --gpus {gpus:g}", "at most the processors of this machine per job"
-        got = f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs"
-        raise InputError(asked, expected=expected, got=got, fix="Reserve less, or name a cluster.")
 
 
 def _results(ray: Any, task: Any, jobs: Sequence[AuditJob]) -> Results:
