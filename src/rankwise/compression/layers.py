@@ -265,6 +265,6 @@ def rank_notes(moments: Iterable[Float64[Tensor, "..."]], kinds: str, tokens: in
     if not singular:
         return []
     return [
-        f"{singular} second moments of {kinds} do not have full rank on {tokens} tokens: a ridge was added, "
-        "and directions without data are dropped first. Use more text."
+        f"Second moments of {kinds} that do not have full rank on {tokens} tokens: {singular}. A ridge was "
+        "added, and directions without data are dropped first. Use more text."
     ]

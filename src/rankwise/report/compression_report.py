@@ -11,18 +11,25 @@ from rankwise.auditing.records import Verdict
 from rankwise.compression.record import Compression, HeadWidth
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map
+from rankwise.report.format import model_name
 
 
 def compression_document(record: Compression) -> Document:
     """Return the report on a compression: cost, savings, remaining width per head, layers and next steps."""
-    figures = [_width_map(record)] if record.heads else []
+    removed, narrowed = ([x for x in record.heads if (x.part == "heads") == own] for own in (True, False))
+    figures = []
+    if removed:
+        figures.append(_width_map("heads", "Width of the values of each head", removed, "0: removed."))
+    if narrowed:
+        numbers = "Heads are numbered without removed heads." if removed else ""
+        figures.append(_width_map("widths", "Remaining width of each key head", narrowed, numbers))
     if record.curves and record.kl > 0:
         figures.append(_curves(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
     left = Table("Unchanged", ["attention layer", "why"], left_out)
     return Document(
         command="Rankwise compress",
-        heading=record.model,
+        heading=model_name(record.model),
         setting=f"parts {', '.join(record.parts)} · calibrated on {record.sequences:,} sequences, "
         f"{record.tokens:,} tokens",
         verdict=Verdict(sentence=_headline(record)),
@@ -103,20 +110,20 @@ def _pair(name: str, before: int, after: int) -> list[str]:
     return [name, f"{before:,}", f"{after:,}", f"{after / before:.3f}" if before else "–"]
 
 
-def _width_map(record: Compression) -> Figure:
-    """Draw the remaining width of each head: layers as rows, key heads as columns, 0 for removed heads."""
-    shown = [head for head in record.heads if head.part != "heads"] or record.heads
+def _width_map(name: str, title: str, shown: list[HeadWidth], caption: str) -> Figure:
+    """Draw the remaining width of some heads: layers as rows, heads as columns."""
     sites = list(dict.fromkeys(head.site for head in shown))
     columns = list(range(max(head.head for head in shown) + 1))
     cells = {(head.site, head.head): head for head in shown}
-    names = {head.site: f"{head.stack} {head.layer}".strip() for head in shown}
+    several = len({head.stack for head in shown}) > 1
+    names = {head.site: f"{head.stack if several else ''} {head.layer}".strip() for head in shown}
     return cell_map(
-        "widths",
-        "Remaining width of each key head",
+        name,
+        title,
         [[_width_cell(cells.get((site, number))) for number in columns] for site in sites],
         [names[site] for site in sites],
         [str(number) for number in columns],
-        caption="Darker: a larger share of the width remains.",
+        caption=f"Darker: a larger share of the width remains. {caption}",
     )
 
 
@@ -146,9 +153,14 @@ def _curves(record: Compression) -> Figure:
     layout = {
         "height": 320,
         "showlegend": True,
-        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}, "tickvals": widths}
+        "xaxis": {
+            "type": "log",
+            "title": {"text": "mean width of a head"},
+            "tickangle": 0,
+            "tickvals": widths,
+        }
         | {"ticktext": [f"{width:g}" for width in widths]},
-        "yaxis": {"type": "log", "title": {"text": "attention KL, nats"}, "automargin": True},
+        "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "attention KL, nats"}},
     }
     return Figure(
         "curve", "Attention KL against mean width",
@@ -161,7 +173,7 @@ def _latents(record: Compression) -> Table:
     columns = ["layer", "channels of keys and values", "rank that loses nothing", "rank", "predicted nats"]
     rows = []
     for x in record.latents:
-        rows.append([*map(str, (x.layer, x.before, x.full, x.rank)), format_number(x.nats, 6)])
+        rows.append([*map(str, (x.layer, x.before, x.full, x.rank)), format_number(x.nats)])
     note = "Predicted: KL of the outputs per token to second order, on the calibration data; layers add up."
     return Table("Latents", columns, rows, note=note)
 

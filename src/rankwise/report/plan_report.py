@@ -42,24 +42,22 @@ def _headline(plan: HeadDimPlan) -> str:
     if not plan.saturated:
         return (
             f"Not saturated: at K = {plan.head_dim}, the widest width tried, a unit of width still adds "
-            f"{plan.tolerance:g} of rank/T or more."
+            f"{plan.tolerance:g} or more to rank/T."
         )
     low, high = plan.interval
     share = _share_at_star(plan)
     return (
-        f"Saturates at K* = {plan.head_dim} (95 % interval {low} to {high}): from here on a unit of width "
-        f"adds less than {plan.tolerance:g} of rank/T at random weights. Rank/T is {share:.2f} at K*, "
+        f"Saturates at K* = {plan.head_dim} (95 % interval {low} to {high}): beyond K*, a unit of width adds "
+        f"less than {plan.tolerance:g} to rank/T at random weights. Rank/T is {share:.2f} at K*, "
         f"{share * plan.tokens / plan.barrier:.0%} of the barrier {plan.barrier / plan.tokens:.2f}."
     )
 
 
 def _setting_words(plan: HeadDimPlan) -> str:
     heat = "hardmax" if plan.temperature == 0 else f"softmax, τ = {plan.temperature:g}·√K, δ = {plan.delta:g}"
+    inputs = plan.inputs if " " in plan.inputs else f"{plan.inputs} token states"
     places = "" if plan.positions == "none" else f"{plan.positions} positions · "
-    return (
-        f"{plan.tokens:,} tokens · {plan.mask} mask · {plan.inputs} inputs · {places}{heat} · "
-        f"{plan.trials} trials"
-    )
+    return f"{plan.tokens:,} tokens · {plan.mask} mask · {inputs} · {places}{heat} · {plan.trials} trials"
 
 
 def _figure(plan: HeadDimPlan) -> Figure:
@@ -114,7 +112,7 @@ def _costs(plan: HeadDimPlan) -> Table:
                 str(cost.head_dim),
                 about + format_number(cost.rank_share, 3),
                 f"{cost.parameters:,}",
-                format_number(cost.flops / 1e9, 2),
+                format_number(cost.flops / 1e9),
                 f"{cost.cache_bytes:,}",
             ]
         )

@@ -294,10 +294,13 @@ function drawSpectra() {
   const own = spectrumTraces(open, slot < 0 ? color("text") : series(slot), "solid", 2.5);
   find("#spectra-status").textContent = spectra.points[open] ? "" : "No spectrum was kept of this head.";
   drawChips();
-  return draw(spectraPlot, [...initialTrace(open), ...others, ...own], {
+  const traces = [...initialTrace(open), ...others, ...own];
+  const least = Math.min(1, ...traces.flatMap((trace) => trace.y.filter((value) => value !== null)));
+  const decades = Math.ceil(-Math.log10(least) / 4) || 1; // between two labels: digits between would overlap
+  return draw(spectraPlot, traces, {
     height: 170, margin: { l: 60, r: 8, t: 6, b: 36 }, showlegend: false, dragmode: false, hovermode: "closest",
     xaxis: { title: { text: "i / min(T, S)" }, range: [0, 1.02], fixedrange: true, zeroline: false, automargin: true },
-    yaxis: { title: { text: "σᵢ / σ₁", standoff: 8 }, tickfont: { size: 11 }, type: "log", fixedrange: true, exponentformat: "power", nticks: 5, automargin: true },
+    yaxis: { title: { text: "σᵢ / σ₁", standoff: 8 }, tickfont: { size: 11 }, type: "log", fixedrange: true, exponentformat: "power", dtick: decades, automargin: true },
   });
 }
 
