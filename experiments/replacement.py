@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from transformers import ByT5Tokenizer
 
 import rankwise as rw
-from experiments.compress_cache import Recipe as Windows
-from experiments.compress_cache import load, windows
-from experiments.compress_demo import loss
+from experiments.real_models import demo as load_demo
+from experiments.real_models import demo_windows, loss
 from experiments.replacement_page import key, tables
 from experiments.study import Study
 from experiments.tost.replaced_attention import replace_attention
@@ -72,8 +71,8 @@ def run(recipe: Recipe, text: str, kind: str, seed: int) -> dict[str, Any]:
     begun = time.process_time()
     torch.manual_seed(seed)
     reader = Reader(text, recipe.tokens, seed)
-    held_out = batches(windows(Windows(tokens=recipe.tokens))[: recipe.held_out], 16)
-    model = load()
+    held_out = batches(demo_windows(recipe.tokens)[: recipe.held_out], 16)
+    model = load_demo()
     layers = len(model.model.layers)
     found: dict[str, Any] = {"kind": kind, "seed": seed, "sets": {}}
     found["guides"] = guides(model, batches(reader.draw(recipe.guide_windows), 8))
@@ -141,7 +140,7 @@ def distil(recipe: Recipe, ids: Tensor, kind: str) -> tuple[list[dict[str, Tenso
     Returns:
         Their weights; of each the relative error ‖ours − theirs‖²/‖theirs‖² before and after.
     """
-    model = load()
+    model = load_demo()
     attention = [layer.self_attn for layer in model.model.layers]
     taken: list[list[Tensor]] = [[] for _ in attention]
     gave: list[list[Tensor]] = [[] for _ in attention]
@@ -205,7 +204,7 @@ def replaced(
     held_out: list[Batch],
 ) -> dict[str, float]:
     """Loss on held-out text with a set of layers replaced, as distilled and after tuning all weights."""
-    model = load()
+    model = load_demo()
     replace_attention(model, chosen, kind, **options(kind, model.config.num_attention_heads, recipe))
     for layer in chosen:
         model.model.layers[layer].self_attn.mixer.load_state_dict(mixers[layer])

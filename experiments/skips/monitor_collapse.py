@@ -1,16 +1,15 @@
-"""Claim: a monitor stops a deep model that has collapsed, names the layer, and a larger λ trains.
+"""A monitor stops a deep model that has collapsed, names the layer, and a larger λ trains.
 
-A post-norm transformer of 48 layers whose attention is added to λ x with λ = 0.5 loses what tells its tokens
-apart. The monitor audits a probe batch before the first step and stops the run there. The same model, same
-seeds, is then trained past the finding, with λ = 0.5, and with λ = 1 and 2, all of them watched; and with
-what `rankwise.skips.recommend` says to the stopped model: with the λ of its command in the layers that it
-names ("command"), all where it names none, and in all layers with the λ that its bound asks for in that of
-the finding ("bound"), which the command rounds up to two digits.
+A post-norm transformer of 48 layers whose attention is added to λ x with λ = 0.5 loses the differences of its
+tokens. The monitor audits a probe batch before the first step and stops the run there. The same model, same
+seeds, is then trained past the finding with λ = 0.5, 1 and 2, and with the advice of
+`rankwise.skips.recommend` to the stopped model. "command": the λ of its command, in the layers that it names,
+all if it names none. "bound": the λ of its bound in all layers, which the command rounds up to two digits.
 
 Setting   ToSTForCausalLM with softmax attention, 48 layers, D = 64, 4 heads, feed-forward width 128,
-          post-norm, weights N(0, 0.2²); bytes of the bundled text, 64 at a time, 8 a step; AdamW, 3e-4;
+          post-norm, weights N(0, 0.2²); bytes of the bundled text, 64 at a time, 8 per step; AdamW, 3e-4;
           120 steps; seeds 0, 1, 2
-Hardware  one CPU core, some ten minutes
+Hardware  one CPU core, about ten minutes
 Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none then, one by step 40;
           λ = 2: none, and a loss lower by half a nat per byte; the bound (2.7 to 3.8) and the command
           (2.7 to 3.9 in all layers): as λ = 2 or better
@@ -38,7 +37,7 @@ from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """All that decides a run."""
+    """Everything that decides a run."""
 
     depth: int = 48
     tokens: int = 64
@@ -50,8 +49,8 @@ class Recipe:
     seeds: tuple[int, ...] = (0, 1, 2)
 
 
-def model_of(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
-    """The model, at the same weights for every λ."""
+def build(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
+    """Return the model, with the same weights for every λ."""
     set_seed(seed)
     config = ToSTConfig(
         vocab_size=256,
@@ -70,87 +69,71 @@ def model_of(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
     return ToSTForCausalLM(config)
 
 
-def windows(recipe: Recipe, ids: Tensor, seed: int, count: int) -> list[Tensor]:
-    """Batches of windows of the text."""
+def windows(recipe: Recipe, seed: int, count: int) -> list[Tensor]:
+    """Draw batches of windows of the bundled text, as bytes."""
+    ids = torch.tensor(list(demo_text().read_bytes()))
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(ids) - recipe.tokens + 1, (count, recipe.batch, 1), generator=draw)
     return list(ids[starts + torch.arange(recipe.tokens)])
 
 
-def text_ids() -> Tensor:
-    """The bytes of the bundled text."""
-    return torch.tensor(list(demo_text().read_bytes()))
-
-
 def probe_of(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """What the monitor audits: two windows that are drawn apart from those of the training."""
-    return {"input_ids": windows(recipe, text_ids(), 10_000 + seed, 1)[0][:2]}
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What `rankwise.skips.recommend` says to a collapsed model."""
-
-    bound: float
-    """The λ from which on the layer of the finding keeps what tells tokens apart, on the states it read."""
-    command: float
-    """λ of the command."""
-    sites: tuple[str, ...]
-    """Where the command puts it; none: in all layers."""
+    """Return the batch that the monitor audits: two windows, drawn apart from those of the training."""
+    return {"input_ids": windows(recipe, 10_000 + seed, 1)[0][:2]}
 
 
 def with_skips(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
-    """The same model with its λ put in by `rankwise.add_lambda_skip`: advice names sites of such λ."""
-    model = model_of(recipe, 1.0, seed)
+    """Return the same model with λ of `rankwise.add_lambda_skip`, because advice names sites of such λ."""
+    model = build(recipe, 1.0, seed)
     rw.add_lambda_skip(model, scale, learnable=False, example=probe_of(recipe, seed))
     return model
 
 
-def advice(recipe: Recipe, scale: float, seed: int) -> Advice:
-    """What `rankwise.skips.recommend` says to the model before its first step."""
+def advice(recipe: Recipe, scale: float, seed: int) -> tuple[float, float, list[str]]:
+    """Return the λ of the bound, and the λ and the sites of the command, before the first step."""
     model, probe = with_skips(recipe, scale, seed).eval(), probe_of(recipe, seed)
     found = rw.skips.recommend(rw.audit(model, [probe]), model, probe).findings
     collapse = next(finding for finding in found if finding.code == "COLLAPSE")
     words = shlex.split(collapse.remedy)
     sites = [value for option, value in pairwise(words) if option == "--sites"]
-    return Advice(collapse.evidence["lambda_proved"], float(words[words.index("--init") + 1]), tuple(sites))
+    return collapse.evidence["lambda_proved"], float(words[words.index("--init") + 1]), sites
 
 
-def advised(recipe: Recipe, given: Advice, scale: float, seed: int) -> ToSTForCausalLM:
-    """The model after the command of the advice."""
-    model = with_skips(recipe, scale, seed)
+def advised(recipe: Recipe, seed: int, source: str) -> tuple[ToSTForCausalLM, float, int]:
+    """Return the model with the advised λ, that λ, and the number of layers that have it."""
+    start = recipe.scales[0]
+    bound, scale, sites = advice(recipe, start, seed)
+    if source == "bound":
+        return build(recipe, bound, seed), bound, recipe.depth
+    model = with_skips(recipe, start, seed)
     skips = rw.skips.skips_of(model)
     with torch.no_grad():
-        for site in given.sites or skips:
-            skips[site].fill_(given.command)
-    return model
+        for site in sites or skips:
+            skips[site].fill_(scale)
+    return model, scale, len(sites) or recipe.depth
 
 
 def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "given") -> dict[str, Any]:
-    """Train and watch one model.
+    """Train and monitor one model.
 
     Args:
         recipe: sizes.
-        scale: λ; of the collapsed model, where advice says what to train with.
+        scale: λ if it is ``given``.
         seed: of weights and windows.
-        stop: whether a COLLAPSE ends the training.
-        source: where λ comes from: ``given``; of the advice, its ``command`` or its ``bound``.
+        stop: end the training at a COLLAPSE.
+        source: of λ: ``given``, or ``command`` or ``bound`` of the advice.
 
     Returns:
-        Loss of the last tenth of the steps, the COLLAPSE at each audit, and the time that audits took.
+        Loss of the last tenth of the steps, the layer of COLLAPSE at each audit, and the time of audits.
     """
-    ids, probe = text_ids(), probe_of(recipe, seed)
-    said = None if source == "given" else advice(recipe, scale, seed)
-    if said is not None and source == "command":
-        model, scale = advised(recipe, said, scale, seed), said.command
-        layers = len(said.sites) or recipe.depth
+    if source == "given":
+        model, layers = build(recipe, scale, seed), recipe.depth
     else:
-        layers, scale = recipe.depth, (scale if said is None else said.bound)
-        model = model_of(recipe, scale, seed)
-    monitor = rw.RankMonitor(probe, recipe.every, stop_on=("COLLAPSE",) if stop else ())
+        model, scale, layers = advised(recipe, seed, source)
+    monitor = rw.RankMonitor(probe_of(recipe, seed), recipe.every, stop_on=("COLLAPSE",) if stop else ())
     optimizer = torch.optim.AdamW(model.parameters(), recipe.rate)
     losses, began = [], time.perf_counter()
-    for step, batch in enumerate(windows(recipe, ids, seed, recipe.steps)):
+    for step, batch in enumerate(windows(recipe, seed, recipe.steps)):
         monitor.step(model, step)
         if monitor.stopped_by:
             break
@@ -181,7 +164,7 @@ def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "gi
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """The runs as lines."""
+    """Return the runs as lines of docs/how-to/monitor.md."""
     lines = [
         "   λ  from     layers  seed  stopped  steps    loss  COLLAPSE at layer, by step      "
         "μ/‖Y‖ at the end, by step"
@@ -189,11 +172,10 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     for run in runs:
         loss = "–" if run["loss"] is None else f"{run['loss']:.3f}"
         layers = ", ".join(f"{step}: {layer or 'none'}" for step, layer in run["collapse"].items())
-        collapse = ", ".join(f"{step}: {value:.3f}" for step, value in run["relative_spread"].items())
+        spread = ", ".join(f"{step}: {value:.3f}" for step, value in run["relative_spread"].items())
         stopped = "yes" if run["stopped"] else "no"
-        told = f"{run['scale']:4.3g}  {run['source']:8} {run['layers']:6d} {run['seed']:5d} {stopped:>8}"
-        told += f" {run['steps']:6d} {loss:>7}"
-        lines.append(f"{told}  {layers:30} {collapse}")
+        start = f"{run['scale']:4.3g}  {run['source']:8} {run['layers']:6d} {run['seed']:5d} {stopped:>8}"
+        lines.append(f"{start} {run['steps']:6d} {loss:>7}  {layers:30} {spread}")
     return "\n".join(lines)
 
 
@@ -201,14 +183,14 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     """Train every model of the claim, the stopped one first."""
     runs = [train(recipe, recipe.scales[0], recipe.seeds[0], stop=True)]
     for seed in recipe.seeds:
-        trained = [(scale, "given") for scale in recipe.scales]
-        trained += [(recipe.scales[0], "command"), (recipe.scales[0], "bound")]
-        runs += [train(recipe, scale, seed, stop=False, source=source) for scale, source in trained]
-    return {"recipe": asdict(recipe), "threads": torch.get_num_threads(), "runs": runs}
+        runs += [train(recipe, scale, seed, stop=False) for scale in recipe.scales]
+        runs += [train(recipe, 0.0, seed, stop=False, source=source) for source in ("command", "bound")]
+    return {"settings": asdict(recipe), "threads": torch.get_num_threads(), "runs": runs}
 
 
-STUDY = Study(
-    "monitor_collapse",
-    lambda data: measure(Recipe()),
-    tables=lambda report: {"runs": table(report["runs"])},
-)
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the runs."""
+    return {"runs": table(report["runs"])}
+
+
+STUDY = Study("monitor_collapse", lambda data: measure(Recipe()), tables=tables)
