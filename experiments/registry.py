@@ -10,8 +10,8 @@ from experiments.study import Study
 from experiments.tost.language import LANGUAGE, WIKITEXT
 from experiments.tost.language_parts import LANGUAGE_PARTS, RECALL_PARTS
 from experiments.tost.long_range import LONG_RANGE
+from experiments.tost.train_demo import STUDIES as DEMOS
 from experiments.tost.vision import VISION
-from experiments.train_demo import STUDIES as DEMOS
 
 EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
@@ -31,23 +31,24 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 MODULES = (
-    "baselines",
-    "skips.collapse_depth",
-    "skips.collapse_trained",
+    "every_architecture",
+    "memberships",
+    "replacement",
     "rank.compress_cache",
     "rank.compress_demo",
     "rank.compress_minilm",
-    "every_architecture",
     "rank.importance",
-    "listops_baselines",
-    "long_context",
-    "memberships",
-    "skips.monitor_collapse",
+    "rank.initial_ranks",
+    "rank.long_context",
     "rank.rank_barrier",
     "rank.rank_saturation",
-    "rate_descent",
-    "replacement",
     "skips.bound_search",
+    "skips.collapse_depth",
+    "skips.collapse_trained",
+    "skips.monitor_collapse",
+    "skips.skip_families",
+    "tost.listops_counts",
+    "tost.rate_descent",
 )
 """Modules of the studies."""
 STUDIES: dict[str, Study] = {

@@ -35,7 +35,7 @@ from experiments.real_models import demo_windows, loss
 from experiments.replacement_page import key, tables
 from experiments.study import Study
 from experiments.tost.replaced_attention import replace_attention
-from experiments.train_demo import TOKENIZER, demo, encode, split
+from experiments.tost.train_demo import TOKENIZER, demo, encode, split
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
 from rankwise.tracing import HeadId

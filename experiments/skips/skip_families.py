@@ -1,0 +1,158 @@
+"""λ-skips can be added to these model families, change nothing at λ = 1, and can be removed again.
+
+Builds each family tiny and with random weights (no download), and checks
+
+- the captured mixers against the model's own products (float64; Mamba and similar families in float32);
+- outputs with λ-skips at λ = 1 and without, bit by bit (float32);
+- that the gradient of a loss reaches every λ, and is not zero;
+- that after `remove_lambda_skip` outputs, parameter names and hooks are as before;
+- at other λ, the model against a forward pass in which the residual sums themselves are scaled.
+
+Hardware  one CPU core, a minute
+Expect    yes everywhere, and differences of rounding
+
+    python -m experiments run skip_families
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.families import FAMILIES, shown
+from experiments.family_checks import check
+from experiments.render import markdown_table
+from experiments.state_space_checks import check_state_space
+from experiments.state_space_models import STATE_SPACE
+from experiments.study import Study
+from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
+from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
+from rankwise.skips.find import run_with, tensors_in
+from rankwise.skips.observe import scaled_sums, without_skips
+
+HEADINGS = (
+    "family",
+    "λ-skips",
+    "captured, max \\|M V − own\\|",
+    "no-op at λ = 1, bit-identical",
+    "gradient of every λ non-zero",
+    "other λ against scaled sums, relative",
+    "undo identical",
+)
+ROUNDING = 1e-3
+"""Rounding of a float32 model causes smaller errors than this."""
+MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
+HYBRID = {
+    "mamba_d_state": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2}
+JAMBA |= {"num_experts_per_tok": 1, "mamba_d_state": 4}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "Mamba": hugging_face("MambaModel", **MAMBA),
+    "Mamba-2": hugging_face(
+        "Mamba2Model", **MAMBA, num_heads=8, head_dim=8, n_groups=2, chunk_size=8, expand=2
+    ),
+    "Bamba": hugging_face("BambaModel", **LLAMA | HYBRID, attn_layer_indices=[1], mamba_expand=2),
+    "Jamba": hugging_face("JambaModel", **LLAMA | JAMBA),
+    "FNet": hugging_face("FNetModel", **{key: BERT[key] for key in BERT if key != "num_attention_heads"}),
+}
+NAMES = (*(family.name for family in FAMILIES), *OTHERS)
+Row = dict[str, Any]
+
+
+def is_right(row: Row) -> bool:
+    """Return if everything is as claimed; a mixer without a captured operator has no error of capture."""
+    close = all(error < ROUNDING for error in (row["error"], row["captured"] or 0.0))
+    return bool(row["skips"] > 0 and row["identical"] and row["learns"] and row["undone"] and close)
+
+
+def outputs(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    """Return the outputs of a model, without gradients."""
+    with torch.no_grad():
+        return tensors_in(model(**batch))
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    """Return if tensors are equal bit by bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def check_skips(name: str, model: nn.Module, batch: dict[str, Any], captured: float | None) -> Row:
+    """Add skips, test and remove them; `captured` is the largest error of capture."""
+    before, keys = outputs(model, batch), list(model.state_dict())
+    skips = add_lambda_skip(model, example=batch)
+    identical = same(outputs(model, batch), before)
+    learns = all(0 < float(one.abs().sum()) < float("inf") for one in gradients(model, batch, skips))
+    error = error_at_other_scales(model, batch, skips)
+    remove_lambda_skip(model)
+    hooks = any(forward_hooks(module) or forward_pre_hooks(module) for module in model.modules())
+    undone = same(outputs(model, batch), before) and list(model.state_dict()) == keys and not hooks
+    return {
+        "name": name,
+        "skips": len(skips),
+        "captured": captured,
+        "identical": identical,
+        "learns": learns,
+        "error": error,
+        "undone": undone,
+    }
+
+
+def gradients(model: nn.Module, batch: dict[str, Any], skips: Skips) -> tuple[Tensor, ...]:
+    """Return the gradients of a sum in which every output has another weight."""
+    out = tensors_in(model(**batch))[0]
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).sin().view(out.shape)
+    return torch.autograd.grad((out * weights).sum(), list(skips.values()))
+
+
+def error_at_other_scales(model: nn.Module, batch: dict[str, Any], skips: Skips) -> float:
+    """Return the largest relative difference from a forward pass with scaled sums; NaN if one is NaN."""
+    with torch.no_grad():
+        for at, parameter in enumerate(skips.values()):
+            parameter.fill_(-0.5 - 0.1 * at)
+    scales = {name: parameter.detach() for name, parameter in skips.items()}
+    with without_skips(model):
+        wanted = run_with(model, batch, scaled_sums(list(skips.sites.values()), scales))
+    pairs = zip(wanted, outputs(model, batch), strict=True)
+    errors = [(one - other).norm() / one.norm() for one, other in pairs]
+    return float(torch.stack(errors).max())
+
+
+def measure(names: Collection[str] = NAMES) -> dict[str, Any]:
+    """Check the families of these names."""
+    found = []
+    for family in FAMILIES:
+        if family.name in names:
+            implementation = family.implementations[0]
+            captured = check(family, implementation).product_error
+            model = family.build(implementation)
+            found.append(check_skips(family.name, model, family.inputs(), captured))
+    for name, build in OTHERS.items():
+        if name in names:
+            error = check_state_space(name).mixer_error if name in STATE_SPACE else None
+            found.append(check_skips(name, build(), text_inputs(), error))
+    return {"rows": found}
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a family."""
+    same, learns, undone = ("yes" if row[name] else "no" for name in ("identical", "learns", "undone"))
+    captured = "not captured" if row["captured"] is None else shown(row["captured"])
+    return row["name"], str(row["skips"]), captured, same, learns, shown(row["error"]), undone
+
+
+def tables(report: dict[str, Any]) -> dict[str, str]:
+    """Return the table of families, and the versions."""
+    return {
+        **{name: report["versions"][name] for name in ("torch", "transformers", "python", "machine")},
+        "table": markdown_table(HEADINGS, map(cells, report["rows"])),
+    }
+
+
+STUDY = Study("skip_families", lambda data: measure(), "skip-families", tables)
