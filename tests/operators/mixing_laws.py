@@ -1,7 +1,7 @@
 """Laws that every mixing operator keeps, checked against a matrix formed by hand."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,31 @@ from rankwise.operators import MixingOperator
 
 Slack = Callable[[Tensor], Tensor]
 """From |values| to how far rounding may carry each entry of a product."""
+
+
+class Expected(NamedTuple):
+    """A matrix formed by hand, and how far rounding may carry an operator from it."""
+
+    matrix: Tensor
+    slack: Tensor
+    """Of each entry."""
+    products: tuple[Slack, Slack]
+    """Of M V and Mᵀ U."""
+    support: Tensor
+
+
+def expected(op: MixingOperator, matrix: Tensor, size: Tensor, terms: int, support: Tensor) -> Expected:
+    """Return what is expected if an entry is a sum of ``terms`` roundings relative to its ``size``."""
+    dtype = torch.float64 if op.dtype == torch.float64 else torch.float32
+    slack = 2 * terms * torch.finfo(dtype).eps * size
+    return Expected(matrix, slack, products(size, terms, dtype), support)
+
+
+def check(op: MixingOperator, by_hand: Callable[[Any], Expected]) -> None:
+    """An operator and its products equal the matrix formed by hand."""
+    exact = by_hand(op)
+    check_matrix(op, exact.matrix, exact.slack, exact.support)
+    check_products(op, exact.matrix, exact.products)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -101,8 +126,3 @@ def largest_tensor(work: Callable[[], object]) -> int:
     with LargestTensor() as seen, torch.no_grad():
         work()
     return seen.elements
-
-
-def odd_sizes() -> list[int]:
-    """One token, both sides of a chunk, and a few chunks with a rest."""
-    return [1, 2, 63, 64, 65, 131]

@@ -1,20 +1,11 @@
 """Operators of every kind, and how far rounding may carry an answer."""
 
-from collections.abc import Callable
-
 import torch
 from hypothesis import strategies as st
-from linear_time_cases import LINEAR_TIME
-from torch import Tensor
+from linear_time_cases import LINEAR_TIME, Make, normal
 
 import rankwise as rw
 from rankwise.operators import IndexedMixing, MixingOperator
-
-Make = Callable[[int, int, int, int, int], MixingOperator]
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 def softmax_of(mask: str = "none", causal: bool = False, groups: int = 1, scale: float | None = None) -> Make:
@@ -67,7 +58,7 @@ KINDS |= {f"softmax, {mask}": softmax_of(mask) for mask in MASKS}
 KINDS |= {f"softmax, causal, {mask}": softmax_of(mask, causal=True) for mask in MASKS[:6:2] + MASKS[-2:]}
 KINDS |= {f"softmax, grouped, {mask}": softmax_of(mask, groups=3) for mask in ("none", "bool", "bias")}
 KINDS |= {"softmax, scaled": softmax_of(scale=-1.7), "softmax, scale 0": softmax_of(scale=0.0)}
-KINDS |= LINEAR_TIME
+KINDS |= {name: case.make for name, case in LINEAR_TIME.items()}
 TRANSPOSED = (
     "dense with a mask",
     "softmax, bool",

@@ -88,3 +88,10 @@ def test_an_entry_out_of_the_range_of_the_values_is_multiplied_first():
     op = DenseMixing(torch.full((1, 1), 1e5, dtype=torch.bfloat16))
     product = op @ torch.full((1, 1), 1e-3, dtype=torch.float16)
     assert abs(product.item() - 100) < 1
+
+
+def test_zeros_and_infinities_of_a_diagonal_stay_in_their_token():
+    op = DiagonalMixing(torch.tensor([0.0, float("inf"), -1.0]))
+    assert (op @ torch.ones(3, 1)).flatten().tolist() == [0.0, float("inf"), -1.0]
+    assert op.dense()[0].tolist() == [0.0, 0.0, 0.0]
+    assert op.dense()[2].tolist() == [0.0, 0.0, -1.0]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_time_cases import LINEAR_TIME
-from mixing_laws import largest_tensor, near
+from mixing_laws import check, largest_tensor, near
 from operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
@@ -110,7 +110,7 @@ def test_too_many_indices_are_an_error(kind):
 def test_entries_outside_the_support_are_zero(kind, size):
     op = KINDS[kind](*size)
     if "dense with a mask" in kind:
-        return  # there the mask is only told
+        return  # its mask is metadata: entries are as given
     assert op.support().dtype == torch.bool
     assert op.support().shape == op.shape
     assert (op.dense()[~op.support()] == 0).all() or "-1e9" in kind
@@ -226,6 +226,29 @@ def tensors_of(op):
 
 
 linear_time = pytest.mark.parametrize("kind", LINEAR_TIME, ids=case_id)
+formed_by_hand = pytest.mark.parametrize(
+    "kind", [name for name, case in LINEAR_TIME.items() if case.by_hand], ids=case_id
+)
+
+
+@formed_by_hand
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 131])
+def test_it_is_the_matrix_formed_by_hand(kind, tokens, dtype):
+    """One token, both sides of a chunk, and a few chunks with a rest."""
+    case = LINEAR_TIME[kind]
+    check(case.make(2, 2, tokens, tokens, 3).to(dtype), case.by_hand)
+
+
+@formed_by_hand
+@settings(max_examples=15)
+@given(size=st.tuples(*(st.integers(1, top) for top in (2, 2, 9, 9, 4))), seed=st.integers(0, 99))
+def test_it_is_the_matrix_formed_by_hand_with_any_leading_axes(kind, size, seed):
+    torch.manual_seed(seed)
+    case = LINEAR_TIME[kind]
+    op = case.make(*size)
+    for index in ((), None, 0, (0, 0)):
+        check(op[index], case.by_hand)
 
 
 @linear_time
@@ -280,13 +303,12 @@ def test_half_precision_is_summed_in_float32(kind):
 
 
 @linear_time
-def test_no_matrix_is_formed(kind):
-    tokens = 2000
+@pytest.mark.parametrize("tokens", [300, 2000])
+def test_no_matrix_is_formed(kind, tokens):
     op = KINDS[kind](1, 1, tokens, tokens, 4)
     heads, v = op.shape[:-2].numel(), normal(*op.shape[:-2], tokens, 3)
     for work in (lambda: op @ v, lambda: op.mT @ v):
-        # 4 features, 3 values or a state of 12 numbers per token, 2,049 complex frequencies, or one chunk
-        assert largest_tensor(work) <= heads * 12 * 2049
+        assert largest_tensor(work) <= heads * LINEAR_TIME[kind].largest_tensor(tokens, 4)
     assert largest_tensor(op.dense) >= heads * tokens * tokens
 
 

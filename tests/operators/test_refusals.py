@@ -2,25 +2,23 @@
 
 import pytest
 import torch
+from linear_time_cases import LINEAR_TIME
 from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError
 from rankwise.operators import (
     DenseMixing,
     DiagonalMixing,
-    GatedDeltaMixing,
     IndexedMixing,
-    LinearAttentionMixing,
     ProductMixing,
-    SelectiveMixing,
-    SemiseparableMixing,
     SoftmaxMixing,
     SumMixing,
     ToeplitzMixing,
 )
 
-SHAPES = {
-    SoftmaxMixing: [
+SHAPES: list[tuple[type, str, tuple]] = [
+    (SoftmaxMixing, "query (..., H, T, K) and key (..., Hkv, S, K)", shapes)
+    for shapes in [
         ((2, 3, 4, 5), (2, 3, 4, 6)),
         ((2, 3, 4, 5), (2, 2, 4, 5)),
         ((2, 3, 4, 5), (3, 3, 4, 5)),
@@ -29,66 +27,16 @@ SHAPES = {
         ((2, 3, 0, 5), (2, 3, 4, 5)),
         ((2, 3, 4, 0), (2, 3, 4, 0)),
         ((0, 3, 4, 5), (0, 3, 4, 5)),
-    ],
-    DenseMixing: [((5,),), ((0, 3),), ((2, 3, 0),)],
-    DiagonalMixing: [((),), ((0,),), ((2, 0),)],
-    LinearAttentionMixing: [
-        ((4, 3), (4, 2)),
-        ((2, 4, 3), (4, 3)),
-        ((2, 4, 3), (1, 4, 3)),
-        ((3,), (3,)),
-        ((0, 3), (4, 3)),
-        ((4, 0), (4, 0)),
-    ],
-    SemiseparableMixing: [
-        ((2, 4, 3), (2, 4, 2), (2, 4), None),
-        ((2, 4, 3), (2, 5, 3), (2, 4), None),
-        ((2, 4, 3), (2, 4, 3), (2, 5), None),
-        ((2, 4, 3), (2, 4, 3), (3, 4), None),
-        ((2, 4, 3), (2, 4, 3), (4,), None),
-        ((2, 4, 3), (2, 4, 3), (4, 4), (2, 4)),
-        ((1, 2, 4, 3), (1, 2, 4, 3), (2, 2, 4), None),
-        ((0, 3), (0, 3), (0,), None),
-        ((0, 4, 3), (0, 4, 3), (2, 4), None),
-        ((3,), (3,), (), None),
-    ],
-    SelectiveMixing: [
-        ((1, 4, 3), (1, 4, 2), (2, 3), (2, 4)),
-        ((1, 4, 3), (1, 5, 3), (2, 3), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (2, 2), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (3, 3), (2, 4)),
-        ((1, 4, 3), (1, 4, 3), (2, 3), (2, 5)),
-        ((3, 4, 3), (3, 4, 3), (2, 3), (2, 4)),
-        ((4, 3), (4, 3), (2, 3), (2, 4)),
-        ((2, 1, 4, 3), (2, 1, 4, 3), (2, 3), (3, 2, 4)),
-        ((2, 1, 4, 3), (2, 1, 4, 3), (3, 2, 3), (2, 2, 4)),
-        ((1, 0, 3), (1, 0, 3), (2, 3), (2, 0)),
-        ((1, 4, 0), (1, 4, 0), (2, 0), (2, 4)),
-        ((3,), (3,), (3,), ()),
-    ],
-    GatedDeltaMixing: [
-        ((2, 4, 3), (2, 4, 2), (2, 4), None),
-        ((2, 4, 3), (1, 4, 3), (2, 4), None),
-        ((2, 4, 3), (2, 4, 3), (2, 5), None),
-        ((2, 4, 3), (2, 4, 3), (2, 4, 1), None),
-        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 5)),
-        ((2, 4, 3), (2, 4, 3), (2, 4), (2, 4, 1)),
-        ((0, 3), (0, 3), (0,), None),
-        ((4, 0), (4, 0), (4,), None),
-        ((3,), (3,), (), None),
-    ],
-    ToeplitzMixing: [((),), ((2, 0),)],
-}
-EXPECTED = {
-    SoftmaxMixing: r"query (..., H, T, K) and key (..., Hkv, S, K)",
-    DenseMixing: "a matrix of shape (..., T, S)",
-    DiagonalMixing: "one number for each token",
-    LinearAttentionMixing: "query features (..., H, T, F)",
-    SemiseparableMixing: "c and b (..., G, T, N)",
-    SelectiveMixing: "c and b (..., 1 or D, T, N)",
-    GatedDeltaMixing: "query and key (..., H, T, K)",
-    ToeplitzMixing: "(..., T) lags",
-}
+    ]
+]
+SHAPES += [
+    (DenseMixing, "a matrix of shape (..., T, S)", shapes) for shapes in [((5,),), ((0, 3),), ((2, 3, 0),)]
+]
+SHAPES += [
+    (type(case.make(1, 1, 1, 1, 1)), case.error, shapes)
+    for case in LINEAR_TIME.values()
+    for shapes in case.refused
+]
 
 
 def refused(subject, expected, make):
@@ -98,10 +46,10 @@ def refused(subject, expected, make):
     assert expected in raised.value.expected
 
 
-@pytest.mark.parametrize(("kind", "shapes"), [(kind, one) for kind, all in SHAPES.items() for one in all])
-def test_tensors_that_do_not_fit(kind, shapes):
+@pytest.mark.parametrize(("kind", "expected", "shapes"), SHAPES)
+def test_tensors_that_do_not_fit(kind, expected, shapes):
     tensors = [shape if shape is None else torch.zeros(shape) for shape in shapes]
-    refused(kind.__name__, EXPECTED[kind], lambda: kind(*tensors))
+    refused(kind.__name__, expected, lambda: kind(*tensors))
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (2, 4)])

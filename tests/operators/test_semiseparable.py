@@ -1,4 +1,4 @@
-"""SemiseparableMixing: the laws of every operator, groups of heads, and decays of every size."""
+"""SemiseparableMixing: decays of every size, groups of heads, and its rank."""
 
 import math
 
@@ -6,58 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixing_laws import (
-    check_matrix,
-    check_products,
-    normal,
-    odd_sizes,
-    products,
-    uniform,
-)
+from linear_time_cases import semiseparable_by_hand
+from mixing_laws import check, normal, uniform
 
 from rankwise.operators.semiseparable import SemiseparableMixing
 
 EXTREME = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30, -math.inf]
-
-
-def by_hand(c, b, log_decay, step=None, absolute=False):
-    """Row by row, a state for each column, as the recurrence has it; from |c|, |b|, |step| for the sizes."""
-    c, b, a = c.double(), b.double(), log_decay.double().exp()
-    step = torch.ones_like(a) if step is None else step.double()
-    if absolute:
-        c, b, step = c.abs(), b.abs(), step.abs()
-    if c.ndim > 2:
-        c, b = (x.repeat_interleave(a.shape[-2] // c.shape[-3], -3) for x in (c, b))
-    tokens = a.shape[-1]
-    matrix = torch.zeros(*a.shape, tokens, dtype=torch.float64)
-    state = torch.zeros(*a.shape, b.shape[-1], dtype=torch.float64)
-    for t in range(tokens):
-        state = a[..., t, None, None] * state
-        state[..., t, :] = b[..., t, :] * step[..., t, None]
-        matrix[..., t, :] = (c[..., t, None, :] * state).sum(-1)
-    return matrix
-
-
-def terms(c):
-    """Roundings behind one entry: N products and step, T values summed, a decay from a sum of T logs.
-
-    The sum of logs L is off by T·u·|L|, its exponential by T·u·|L|·e^L, at most T·u: that is relative to
-    products that have not decayed, so `magnitude` is taken without decay.
-    """
-    tokens, width = c.shape[-2:]
-    return width + 2 * tokens + 2
-
-
-def magnitude(c, b, log_decay, step):
-    return by_hand(c, b, torch.zeros_like(log_decay), step, absolute=True)
-
-
-def check(c, b, log_decay, step=None, dtype=torch.float64):
-    op, exact = SemiseparableMixing(c, b, log_decay, step), by_hand(c, b, log_decay, step)
-    size = magnitude(c, b, log_decay, step)
-    rounding = 2 * terms(c) * torch.finfo(dtype).eps * size
-    check_matrix(op, exact, rounding, torch.ones(exact.shape[-2:], dtype=torch.bool).tril())
-    check_products(op, exact, products(size, terms(c), dtype))
 
 
 def inputs(tokens, heads=(2, 4), groups=(2, 2), width=3, seed=0, dtype=torch.float64):
@@ -70,36 +24,20 @@ def inputs(tokens, heads=(2, 4), groups=(2, 2), width=3, seed=0, dtype=torch.flo
     )
 
 
-@pytest.mark.parametrize("stepped", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("tokens", odd_sizes())
-def test_it_is_the_matrix_formed_by_hand(tokens, dtype, stepped):
-    *rest, step = inputs(tokens, dtype=dtype)
-    check(*rest, step if stepped else None, dtype)
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups"), [((), ()), ((3,), (1,)), ((4,), (4,)), ((2, 4), (2, 1)), ((2, 3, 4), (2, 3, 2))]
-)
-@settings(max_examples=25)
-@given(tokens=st.integers(1, 9), width=st.integers(1, 4), seed=st.integers(0, 9))
-def test_any_small_size_and_grouping(heads, groups, tokens, width, seed):
-    check(*inputs(tokens, heads, groups, width, seed))
-
-
 @settings(max_examples=25)
 @given(tokens=st.integers(1, 12), seed=st.integers(0, 99))
 def test_decays_of_every_size(tokens, seed):
     c, b, _, step = inputs(tokens, seed=seed)
     picks = torch.randint(len(EXTREME), (2, 4, tokens), generator=torch.Generator().manual_seed(seed))
-    check(c, b, torch.tensor(EXTREME, dtype=torch.float64)[picks], step)
+    decay = torch.tensor(EXTREME, dtype=torch.float64)[picks]
+    check(SemiseparableMixing(c, b, decay, step), semiseparable_by_hand)
 
 
 @pytest.mark.parametrize("a", EXTREME)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_one_decay_over_several_chunks(a, dtype):
     c, b, decay, step = inputs(200, (2,), (1,), dtype=dtype)
-    check(c, b, torch.full_like(decay, a), step, dtype)
+    check(SemiseparableMixing(c, b, torch.full_like(decay, a), step), semiseparable_by_hand)
 
 
 def test_a_of_one_is_linear_attention_and_a_of_zero_is_diagonal():

@@ -185,7 +185,7 @@ def test_packed_sequences_do_not_see_one_another(impl, causal, masked):
                 assert_close(got[n : n + 1], wanted, **EXACT)
     if causal:
         for got, wanted in zip(packed.state, case.options["state"], strict=True):
-            assert torch.equal(got[1], wanted[1])  # of the sequence of no tokens
+            assert torch.equal(got[1], wanted[1])  # the sequence without tokens
 
 
 @impls
@@ -314,7 +314,7 @@ def test_a_state_is_saved_and_loaded_with_nothing_but_tensors_trusted(tmp_path):
 
 @impls
 @pytest.mark.parametrize("name", CASES)
-def test_it_computes_what_the_released_modules_do(name, impl):
+def test_outputs_and_gradients_equal_the_released_modules(name, impl):
     tensors = load_file(GOLDEN / f"tssa_{name}.safetensors")
     into, out_of = CASES[name]
     weights = {k.removeprefix("param."): v for k, v in tensors.items() if k.startswith("param.")}

@@ -69,7 +69,7 @@ STEPS = 1024
 
 @pytest.mark.parametrize("decayed", [False, True], ids=["literal", "decayed"])
 def test_a_state_carried_token_by_token_loses_a_rounding_a_step_at_most(decayed):
-    """All terms are positive, so a sum of n of them, rounded n times, is off by n · eps/2 of itself.
+    """All terms are positive, so a sum of n of them, rounded n times, has a relative error of n · eps/2.
 
     With uniform memberships the only other roundings are a term's square and product, and the output's few.
     """
@@ -88,7 +88,7 @@ def test_a_state_carried_token_by_token_loses_a_rounding_a_step_at_most(decayed)
     assert state.seen.tolist() == [STEPS]
 
 
-def test_a_sum_of_2_to_the_24_stands_still_for_single_steps_but_not_for_longer_calls():
+def test_a_sum_of_2_to_the_24_does_not_grow_by_single_steps_but_by_longer_calls():
     state = TSSAState.zeros(1, 1, 1)._replace(
         mass=torch.full((1, 1), 2.0**24), energy=torch.full((1, 1, 1), 2.0**24)
     )

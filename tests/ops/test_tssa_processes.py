@@ -96,7 +96,7 @@ LIVES = LIVES.replace("CODE", repr(LOOP))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="lives are forks of one process")
 def test_after_a_process_that_died_while_it_saved_the_next_is_right(folder, monkeypatch):
-    """Also where the source changed in between: then the code is that of the old one, the index new."""
+    """Also if the source changed in between: then the old code has a new index."""
     monkeypatch.chdir(folder)
     ends = ("_save_index", "_save_data")
     lives = [

@@ -56,7 +56,7 @@ def name(options):
 
 
 @pytest.mark.parametrize("options", CASES, ids=name)
-def test_outputs_states_and_gradients_are_those_of_the_reference(options, place):
+def test_outputs_states_and_gradients_equal_the_reference(options, place):
     if options.get("membership") == "uniform":
         options = options | {"biased": False}
     if place.type == "cuda":
@@ -158,7 +158,7 @@ def test_a_channel_of_tiny_numbers(causal, place):
 
 
 @pytest.mark.parametrize("kind", ["bidirectional_0", "causal_0"])
-def test_it_computes_what_the_released_modules_do(kind, place):
+def test_outputs_equal_the_released_modules(kind, place):
     tensors = {k: v.to(place) for k, v in load_file(GOLDEN / f"tssa_{kind}.safetensors").items()}
     into, out_of = ("c_attn", "c_proj") if kind.startswith("causal") else ("qkv", "to_out.0")
     bias = tensors.get("param.denom_bias")

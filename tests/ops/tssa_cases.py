@@ -1,4 +1,4 @@
-"""Calls of `tssa` drawn from a seed, and what every implementation must agree on."""
+"""Calls of `tssa` drawn from a seed, and their outputs, gradients and errors."""
 
 from dataclasses import dataclass, field
 
