@@ -1,9 +1,12 @@
-"""Python in the documentation names what is there, and calls it with arguments it takes."""
+"""Python in the documentation uses names and arguments that exist, and prints the output on the page."""
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,13 @@ import pytest
 
 import rankwise as rw
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "```python" in page.read_text(encoding="utf-8"))
 CONTEXT = {"rw": rw}
-"""What a block may use that an earlier page imported."""
+"""Names that a block may use without an import."""
+PRINTED = {"README.md": 3, "docs/how-to/adapters.md": 2, "docs/how-to/tost.md": 3, "docs/models.md": 1}
+"""Pages on which every block of Python is followed by its output, and how many such blocks they have."""
 
 
 def blocks(page: Path) -> Iterator[str]:
@@ -24,7 +30,7 @@ def blocks(page: Path) -> Iterator[str]:
 
 
 def imported(tree: ast.Module) -> dict[str, Any]:
-    """Names that a block takes from the package, with what they stand for."""
+    """Return the names that a block imports from the package, with their objects."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -41,7 +47,7 @@ def imported(tree: ast.Module) -> dict[str, Any]:
 
 
 def dotted(node: ast.expr) -> list[str]:
-    """``rw.audit`` as its two names; empty for what is no name."""
+    """Return ``rw.audit`` as its two names; an empty list for other expressions."""
     if isinstance(node, ast.Name):
         return [node.id]
     before = dotted(node.value) if isinstance(node, ast.Attribute) else []
@@ -49,7 +55,7 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def check(code: str, known: dict[str, Any]) -> int:
-    """Resolve what a block uses of the package and hold its calls against their signatures; how many."""
+    """Resolve the names of the package in a block, bind its calls to signatures, and count the calls."""
     tree = ast.parse(code)
     known.update(imported(tree))
     assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not reads(node)}
@@ -76,7 +82,7 @@ def reads(node: ast.Name) -> bool:
 
 
 def resolved(names: list[str], known: dict[str, Any]) -> Any:
-    """The module, function or class of that name; None for what only a run can tell, such as a method."""
+    """Return the module, function or class of a name; None if only a run can tell, as for methods."""
     thing = known[names[0]]
     for name in names[1:]:
         if not inspect.ismodule(thing):
@@ -86,24 +92,58 @@ def resolved(names: list[str], known: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_calls_in_the_documentation_are_calls_of_what_is_there(page: Path) -> None:
+def test_the_documentation_calls_functions_that_exist_with_valid_arguments(page: Path) -> None:
     known = dict(CONTEXT)
     for code in blocks(page):
         check(code, known)
 
 
-def test_many_calls_are_held_against_signatures() -> None:
+def test_many_calls_are_compared_with_signatures() -> None:
     assert sum(check(code, dict(CONTEXT)) for page in PAGES for code in blocks(page)) > 30
 
 
-def test_wrong_names_and_arguments_are_found() -> None:
-    assert check("rw.audit(model, batches)", dict(CONTEXT)) == 1
-    assert check("from rankwise import theory\ntheory.uniform_rank(4)", {}) == 1
-    with pytest.raises(AttributeError):
-        check("rw.odit(model)", dict(CONTEXT))
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        check("rw.audit(model, batches, no_such=1)", dict(CONTEXT))
-    with pytest.raises(AttributeError):
-        check("from rankwise import theory\ntheory.none", {})
-    with pytest.raises(ModuleNotFoundError):
-        check("from rankwise.theory import none", {})
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("rw.odit(model)", AttributeError),
+        ("rw.audit(model, batches, no_such=1)", TypeError),
+        ("from rankwise import theory\ntheory.none", AttributeError),
+        ("from rankwise.theory import none", ModuleNotFoundError),
+    ],
+)
+def test_wrong_names_and_arguments_are_found(code: str, error: type[Exception]) -> None:
+    assert (
+        check("rw.audit(model, batches)\nfrom rankwise import theory\ntheory.uniform_rank(4)", dict(CONTEXT))
+        == 2
+    )
+    with pytest.raises(error):
+        check(code, dict(CONTEXT))
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_code_prints_the_output_on_the_page(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(pairs) == text.count("```python") == PRINTED[page]
+    namespace: dict[str, object] = {"__name__": "example"}
+    for code, shown in pairs:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page, "exec"), namespace)
+        assert printed.getvalue() == shown
+
+
+def test_links_of_the_readme_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_extras_in_code_and_docs_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    named = re.findall(r'need_package\([^()]*"(\w+)"\)', code)
+    assert len(named) == code.count("need_package(") - 1, "a call that this pattern does not read"
+    named += ",".join(re.findall(r"rankwise\[([\w,]+)\]", code + pages)).split(",")
+    assert set(named) <= set(project["optional-dependencies"])

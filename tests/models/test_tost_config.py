@@ -1,7 +1,9 @@
 """Configurations: defaults, what is refused, and the released sizes."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +185,10 @@ def test_presets() -> None:
     assert preset("tost-t12-p16", num_labels=10).num_labels == 10
     with pytest.raises(InputError, match=r"preset: expected .* got 'tost-bse'. Did you mean tost-base"):
         preset("tost-bse")
+
+
+def test_the_page_lists_the_tested_sizes() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/tost.md").read_text(encoding="utf-8")
+    rows = [row for row in page.splitlines() if row.startswith("| `tost-")]
+    numbers = [int(n.replace(",", "")) for row in rows for n in re.findall(r"\d{1,3}(?:,\d{3})+", row)]
+    assert numbers == [PARAMETERS[name] for name in PRESETS]

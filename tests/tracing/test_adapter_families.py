@@ -5,11 +5,11 @@ import importlib
 import pytest
 import torch
 import transformers
+from capture_zoo import seen_with_outputs
 from experiments.state_space_models import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SIZES, widen
 from experiments.tiny_models import BERT
 
 import rankwise as rw
-from rankwise.operators import SumMixing
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import CONTINUED
 from rankwise.tracing.adapters.recurrent import weighted_means
@@ -38,20 +38,42 @@ MODELS = {
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 
-def tiny(name):
-    settings = SIZES | ATTENTION | {"head_dim": 8} | MODELS[name]
+EPS32 = torch.finfo(torch.float32).eps
+
+
+def built(name, dtype=torch.float64, **settings):
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**settings))
+    config = getattr(transformers, f"{name}Config")(**settings)
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # the grouped kernel takes no float64
+    model = getattr(transformers, f"{name}Model")(config)
     with torch.no_grad():
         widen(model)
-    return model.eval()
+    return model.to(dtype).eval()
 
 
-def batch():
+def delta_model(name):
+    return built(name, torch.float32, **SIZES | ATTENTION | {"head_dim": 8} | MODELS[name])
+
+
+def tokens(count, padded=0):
     torch.manual_seed(1)
-    mask = torch.ones(2, 70, dtype=torch.long)  # more than one chunk
-    mask[0, :4] = 0
-    return {"input_ids": torch.randint(5, 60, (2, 70)), "attention_mask": mask}
+    mask = torch.ones(2, count, dtype=torch.long)
+    mask[0, count - padded :] = 0
+    return {"input_ids": torch.randint(5, 60, (2, count)), "attention_mask": mask}
+
+
+def left_padded():
+    given = tokens(70)  # more than one chunk
+    given["attention_mask"][0, :4] = 0
+    return given
+
+
+def traced(model, given):
+    """Return trace and outputs of a model that is captured completely."""
+    trace, outputs = seen_with_outputs(model, **given)
+    assert trace.uncaptured == []
+    return trace, outputs
 
 
 def by_hand(query, key, value, g, beta, divides):
@@ -81,42 +103,35 @@ def by_hand(query, key, value, g, beta, divides):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_operator_is_the_rule_the_layer_runs(name, monkeypatch):
-    model, seen, gave = tiny(name), [], []
+    model, expected, gave = delta_model(name), [], []
     module = importlib.import_module(type(model).__module__)
     (rule,) = (rule for rule in RULES if hasattr(module, rule))
     run = getattr(module, rule)
 
     def listening(*tensors, g, beta, **settings):
-        seen.append(by_hand(*tensors, g, beta, divides=rule == RULES[1]))
+        expected.append(by_hand(*tensors, g, beta, divides=rule == RULES[1]))
         gave.append(run(*tensors, g=g, beta=beta, **settings))
         return gave[-1]
 
-    alone = model(**batch())[0]
     monkeypatch.setattr(module, rule, listening)
-    with rw.capture(model, values=True) as trace:
-        watched = model(**batch())[0]
-    assert torch.equal(alone, watched)
+    trace, _ = traced(model, left_padded())
     (site,) = (site for site in trace.mixers if site.kind == "gated delta")
-    assert trace.uncaptured == []
     values = site.values.double()
     for product in (site.operator @ values, site.operator.dense(torch.float64) @ values):
         # 70 steps of (K + 4) roundings of states of norm ≤ 70 · ‖v‖, 1e-16 each: 1e-12
-        assert (product - seen[0]).abs().max() <= 1e-12
+        assert (product - expected[0]).abs().max() <= 1e-12
     # the layer sums in float32: 70 steps of 12 roundings of 6e-8
-    assert (gave[0][0].transpose(1, 2) - seen[0]).abs().max() <= 5e-5 * float(seen[0].abs().max())
-    assert torch.equal(site.valid_tokens, batch()["attention_mask"].bool())
+    assert (gave[0][0].transpose(1, 2) - expected[0]).abs().max() <= 5e-5 * float(expected[0].abs().max())
+    assert torch.equal(site.valid_tokens, left_padded()["attention_mask"].bool())
 
 
-def test_packed_rows_are_not_read():
-    """transformers refuses them itself without a kernel, so the adapter is asked alone."""
-    layer, x = tiny("Qwen3Next").layers[0].linear_attn, torch.randn(1, 12, 32)
+def test_packed_rows_are_not_captured():
+    """transformers refuses packed rows without a kernel, so the adapter is called directly."""
+    layer, x = delta_model("Qwen3Next").layers[0].linear_attn, torch.randn(1, 12, 32)
     ends = torch.tensor([0, 5, 12])
     reason = adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {"cu_seq_lens_q": ends}))
     assert "a row holds several sequences" in reason
     assert adapter_of(layer).why_not(ModuleCall("layer", layer, (x,), {})) is None
-
-
-EPS32 = torch.finfo(torch.float32).eps
 
 
 def rwkv_by_hand(key, log_decay, bonus):
@@ -148,93 +163,27 @@ def test_its_matrix_is_a_softmax_of_decaying_scores(tokens, size):
 
 
 def rwkv():
-    torch.manual_seed(0)
-    config = transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=32)
-    made = transformers.RwkvModel(config)
-    with torch.no_grad():
-        widen(made)
-    return made.eval()
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "context_length": 32}
+    return built("Rwkv", torch.float32, **sizes)
 
 
-@torch.no_grad()
 def test_the_operator_reproduces_rwkv():
-    made, gave = rwkv(), {}
-    given = {"input_ids": torch.randint(5, 60, (2, 12))}
-    alone = made(**given)[0]
-    hooks = [
-        module.register_forward_hook(lambda module, args, out, at=at: gave.update({at: out[0]}))
-        for at, module in made.named_modules()
-        if at.endswith("attention")
-    ]
-    with rw.capture(made, values=True) as trace:
-        watched = made(**given)[0]
-    for hook in hooks:
-        hook.remove()
-    assert torch.equal(alone, watched)
+    trace, outputs = seen_with_outputs(rwkv(), input_ids=torch.randint(5, 60, (2, 12)))
     assert [site.name for site in trace.mixers] == ["blocks.0.attention", "blocks.1.attention"]
-    assert {one.type for one in trace.uncaptured} == {"RwkvFeedForward"}  # which shifts its tokens by one
+    assert {one.type for one in trace.uncaptured} == {"RwkvFeedForward"}  # it shifts its tokens by one
     for site in trace.mixers:
-        got, wanted = site.apply_output(site.operator @ site.values), gave[site.name]
+        got, expected = site.apply_output(site.operator @ site.values), outputs[site.name][0]
         # means of ≤ 12 values, then sums of 16 terms
-        assert (got - wanted).abs().max() <= 200 * EPS32 * float(wanted.abs().max())
+        assert (got - expected).abs().max() <= 200 * EPS32 * float(expected.abs().max())
 
 
 @torch.no_grad()
-def test_a_step_from_a_state_is_not_read():
+def test_a_step_of_rwkv_from_a_state_is_not_captured():
     made, given = rwkv(), {"input_ids": torch.randint(5, 60, (2, 12))}
     state = made(**given, use_cache=True).state
     refused = pytest.raises(rw.RankwiseError, match="it went on from a cache that holds earlier tokens")
     with refused, rw.capture(made):
         made(input_ids=given["input_ids"][:, :1], state=state, use_cache=True)
-
-
-@torch.no_grad()
-def test_an_operator_without_a_mask_forms_none(monkeypatch):
-    """The support is T² booleans per channel."""
-
-    def refuse(operator):
-        raise AssertionError("the support was formed")
-
-    monkeypatch.setattr(SumMixing, "support", refuse)
-    made = rwkv()
-    with rw.capture(made) as trace:
-        made(input_ids=torch.randint(5, 60, (2, 12)))
-    assert len(trace.mixers) == 2
-
-
-def built(name, **settings):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**settings)
-    config._experts_implementation = "eager"  # the grouped kernel takes no float64
-    model = getattr(transformers, f"{name}Model")(config)
-    with torch.no_grad():
-        widen(model)
-    return model.double().eval()
-
-
-@torch.no_grad()
-def look(model, given, name):
-    """A capture with values, and the outputs of the modules of one name."""
-    alone, gave = model(**given)[0], {}
-    hooks = [
-        module.register_forward_hook(lambda module, args, out, at=at: gave.update({at: out}))
-        for at, module in model.named_modules()
-        if at.endswith(name)
-    ]
-    with rw.capture(model, values=True) as trace:
-        watched = model(**given)[0]
-    for hook in hooks:
-        hook.remove()
-    assert torch.equal(alone, watched)
-    assert trace.uncaptured == []
-    return trace, gave
-
-
-def tokens(count, padded=0):
-    torch.manual_seed(1)
-    mask = torch.ones(2, count, dtype=torch.long)
-    mask[0, count - padded :] = 0
-    return {"input_ids": torch.randint(5, 60, (2, count)), "attention_mask": mask}
 
 
 MINIMAX = SIZES | EXPERTS | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -244,19 +193,19 @@ MINIMAX |= {"layer_types": ["linear_attention", "full_attention"], "block_size":
 @torch.no_grad()
 def test_lightning_attention_is_a_scan_with_a_decay_per_head():
     model = built("MiniMax", **MINIMAX)
-    trace, gave = look(model, tokens(13), "self_attn")  # blocks of 5: two whole ones and a rest
+    trace, outputs = traced(model, tokens(13))  # blocks of 5: two whole ones and a rest
     assert [site.kind for site in trace.mixers] == ["semiseparable", "softmax"]
     site = trace.mixers[0]
     for product in (site.operator @ site.values, site.operator.dense() @ site.values):
         # the layer's decays are float32 powers of one: the operator's are exact for its float32 slope
-        off = (site.apply_output(product) - gave[site.name][0]).abs().max()
-        assert off <= 13 * 8 * EPS32 * float(gave[site.name][0].abs().max())
+        off = (site.apply_output(product) - outputs[site.name][0]).abs().max()
+        assert off <= 13 * 8 * EPS32 * float(outputs[site.name][0].abs().max())
 
 
 @torch.no_grad()
 def test_lightning_attention_is_left_out_only_if_it_has_a_state():
     model = built("MiniMax", **MINIMAX)
-    trace, _ = look(model, tokens(13) | {"use_cache": False}, "self_attn")
+    trace, _ = traced(model, tokens(13) | {"use_cache": False})
     assert [site.kind for site in trace.mixers] == ["semiseparable", "softmax"]
     cache = model(input_ids=tokens(13)["input_ids"], use_cache=True).past_key_values
     with rw.capture(model) as trace:
@@ -270,7 +219,7 @@ LONGFORMER = BERT | {"attention_window": 4, "num_hidden_layers": 2}
 
 @pytest.mark.parametrize("padded", [0, 5])
 def test_a_window_is_a_softmax_with_a_mask(padded):
-    trace, _ = look(built("Longformer", **LONGFORMER), tokens(14, padded), "self")  # filled up to 16
+    trace, _ = traced(built("Longformer", **LONGFORMER), tokens(14, padded))  # filled up to 16
     for site in trace.mixers:
         assert site.operator.shape == (2, 4, 16, 16)
         # the layer takes its softmax in float32: 5 columns, values of size ≤ 10
@@ -288,7 +237,7 @@ def test_global_tokens_see_and_are_seen_by_all():
     given["global_attention_mask"] = torch.zeros(2, 16, dtype=torch.long)
     given["global_attention_mask"][0, 0] = 1
     given["global_attention_mask"][1, [2, 9]] = 1
-    trace, _ = look(model, given, "self")
+    trace, _ = traced(model, given)
     told = model(**given, output_attentions=True)
     for site, local, everywhere in zip(trace.mixers, told.attentions, told.global_attentions, strict=True):
         dense = site.operator.dense()
@@ -308,7 +257,7 @@ def test_the_encoder_of_led_is_read_in_the_same_way():
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "attention_window": 4}
     sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2}
     given = tokens(12) | {"decoder_input_ids": torch.randint(5, 60, (2, 6))}
-    trace, _ = look(built("LED", **sizes, decoder_start_token_id=1), given, "self_attn")
+    trace, _ = traced(built("LED", **sizes, decoder_start_token_id=1), given)
     assert [tuple(site.operator.shape[-2:]) for site in trace.mixers] == [(12, 12)] * 2 + [(6, 6), (6, 12)]
     for site in trace.mixers[:2]:
         off = (site.operator @ site.values - site.output).abs().max()
@@ -321,7 +270,7 @@ BIG_BIRD |= {"num_hidden_layers": 2, "max_position_embeddings": 128}
 
 @pytest.mark.parametrize("padded", [0, 9])
 def test_blocks_of_big_bird_make_a_softmax(padded):
-    trace, _ = look(built("BigBird", **BIG_BIRD), tokens(62, padded), "self")  # filled up to 64
+    trace, _ = traced(built("BigBird", **BIG_BIRD), tokens(62, padded))  # filled up to 64
     assert [site.operator.shape for site in trace.mixers] == [(2, 4, 64, 64)] * 2
     for site in trace.mixers:
         # float64 throughout: ≤ 64 terms of size ≤ 10, and the mask's −10000 gives exact zeros in both

@@ -1,17 +1,13 @@
-"""State-space layers of transformers: every mixer and state, exactly, with padding and caches known."""
+"""State-space layers of transformers: every mixer and state is captured exactly, with padding and caches."""
 
-import contextlib
-import io
-import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
+from capture_zoo import seen, seen_with_outputs
 from experiments.families import PAGE
 from experiments.guessed_inputs import fed
 from experiments.state_space_checks import check_state_space
@@ -26,6 +22,7 @@ from rankwise.tracing.module_calls import ModuleCall
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))
+both_paddings = pytest.mark.parametrize("padded", [False, True])
 
 
 def batch(padded=False, tokens=12):
@@ -38,112 +35,86 @@ def batch(padded=False, tokens=12):
     return given
 
 
+@cache
+def traced(name, padded):
+    """Return trace and outputs of a family; capture leaves its output as it is."""
+    return seen_with_outputs(tiny(name), **batch(padded))
+
+
 @torch.no_grad()
-def captured(model, given, **settings):
-    with rw.capture(model, **settings) as trace:
+def captured(model, given):
+    with rw.capture(model) as trace:
         output = model(**given)
     return trace, output
 
 
-class Seen(NamedTuple):
-    """A capture with values, and outputs of each state-space module and of the model."""
-
-    trace: rw.Trace
-    gave: dict
-    alone: torch.Tensor
-    watched: torch.Tensor
-
-    @property
-    def sites(self):
-        return [site for site in self.trace.mixers if site.kind != "softmax"]
+def mixers_without_softmax(trace):
+    return [site for site in trace.mixers if site.kind != "softmax"]
 
 
-@cache
-def seen(name, padded):
-    return look(tiny(name), batch(padded))
+def output_error(site, outputs, operator=None):
+    """Return the largest difference between the module's output and the output made from M V.
 
-
-@torch.no_grad()
-def look(model, given):
-    alone, gave = model(**given)[0], {}
-
-    def listen(name):
-        return lambda module, args, output: gave.update({name: output})
-
-    handles = [module.register_forward_hook(listen(at)) for at, module in model.named_modules()]
-    trace, watched = captured(model, given, values=True)
-    for handle in handles:
-        handle.remove()
-    return Seen(trace, gave, alone, watched[0])
+    A given operator is applied in float64.
+    """
+    with torch.no_grad():
+        mixed = site.operator @ site.values if operator is None else operator @ site.values.double()
+        mixed = mixed.to(site.values.dtype)
+        got = mixed if site.apply_output is None else site.apply_output(mixed)
+    expected = site.output if site.apply_output is None else outputs[site.name]
+    return float((got.double() - expected.double()).abs().max() / max(1.0, float(expected.abs().max())))
 
 
 @every_family
-def test_every_mixer_and_state_is_seen(name):
-    family, trace = STATE_SPACE[name], seen(name, padded=False).trace
+def test_every_mixer_and_state_is_captured(name):
+    family, (trace, _) = STATE_SPACE[name], traced(name, padded=False)
     assert [site.kind for site in trace.mixers] == list(family.kinds)
     assert [state.layer for state in trace.states] == list(range(family.states))
-    assert trace.uncaptured == []
-    assert trace.notes == []
+    assert trace.uncaptured == trace.notes == []
     assert {site.layer for site in trace.mixers} == set(range(family.states - 1))
 
 
 @every_family
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_computation_is_left_alone(name, padded):
-    one = seen(name, padded)
-    assert torch.equal(one.alone, one.watched)
-
-
-@every_family
-def test_training_is_left_alone(name):
+def test_capture_changes_no_output_in_training(name):
     model, given = tiny(name).train(), batch(padded=True)
     torch.manual_seed(5)
     alone = model(**given)[0]
     torch.manual_seed(5)
     with rw.capture(model, values=True):
-        watched = model(**given)[0]
-    assert torch.equal(alone, watched)
+        assert torch.equal(alone, model(**given)[0])
 
 
 @every_family
-@pytest.mark.parametrize("padded", [False, True])
+@both_paddings
 def test_the_operator_reproduces_the_layer(name, padded):
     """M V, D-term, gate, norm and projection together are the output of the module."""
-    one = seen(name, padded)
-    assert len(one.sites) == sum(kind != "softmax" for kind in STATE_SPACE[name].kinds)
-    for site in one.sites:
-        wanted = one.gave[site.name]
+    trace, outputs = traced(name, padded)
+    assert mixers_without_softmax(trace)
+    for site in mixers_without_softmax(trace):
         for operator in (site.operator, rw.operators.DenseMixing(site.operator.dense(torch.float64))):
-            mixed = (operator @ site.values.double()).float()
-            if site.apply_output is None:
-                got, wanted = mixed, site.output
-            else:
-                with torch.no_grad():
-                    got = site.apply_output(mixed)
             # two sums of ≤ 12·4 terms, then of ≤ 64 in the projection: 4·(48 + 64) roundings of its size
-            assert (got - wanted).abs().max() <= 450 * EPS32 * max(1.0, float(wanted.abs().max()))
+            assert output_error(site, outputs, operator) <= 450 * EPS32
 
 
 @every_family
 def test_padding_is_reported(name):
-    given, trace = batch(padded=True), seen(name, padded=True).trace
+    real, (trace, _) = batch(padded=True)["attention_mask"].bool(), traced(name, padded=True)
     for site in trace.mixers:
-        assert torch.equal(site.valid_tokens, given["attention_mask"].bool())
-        assert torch.equal(site.valid_sources, given["attention_mask"].bool())
+        assert torch.equal(site.valid_tokens, real)
+        assert torch.equal(site.valid_sources, real)
         assert site.sequences == 2
         assert not site.cross
-    assert all(torch.equal(state.mask, given["attention_mask"].bool()) for state in trace.states)
+    assert all(torch.equal(state.mask, real) for state in trace.states)
 
 
 @every_family
 def test_padding_changes_no_entry_of_real_tokens(name):
-    """Left padding, masked, leaves the operator among real tokens as it is without it."""
+    padded, _ = traced(name, padded=True)
     if not STATE_SPACE[name].masks_padding:
-        first = seen(name, padded=True).sites[0].operator.dense()
+        first = mixers_without_softmax(padded)[0].operator.dense()
         assert bool((first[0, :, 5, 3] != 0).any())  # the model itself lets real tokens see padding
         return
     alone, _ = captured(tiny(name), {"input_ids": batch()["input_ids"][:1, 4:]})
-    padded = seen(name, padded=True).trace
     for one, other in zip(alone.mixers, padded.mixers, strict=True):
         if one.kind != "softmax":
             part = other.operator[:1].dense()[..., 4:, 4:]
@@ -153,17 +124,16 @@ def test_padding_changes_no_entry_of_real_tokens(name):
 
 
 @every_family
-def test_one_token_and_one_sequence(name):
+def test_one_token_of_one_sequence_is_captured(name):
     trace, _ = captured(tiny(name), {"input_ids": torch.tensor([[7]])})
     assert all(site.operator.shape[-2:] == (1, 1) for site in trace.mixers)
 
 
 @every_family
-def test_a_prefill_is_read_and_a_step_from_a_cache_is_not(name):
-    model, given = tiny(name), batch()
-    plain = seen(name, padded=False).trace  # which makes a cache of its own, or none
-    given |= {"use_cache": True}
-    if name == "RecurrentGemma":  # which keeps its states in itself, and gives no cache back
+def test_a_prefill_is_captured_and_a_step_from_a_cache_is_not(name):
+    model, given = tiny(name), batch() | {"use_cache": True}
+    plain, _ = traced(name, padded=False)
+    if name == "RecurrentGemma":  # it keeps its states in itself, and returns no cache
         given["past_key_values"] = transformers.DynamicCache(config=model.config)
     trace, output = captured(model, given)
     assert [site.kind for site in trace.mixers] == list(STATE_SPACE[name].kinds)
@@ -172,16 +142,15 @@ def test_a_prefill_is_read_and_a_step_from_a_cache_is_not(name):
     key = "cache_params" if "cache_params" in output else "past_key_values"
     cache = given.get("past_key_values", output.get(key))
     step = {"input_ids": torch.tensor([[3], [4]]), "use_cache": True, key: cache}
+    reason = "it went on from a cache that holds earlier tokens"
     if "softmax" in STATE_SPACE[name].kinds:
         trace, _ = captured(model, step)
-        assert all(site.kind == "softmax" for site in trace.mixers)
-        reasons = [module.reason for module in trace.uncaptured]
+        assert not mixers_without_softmax(trace)
+        assert trace.uncaptured
+        assert all(reason in module.reason for module in trace.uncaptured)
     else:
-        with pytest.raises(rw.RankwiseError, match="it went on from a cache that holds earlier tokens"):
+        with pytest.raises(rw.RankwiseError, match=reason):
             captured(model, step)
-        reasons = ["it went on from a cache"]
-    assert reasons
-    assert all("it went on from a cache" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2"])
@@ -195,51 +164,44 @@ def test_gradients_still_flow_and_nothing_captured_holds_a_graph(name):
     assert not site.values.requires_grad
 
 
+HALF = 8 * 2**-8  # bfloat16 has 8 bits: a few roundings to it on the way
+
+
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Falcon-Mamba"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_precisions(name, dtype):
-    one = look(tiny(name).to(dtype), batch(padded=True))
-    assert torch.equal(one.alone, one.watched)
-    # a few roundings on the way; float64 models of transformers compute the scan in float32
-    slack = 8 * 2**-8 if dtype == torch.bfloat16 else 450 * EPS32
-    for site in one.sites:
-        wanted = one.gave[site.name].double()
-        with torch.no_grad():
-            got = site.apply_output(site.operator @ site.values)
-        assert (got.double() - wanted).abs().max() <= slack * max(1.0, float(wanted.abs().max()))
+def test_operators_are_exact_in_other_precisions(name, dtype):
+    trace, outputs = seen_with_outputs(tiny(name).to(dtype), **batch(padded=True))
+    # float64 models of transformers compute the scan in float32
+    limit = HALF if dtype == torch.bfloat16 else 450 * EPS32
+    for site in trace.mixers:
+        assert output_error(site, outputs) <= limit
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Jamba"])
-def test_autocast(name):
+def test_operators_are_exact_under_autocast(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        one = look(tiny(name), batch(padded=True))
-        assert torch.equal(one.alone, one.watched)
-        for site in one.sites:
-            wanted = one.gave[site.name].float()
-            with torch.no_grad():
-                got = site.apply_output(site.operator @ site.values).float()
-            # bfloat16 has 8 bits: a few roundings to it on the way
-            assert (got - wanted).abs().max() <= 8 * 2**-8 * max(1.0, float(wanted.abs().max()))
+        trace, outputs = seen_with_outputs(tiny(name), **batch(padded=True))
+        for site in mixers_without_softmax(trace):
+            assert output_error(site, outputs) <= HALF
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Zamba2"])
-def test_the_prefill_of_generated_text_is_read_and_a_note_lists_the_steps(name):
+def test_the_prefill_of_generated_text_is_captured_and_a_note_lists_the_steps(name):
     model = tiny(name, head="ForCausalLM")
     with torch.no_grad():
         alone = model.generate(**batch(), max_new_tokens=4, do_sample=False)
         with rw.capture(model) as trace:
             watched = model.generate(**batch(), max_new_tokens=4, do_sample=False)
     assert torch.equal(alone, watched)
-    assert [site.forward_pass for site in trace.mixers if site.kind != "softmax"] == [0] * sum(
-        kind != "softmax" for kind in STATE_SPACE[name].kinds
-    )
+    expected = sum(kind != "softmax" for kind in STATE_SPACE[name].kinds)
+    assert [site.forward_pass for site in mixers_without_softmax(trace)] == [0] * expected
     assert [note for note in trace.notes if "other calls of a mixer that was captured were left out" in note]
     assert trace.uncaptured == []
 
 
 def test_a_position_of_zero_resets_the_rg_lru():
     given = batch() | {"position_ids": torch.arange(12)[None] % 5}
-    (site,) = look(tiny("RecurrentGemma"), given).sites
+    (site,) = mixers_without_softmax(seen(tiny("RecurrentGemma"), **given))
     dense = site.operator.dense()
     assert bool((dense[..., 5:, :5] == 0).all())
     assert bool((dense[..., 4, 3] != 0).any())
@@ -247,14 +209,14 @@ def test_a_position_of_zero_resets_the_rg_lru():
     assert (site.operator @ site.values - site.output).abs().max() <= 100 * EPS32 * site.output.abs().max()
 
 
-def test_the_rg_lru_is_read_wherever_its_state_is_empty():
+def test_the_rg_lru_is_captured_wherever_its_state_is_empty():
     """A first token of position 12 resets nothing; without a state there is nothing to reset."""
     given = batch() | {"position_ids": torch.arange(12)[None] + 12, "use_cache": True}
-    assert len(look(tiny("RecurrentGemma"), given).sites) == 1
+    assert len(mixers_without_softmax(seen(tiny("RecurrentGemma"), **given))) == 1
 
 
-def test_packed_rows_are_not_read():
-    """transformers refuses them itself without a kernel, so the adapter is asked alone."""
+def test_packed_rows_are_not_captured():
+    """transformers refuses packed rows without a kernel, so the adapter is called directly."""
     mixer, x = tiny("Mamba-2").layers[0].mixer, torch.randn(2, 12, 32)
     adapter, packed = adapter_of(mixer), torch.zeros(2, 12, dtype=torch.int32)
     assert "a row holds several sequences" in adapter.why_not(
@@ -313,22 +275,5 @@ def test_layers_without_an_adapter_are_described(model_type, what):
     assert any(one.reason.startswith(what) for one in trace.uncaptured)
 
 
-def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
+def test_a_class_of_equal_name_in_another_library_is_not_described():
     assert not NoOperatorAdapter().reads(type("MraSelfAttention", (nn.Module,), {})())
-
-
-HOW_TO = (Path(__file__).parents[2] / "docs/how-to/adapters.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", HOW_TO, re.DOTALL)
-
-
-@pytest.mark.parametrize("at", range(2))
-def test_an_example_prints_the_output_on_the_page(at):
-    code, wanted = EXAMPLES[at]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "adapters.md", "exec"), {"__name__": "example"})
-    assert printed.getvalue() == wanted
-
-
-def test_the_page_has_these_examples_only():
-    assert len(EXAMPLES) == HOW_TO.count("```python") == 2
