@@ -1,6 +1,6 @@
 """One of two processes that capture the same small Llama, split in each of several ways.
 
-Run as ``python sharded_worker.py RANK 2 FOLDER``; writes what capture said of each to ``FOLDER/RANK.json``.
+Run as ``python sharded_worker.py RANK 2 FOLDER``; writes the results of all captures to ``FOLDER/RANK.json``.
 """
 
 import json
@@ -24,29 +24,23 @@ from rankwise.errors import CaptureError
 
 CONFIG = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-PLAN = {
-    f"layers.{layer}.{name}": style
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+PLAN = {f"layers.{layer}.{name}": ColwiseParallel() for layer in (0, 1) for name in COLUMNS}
+PLAN |= {
+    f"layers.{layer}.{name}": RowwiseParallel()
     for layer in (0, 1)
-    for name, style in {
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.gate_proj": ColwiseParallel(),
-        "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
-    }.items()
+    for name in ("self_attn.o_proj", "mlp.down_proj")
 }
 
 
 def whole(folder: Path) -> nn.Module:
-    """The model as one process has it, the same in each."""
+    """Return the model that each process holds without a split."""
     torch.manual_seed(0)
     return LlamaModel(LlamaConfig(**CONFIG)).eval()
 
 
 def saved(folder: Path) -> Path:
-    """Its files; the first process has written them before the others read."""
+    """Return the folder of the saved model, once the first process has written it."""
     if dist.get_rank() == 0:
         whole(folder).save_pretrained(folder / "llama")
     dist.barrier()
@@ -110,13 +104,13 @@ WAYS = (torch_plan, transformers_plan, plan_under_fsdp, layers_apart, split_call
 
 
 def sums(matrices: torch.Tensor) -> list[float]:
-    """The sum of squares of each head that is here."""
+    """Return the sum of squares of each head in this process."""
     here = matrices.to_local() if isinstance(matrices, DTensor) else matrices
     return here.double().square().sum((0, 2, 3)).tolist()
 
 
 def seen(model: nn.Module) -> dict[str, object]:
-    """What capture says of one call: an error, or the matrices."""
+    """Capture one call; return the error, or sizes and sums of the matrices."""
     tokens = torch.arange(14).reshape(2, 7)
     try:
         with torch.no_grad(), rw.capture(model) as trace:
@@ -136,11 +130,11 @@ def main() -> None:
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    told = {}
+    results = {}
     for way in WAYS:
-        told[way.__name__] = seen(way(folder))
+        results[way.__name__] = seen(way(folder))
         dist.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 

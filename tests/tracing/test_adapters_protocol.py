@@ -1,9 +1,9 @@
-"""Modules that say themselves what they mix with, and adapters that must not stop a model."""
+"""Modules with a method `mixing_operator`, and adapters that must not stop a model."""
 
 import pytest
 import torch
+from capture_zoo import fused, kind
 from torch import nn
-from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.errors import CaptureError
@@ -12,7 +12,7 @@ from rankwise.tracing.adapters import Adapter, adapter_of
 
 
 class Convolution(nn.Module):
-    """A long convolution over tokens that knows its operator: one kernel a channel."""
+    """A long convolution over tokens that returns its operator: one kernel per channel."""
 
     def __init__(self, width=6, tokens=9, dropout=0.0):
         super().__init__()
@@ -22,7 +22,7 @@ class Convolution(nn.Module):
 
     def mixing_operator(self, hidden_states, scale=1.0):
         self.asked += 1
-        self.inner(hidden_states)  # a hook of ours on it must not take this for a call of the model
+        self.inner(hidden_states)  # the hooks of capture must not take this for a call of the model
         self.dropout(hidden_states)
         kernel = scale * self.kernel[:, : hidden_states.shape[1]]
         return ToeplitzMixing(kernel.expand(hidden_states.shape[0], -1, -1))
@@ -38,24 +38,24 @@ class Convolution(nn.Module):
         return self.dropout(mixed)
 
 
-class Block(nn.Module):
-    def __init__(self, mixer):
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, x):
-        return x + self.mixer(x, scale=0.5)
-
-
-def stack(make=Convolution, depth=3, **settings):
+def stack(make=Convolution, depth=3):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(make(**settings)) for _ in range(depth)))
+    block = kind(lambda self, x: x + self.mixer(x, scale=0.5), mixer=make)
+    return nn.Sequential(*(block() for _ in range(depth)))
 
 
-def test_a_module_is_asked_for_its_operator():
-    model, x = stack(), torch.randn(2, 7, 6)
-    with torch.no_grad(), rw.capture(model, values=True) as trace:
-        model(x)
+def tokens():
+    return torch.randn(2, 7, 6)
+
+
+def captured(model, **settings):
+    with torch.no_grad(), rw.capture(model, **settings) as trace:
+        model(tokens())
+    return trace
+
+
+def test_a_module_returns_its_operator():
+    trace = captured(model := stack(), values=True)
     assert [(site.name, site.layer, site.kind) for site in trace.mixers] == [
         (f"{at}.mixer", at, "toeplitz") for at in range(3)
     ]
@@ -71,64 +71,41 @@ def test_a_module_is_asked_for_its_operator():
 def test_values_are_computed_only_if_requested():
     class Strict(Convolution):
         def mixing_values(self, hidden_states, scale=1.0):
-            raise AssertionError("values were not asked for")
+            raise AssertionError("values were not requested")
 
-    with torch.no_grad(), rw.capture(model := stack(Strict)) as trace:
-        model(torch.randn(2, 7, 6))
+    trace = captured(stack(Strict))
     assert len(trace.mixers) == 3
     assert trace.mixers[0].values is None
 
 
-def test_asking_draws_no_random_numbers_from_the_model():
-    model, x = stack(dropout=0.5).train(), torch.randn(2, 7, 6)
+def test_reading_an_operator_draws_no_random_numbers():
+    model, x = stack(lambda: Convolution(dropout=0.5)).train(), tokens()
     torch.manual_seed(3)
     alone = model(x)
     torch.manual_seed(3)
     with rw.capture(model):
-        watched = model(x)
-    assert torch.equal(alone, watched)
+        assert torch.equal(alone, model(x))
 
 
-class Attention(nn.Module):
-    """Fused attention inside a module that knows its operator, and would be captured without it, too."""
-
-    def forward(self, x, scale=1.0):
-        return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
-
-    def mixing_operator(self, x, scale=1.0):
-        return rw.operators.SoftmaxMixing(x[:, None], x[:, None])
+def test_attention_with_an_adapter_is_captured_once():
+    attention = kind(lambda self, x, scale=1.0: fused(x[:, None], x[:, None], x[:, None])[:, 0])
+    attention.mixing_operator = lambda self, x, scale: rw.operators.SoftmaxMixing(x[:, None], x[:, None])
+    assert len(captured(stack(attention)).mixers) == 3
 
 
-def test_a_module_with_an_adapter_is_captured_once():
-    with rw.capture(model := stack(Attention)) as trace:
-        model(torch.randn(2, 7, 6))
-    assert len(trace.mixers) == 3
-
-
-def test_the_outermost_of_two_is_asked():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Convolution()
-
-        def forward(self, x, scale=1.0):
-            return self.inner(x, scale)
-
-        def mixing_operator(self, x, scale=1.0):
-            return self.inner.mixing_operator(x, scale)
-
-    with rw.capture(model := stack(Outer)) as trace:
-        model(torch.randn(2, 7, 6))
+def test_only_the_outer_of_two_nested_modules_is_read():
+    outer = kind(lambda self, x, scale=1.0: self.inner(x, scale), inner=Convolution)
+    outer.mixing_operator = lambda self, x, scale: self.inner.mixing_operator(x, scale)
+    trace = captured(model := stack(outer))
     assert [site.name for site in trace.mixers] == ["0.mixer", "1.mixer", "2.mixer"]
     assert model[0].mixer.inner.asked == 1
 
 
-def test_sites_by_hand_come_first():
-    def by_hand(module, args, kwargs, output):
+def test_a_site_of_the_caller_replaces_the_method():
+    def operator(module, args, kwargs, output):
         return DiagonalMixing(torch.ones(args[0].shape[0], 1, args[0].shape[1]))
 
-    with rw.capture(model := stack(), sites={"1.mixer": by_hand}) as trace:
-        model(torch.randn(2, 7, 6))
+    trace = captured(model := stack(), sites={"1.mixer": operator})
     assert [site.kind for site in trace.mixers] == ["toeplitz", "diagonal", "toeplitz"]
     assert model[1].mixer.asked == 0
 
@@ -143,11 +120,11 @@ def test_sites_by_hand_come_first():
     ],
     ids=["a tensor", "no heads", "an error", "other arguments"],
 )
-def test_a_module_that_answers_wrongly_stops_nothing(made, reason):
+def test_a_module_that_returns_a_wrong_operator_does_not_stop_the_model(made, reason):
     class Wrong(Convolution):
         mixing_operator = made
 
-    model, x = stack(Wrong), torch.randn(2, 7, 6)
+    model, x = stack(Wrong), tokens()
     model[1].mixer.__class__ = Convolution
     alone = model(x)
     with rw.capture(model) as trace:
@@ -158,7 +135,7 @@ def test_a_module_that_answers_wrongly_stops_nothing(made, reason):
         model(x)
 
 
-def test_a_cache_is_not_asked_twice():
+def test_a_module_with_a_cache_is_not_called_twice():
     class Cached(Convolution):
         def forward(self, hidden_states, scale=1.0, past_key_values=None):
             return super().forward(hidden_states, scale)
@@ -166,19 +143,14 @@ def test_a_cache_is_not_asked_twice():
         def mixing_operator(self, hidden_states, scale=1.0, past_key_values=None):
             return super().mixing_operator(hidden_states, scale)
 
-    class CachedBlock(Block):
-        def forward(self, x, cache=None):
-            return x + self.mixer(x, scale=0.5, past_key_values=cache)
+    def forward(self, x, cache=None):
+        return x + self.mixer(x, scale=0.5, past_key_values=cache)
 
-    model = CachedBlock(Cached())
-    with rw.capture(model) as trace:
-        model(torch.randn(2, 7, 6))
-    assert len(trace.mixers) == 1
-    with (
-        pytest.raises(CaptureError, match="it was called with a cache that a second call would change"),
-        rw.capture(model),
-    ):
-        model(torch.randn(2, 7, 6), cache=object())
+    model = kind(forward, mixer=Cached)()
+    assert len(captured(model).mixers) == 1
+    reason = "it was called with a cache that a second call would change"
+    with pytest.raises(CaptureError, match=reason), rw.capture(model):
+        model(tokens(), cache=object())
 
 
 def test_a_call_without_tokens_is_reported():
@@ -187,23 +159,16 @@ def test_a_call_without_tokens_is_reported():
 
 
 def test_a_call_that_raises_leaves_nothing_behind():
-    model, x = stack(), torch.randn(2, 7, 6)
+    model = stack()
     with rw.capture(model) as trace:
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.randn(2, 7, 5))
-        model(x)
+        model(tokens())
     assert [site.name for site in trace.mixers] == ["0.mixer", "1.mixer", "2.mixer"]
 
 
-class MambaMixer(nn.Module):
-    """Of that name, and none of transformers'."""
-
-    def forward(self, x):
-        return x
-
-
-def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
-    assert adapter_of(MambaMixer()) is None
+def test_a_class_of_equal_name_in_another_library_has_no_adapter():
+    assert adapter_of(kind(lambda self, x: x, "MambaMixer")()) is None
     assert isinstance(adapter_of(Convolution()), Adapter)
     assert adapter_of(nn.Linear(2, 2)) is None
 
@@ -217,10 +182,7 @@ def test_a_class_of_the_same_name_elsewhere_is_not_taken_for_it():
     ],
 )
 def test_why_other_recurrent_layers_are_not_captured(name, reason):
-    kind = type(name, (nn.Module,), {"forward": lambda self, x, scale=1.0: x})
-    model = nn.Sequential(Block(Convolution()), Block(kind()))
-    with rw.capture(model) as trace:
-        model(torch.randn(2, 7, 6))
-    (module,) = trace.uncaptured
+    model = nn.Sequential(*stack(depth=1), *stack(kind(lambda self, x, scale: x, name), depth=1))
+    (module,) = captured(model).uncaptured
     assert (module.name, module.type) == ("1.mixer", name)
     assert reason in module.reason

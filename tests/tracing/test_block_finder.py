@@ -46,23 +46,11 @@ def layers_of(records):
 
 
 def calls_of(model, names, *inputs):
-    """Return copies of the first inputs and of the outputs of modules, by name."""
-    read, gave, handles = {}, {}, []
-    for name in names:
-        module = model.get_submodule(name)
-
-        def before(module, args, name=name):
-            read.setdefault(name, []).append(args[0].clone())
-
-        def after(module, args, output, name=name):
-            gave.setdefault(name, []).append(output.clone())
-
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    with torch.no_grad():
+    """Return the first inputs and the outputs of modules, in lists by name."""
+    with torch.no_grad(), rw.tracing.record_calls(model, names, copy=True) as calls:
         model(*(one.clone() for one in inputs))
-    for handle in handles:
-        handle.remove()
-    return read, gave
+    read = {name: [call.args[0] for call in calls if call.name == name] for name in names}
+    return read, {name: [call.output for call in calls if call.name == name] for name in names}
 
 
 def sequential(*parts):

@@ -7,6 +7,7 @@ import sys
 import pydantic
 import pytest
 import torch
+from capture_zoo import kind
 from torch import nn
 
 from rankwise.tracing import CallId, HeadId, Intervention, capture
@@ -49,30 +50,22 @@ def test_addresses_load_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class Block(nn.Module):
-    """Runs its attention on its tokens twice, and once on others."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x, other):
-        for given in (None, other, None):
-            keys = x if given is None else given
-            x = x + self.attention(x, keys, keys, need_weights=False)[0]
-        return x
+def run_three_times(self, x, other):
+    """Attend to the tokens, to other tokens, and to the tokens again."""
+    for given in (None, other, None):
+        keys = x if given is None else given
+        x = x + self.attention(x, keys, keys, need_weights=False)[0]
+    return x
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([Block(), Block()])
+def run(self, x, other):
+    for block in self.blocks:
+        x = block(x, other)
+    return x
 
-    def forward(self, x, other):
-        for block in self.blocks:
-            x = block(x, other)
-        return x
+
+Block = kind(run_three_times, attention=lambda: nn.MultiheadAttention(8, 2, batch_first=True))
+Blocks = kind(run, blocks=lambda: nn.ModuleList([Block(), Block()]))
 
 
 def test_calls_of_a_module_are_counted_in_its_layer_and_in_the_forward_pass():
@@ -106,15 +99,10 @@ def test_a_module_shared_by_layers_counts_anew_in_each_layer():
 
 
 def test_a_stack_that_runs_again_counts_anew_in_its_layers_but_not_in_the_model():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = Blocks()
-
-        def forward(self, x, other):
-            return self.encoder(x, other) + self.encoder(other, x).mean(1, keepdim=True)
-
-    model = Twice().eval()
+    model = kind(
+        lambda self, x, other: self.encoder(x, other) + self.encoder(other, x).mean(1, keepdim=True),
+        encoder=Blocks,
+    )().eval()
     with capture(model) as trace:
         model(torch.randn(1, 5, 8), torch.randn(1, 3, 8))
     places = [(site.forward_pass, site.layer, site.call) for site in trace.mixers]

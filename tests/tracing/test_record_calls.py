@@ -1,28 +1,19 @@
-"""`record_calls`: which calls it records, in which order, and what later changes cannot reach."""
+"""`record_calls` records calls in the order of their ends; copies are safe from later changes."""
 
 import pytest
 import torch
+from capture_zoo import kind
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankwise.tracing import record_calls
 
-
-class InPlace(nn.Module):
-    """Changes its input and its own output in place after they were read."""
-
-    def forward(self, x, *, scale):
-        return x.mul_(scale)
-
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), InPlace()
-
-    def forward(self, x):
-        y = self.first(x)
-        return self.second(y, scale=torch.tensor(2.0)).add_(1)
+# The second module changes its input in place, and the model changes the output of the second.
+Nested = kind(
+    lambda self, x: self.second(self.first(x), scale=torch.tensor(2.0)).add_(1),
+    first=lambda: nn.Linear(3, 3),
+    second=kind(lambda self, x, *, scale: x.mul_(scale)),
+)
 
 
 def test_calls_are_recorded_in_the_order_in_which_they_end():
@@ -65,12 +56,9 @@ def test_gradient_history_is_kept_if_asked_for(copy, detach):
 
 
 def test_containers_keep_their_form():
-    class Several(nn.Module):
-        def forward(self, pair, options=None):
-            return {"sum": pair[0] + pair[1], "rest": [pair, None]}
-
+    model = kind(lambda self, pair, options=None: {"sum": pair[0] + pair[1], "rest": [pair, None]})()
     pair = (torch.ones(2), torch.zeros(2))
-    with record_calls(model := Several(), {""}, copy=True) as calls:
+    with record_calls(model, {""}, copy=True) as calls:
         model(pair, options={"names": ("a", "b")})
     call = calls[0]
     assert isinstance(call.args[0], tuple)
@@ -79,25 +67,21 @@ def test_containers_keep_their_form():
     assert call.output["rest"][1] is None
 
 
-class Raises(nn.Module):
-    def forward(self, x):
-        if x.sum() > 0:
-            raise ValueError("positive")
-        return x
+def raise_if_positive(self, x):
+    if x.sum() > 0:
+        raise ValueError("positive")
+    return x
 
 
-class Tries(nn.Module):
-    """Takes another input if the first one raises."""
+def try_both_signs(self, x):
+    try:
+        return self.inner(x)
+    except ValueError:
+        return self.inner(-x)
 
-    def __init__(self):
-        super().__init__()
-        self.inner = Raises()
 
-    def forward(self, x):
-        try:
-            return self.inner(x)
-        except ValueError:
-            return self.inner(-x)
+Raises = kind(raise_if_positive)
+Tries = kind(try_both_signs, inner=Raises)
 
 
 @pytest.mark.parametrize("copy", [True, False])
