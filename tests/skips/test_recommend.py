@@ -540,7 +540,7 @@ def finding(code: str = "COLLAPSE", severity: Any = "error") -> Finding:
         ({"model": None}, r"`model`: expected a torch\.nn\.Module, got NoneType\."),
         ({"batch": None}, r"`batch`: expected a batch, got NoneType\. Pass one of the batches"),
         ({"batch": "a text"}, "`batch`: expected a batch, got str"),
-        ({"batch": [{"input_ids": torch.ones(1, 2)}]}, "`batch`: expected a batch, got list of dict"),
+        ({"batch": [{"input_ids": torch.ones(1, 2)}]}, "`batch`: expected a batch, got list"),
         ({"batch": {}}, "`batch`: expected a batch, got dict"),
     ],
 )

@@ -38,7 +38,8 @@ class Skips(Mapping[str, nn.Parameter]):
         self.notes = tuple(notes)
 
     def __getitem__(self, name: str) -> nn.Parameter:
-        return parameter_of(self._model, self.sites[name])
+        site = self.sites[name]
+        return self._model.get_submodule(site.write.module).get_parameter(site.parameter)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -47,16 +48,12 @@ class Skips(Mapping[str, nn.Parameter]):
         return len(self.sites)
 
     def __repr__(self) -> str:
-        def shown(value: Tensor) -> str:
-            one, several = value.flatten()[0].item(), f"{value.numel()} channels, mean {value.mean():g}"
-            return f"{one:g}" if value.numel() == 1 else several
-
-        return f"Skips({{{', '.join(f'{name}: {shown(value)}' for name, value in self.items())}}})"
-
-
-def parameter_of(model: nn.Module, site: SkipSite) -> nn.Parameter:
-    """Return the parameter λ of a site."""
-    return model.get_submodule(site.write.module).get_parameter(site.parameter)
+        shown = [
+            f"{name}: {value.item():g}" if value.numel() == 1
+            else f"{name}: {value.numel()} channels, mean {value.mean():g}"
+            for name, value in self.items()
+        ]  # fmt: skip
+        return f"Skips({{{', '.join(shown)}}})"
 
 
 def add_lambda_skip(
@@ -192,9 +189,8 @@ def skips_of(model: nn.Module) -> Skips:
 def check_skips(model: nn.Module) -> None:
     """Raise if a model has no λ-skips."""
     if not skip_sites(model):
-        fix = "Put them in with `rw.add_lambda_skip(model)`."
-        name = type(model).__name__
-        raise SkipError(f"model {name}", expected="a model with λ-skips", got="one without", fix=fix)
+        subject, fix = f"model {type(model).__name__}", "Put them in with `rw.add_lambda_skip(model)`."
+        raise SkipError(subject, expected="a model with λ-skips", got="one without", fix=fix)
 
 
 def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
@@ -249,30 +245,22 @@ def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> lis
 
 def check_lambda(subject: str, value: object) -> None:
     """Raise if λ is not a finite number in float32; warn if it is 0."""
-    limits = torch.finfo(torch.float32)
+    limits, expected = torch.finfo(torch.float32), "a finite number, in float32 too"
     number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not limits.min <= number <= limits.max:
-        wanted = "a finite number, in float32 too"
-        raise SkipError(subject, expected=wanted, got=repr(value), fix="1.0 changes nothing.")
+        raise SkipError(subject, expected=expected, got=repr(value), fix="1.0 changes nothing.")
     if torch.tensor(float(number)) == 0:
-        warnings.warn(
-            "λ = 0 removes the skip connections: tokens may become similar within a few layers, and no "
-            "bound holds",
-            UserWarning,
-            stacklevel=3,
-        )
+        effect = "tokens may become similar within a few layers, and no bound holds"
+        warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
-    notes = []
-    dropping = [site.name for site in sites if site.drops]
-    if dropping:
-        notes.append(
-            f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: it is a function, not a "
-            f"module, and cannot be stepped over ({len(dropping)} sites)"
-        )
-    known = "no module reads or gives its parts"
-    return notes + [f"the residual connection in {name} has no λ: {known}" for name in missed]
+    limit = "no module reads or gives its parts"
+    notes = [f"the residual connection in {name} has no λ: {limit}" for name in missed]
+    if dropping := [site.name for site in sites if site.drops]:
+        limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
+        notes.append(f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: {limit}")
+    return notes
 
 
 # --- models and examples ---------------------------------------------------------------------------------

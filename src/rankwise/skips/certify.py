@@ -402,16 +402,17 @@ def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, f
 # --- stacks and notes ------------------------------------------------------------------------------------
 
 
-def _stack(site: str) -> str:
-    """Return the name of the stack of blocks that contains a site; the site if no part is a number."""
-    parts = site.split(".")
-    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
-    return stack_of(".".join(parts[: numbers[-1] + 1])) if numbers else site
-
-
 def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) -> list[StackCertificate]:
     found = []
-    pairs = grouped(zip(seen, layers, strict=True), lambda pair: _stack(pair[0].site.name))
+
+    def stack_name(pair: tuple[ObservedSkip, LayerCertificate]) -> str:
+        """Return the stack of a site by the last number in its name; the name itself if it has no number."""
+        parts = pair[0].site.name.split(".")
+        while parts and not parts[-1].isdigit():
+            parts.pop()
+        return stack_of(".".join(parts)) if parts else pair[0].site.name
+
+    pairs = grouped(zip(seen, layers, strict=True), stack_name)
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
         start, end = _share(first.x, first.mask), _share(last.total, last.mask)

@@ -44,9 +44,6 @@ SumChange = Callable[[Tensor, Tensor], Tensor]
 """Replacement of a sum: a function of its two operands."""
 
 
-# --- record ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Sum:
     """Recorded sum x + y of two tensors of equal shape."""
@@ -59,7 +56,6 @@ class Sum:
     out: GradientEdge
     like: Tensor
     """Result of the sum, detached from the graph."""
-    finite: bool
     frames: tuple[ModuleCall, ...]
     """Calls of the modules around the sum, outermost first."""
 
@@ -121,13 +117,10 @@ class ForwardRecord:
         for key, value in items(call.output):
             self._pass(self.returned, time, call, value, None, key)
 
-    def _pass(
-        self, notes: Any, time: int, call: ModuleCall, value: Any, argument: Any, key: Key = None
-    ) -> None:
+    def _pass(self, notes: Any, time: int, call: ModuleCall, value: Any, way: Any, key: Key = None) -> None:
         if isinstance(value, Tensor):
             self.alive.append(value)
-            passage = Passage(time, call, Port(call.name, argument, key))
-            notes.setdefault(version(value), []).append(passage)
+            notes.setdefault(version(value), []).append(Passage(time, call, Port(call.name, way, key)))
 
     def origin(self, tensor: Version) -> Version:
         """Return the first tensor of which a tensor is a copy, or a copy of a copy."""
@@ -172,25 +165,21 @@ class SumNames:
 
     def __init__(self, running: Sequence[ModuleCall]) -> None:
         self._running = running
-        self._calls: dict[str, list[int]] = {}
-        self._taken: dict[int, int] = {}
+        self._counts: dict[str, dict[int, int]] = {}  # by module: the number of sums in each of its calls
 
     def next(self) -> SumName:
         """Return the name of the next sum, which belongs to the innermost running module."""
-        name, serial = (self._running[-1].name, self._running[-1].serial) if self._running else ("", -1)
-        calls = self._calls.setdefault(name, [])
-        if serial not in calls:
-            calls.append(serial)
-        at = self._taken.get(serial, 0)
-        self._taken[serial] = at + 1
-        return name, calls.index(serial), at
+        call = self._running[-1] if self._running else None  # none in hooks that run after the model
+        name, serial = (call.name, call.serial) if call else ("", -1)
+        counts = self._counts.setdefault(name, {})
+        counts[serial] = counts.get(serial, -1) + 1
+        return name, list(counts).index(serial), counts[serial]
 
 
 class SumRecorder(TorchFunctionMode):
     """Mode that records sums, copies and uses of tensors, with the autograd graph between them.
 
-    Functional dropout does nothing in evaluation mode. Here it returns a new tensor, to distinguish the
-    tensors before and after dropout.
+    Functional dropout returns a copy here, so that tensors before and after it differ in evaluation mode too.
     """
 
     def __init__(self, running: Sequence[ModuleCall], record: ForwardRecord) -> None:
@@ -206,20 +195,16 @@ class SumRecorder(TorchFunctionMode):
         record, pair = self._record, operands(func, args, kwargs)
         states = pair is not None and pair[0].shape == pair[1].shape and 0 not in pair[0].shape
         edges = None
-        if states and pair[0].requires_grad and pair[1].requires_grad:
+        if states and self._running and pair[0].requires_grad and pair[1].requires_grad:
             edges = tuple(map(get_gradient_edge, pair))  # read before an operand changes in place
         given = floating((*args, *kwargs.values()))
         versions = {id(value): version(value) for value in given}
         out = func(*args, **kwargs)
         name = None if pair is None else self._names.next()
         if edges is not None and isinstance(out, Tensor) and out.requires_grad:
-            record.alive.append(out)
-            sum_ = Sum(
-                name, record.tick(), (versions[id(pair[0])], versions[id(pair[1])]), edges, version(out),
-                get_gradient_edge(out), like=out.detach(), finite=bool(out.isfinite().all()),
-                frames=tuple(self._running),
-            )  # fmt: skip
-            record.sums.append(sum_)
+            time, known = record.tick(), (versions[id(pair[0])], versions[id(pair[1])])
+            made, edge, frames = version(out), get_gradient_edge(out), tuple(self._running)
+            record.sums.append(Sum(name, time, known, edges, made, edge, out.detach(), frames))
         self._used(func, given, versions, out, name)
         return out
 
@@ -277,8 +262,8 @@ class ReplaceSums(TorchFunctionMode):
 def operands(func, args, kwargs):
     """Return the two operands of a plain sum with as many axes as token states; None for anything else.
 
-    Sums that broadcast one operand count as well: the batch size alone decides if positions + words
-    broadcasts, and names of later sums must not depend on the batch size.
+    Sums that broadcast an operand count: positions + words broadcasts for batches of several sequences only,
+    and names of sums must not depend on the batch size.
     """
     if func not in SUMS or kwargs.get("alpha", 1) != 1:
         return None
@@ -364,7 +349,7 @@ def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
     """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
     sides = [(which, sum_.edges[which], sum_.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
-    if sides and not sum_.finite:
+    if sides and not bool(sum_.like.isfinite().all()):
         raise _not_finite(f"a sum x + f(x) in {sum_.name[0] or 'the model itself'}")
     for which, x, y in sides:
         axis = _mixed_axis(y, x, sum_)
@@ -419,14 +404,10 @@ def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
 
 def _not_finite(what: str) -> SkipError:
     return SkipError(
-        "the example, or the weights of the model",
+        "the example, or the weights of the model", got=f"NaN or infinity in {what}",
         expected="finite numbers in a forward pass and its derivatives",
-        got=f"NaN or infinity in {what}",
         fix="Check the weights; in float16, add the skips in float32 or bfloat16. Or pass another `example`.",
-    )
-
-
-# --- runs ------------------------------------------------------------------------------------------------
+    )  # fmt: skip
 
 
 def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, SumChange]) -> list[Tensor]:

@@ -63,14 +63,14 @@ def fit_skips(
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
     skips = skips_of(model)
     start = {name: value.detach().clone() for name, value in skips.items()}
-    groups = skip_parameter_groups(model, only_skips=True)
-    learning = {id(scale): scale for group in groups for scale in group["params"]}
+    group = skip_parameter_groups(model)[0]
+    learning = {id(scale): scale for scale in group["params"]}
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     losses: list[float] = []
     try:
         for parameter, _ in required:
             parameter.requires_grad_(id(parameter) in learning)
-        optimizer = torch.optim.Adam(groups, lr=lr)
+        optimizer = torch.optim.Adam([group], lr=lr)
         with eval_mode(model), torch.enable_grad():
             for step in range(steps):
                 optimizer.zero_grad()
@@ -100,7 +100,7 @@ def fit_skips(
 
 
 def skip_parameter_groups(
-    model: nn.Module, weight_decay: float = 0.01, lr: float | None = None, only_skips: bool = False
+    model: nn.Module, weight_decay: float = 0.01, lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: λ without weight decay, all other parameters with it.
 
@@ -108,7 +108,6 @@ def skip_parameter_groups(
         model: a model with λ-skips.
         weight_decay: weight decay of all other parameters.
         lr: learning rate of λ; None for the rate of the optimizer.
-        only_skips: True to leave all other parameters out.
 
     Returns:
         Groups in the format of `torch.optim`, λ first.
@@ -131,12 +130,12 @@ def skip_parameter_groups(
             fix="Put them in with `rw.add_lambda_skip(model, learnable=True)`.",
         )  # fmt: skip
     rate = {} if lr is None else {"lr": lr}
-    groups: list[dict[str, Any]] = [{"params": scales, "weight_decay": 0.0, **rate}]
-    if not only_skips:
-        known = {id(scale) for scale in scales}
-        others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
-        groups.append({"params": others, "weight_decay": weight_decay})
-    return groups
+    known = {id(scale) for scale in scales}
+    others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
+    return [
+        {"params": scales, "weight_decay": 0.0, **rate},
+        {"params": others, "weight_decay": weight_decay},
+    ]
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:

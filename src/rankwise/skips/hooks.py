@@ -1,4 +1,7 @@
-"""Hooks of a λ-skip, which stay in a model when it is copied, pickled or compiled."""
+"""Hooks that apply λ: each is called by a module of the model, and changes its arguments or its output.
+
+They stay in a model when it is copied, pickled or compiled.
+"""
 
 import threading
 from dataclasses import dataclass

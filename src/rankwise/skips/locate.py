@@ -86,14 +86,11 @@ def _rebased(site: SkipSite, module: str) -> SkipSite:
         return ".".join([*new, *parts[len(old) :]]) if parts[: len(old)] == old else before
 
     return replace(
-        site,
-        read=replace(site.read, module=name(site.read.module)),
+        site, read=replace(site.read, module=name(site.read.module)),
         write=replace(site.write, module=module),
-        scope=None if site.scope is None else name(site.scope),
-        block=name(site.block),
-        norm=site.norm and name(site.norm),
-        sums=tuple((name(block), call, at) for block, call, at in site.sums),
-    )
+        scope=None if site.scope is None else name(site.scope), block=name(site.block),
+        norm=site.norm and name(site.norm), sums=tuple((name(one[0]), *one[1:]) for one in site.sums),
+    )  # fmt: skip
 
 
 def _parts(name: str) -> list[str]:
@@ -109,12 +106,10 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:
-        sum_ = residual.sum
-        way = (
-            _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record, False)
-        )
-        drops = way is None
-        way = way or _as_branch(residual, record, drops=True)
+        sum_, drops = residual.sum, False
+        way = _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record)
+        if way is None:
+            way, drops = _as_branch(residual, record, drops=True), True
         if way is None:
             missed.append(sum_.name[0] or "the model itself")
             continue
@@ -154,7 +149,7 @@ def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
     reads = [use for use in uses if use.numbers == size]
     if not reads:
         return None
-    inside = not sum_.frames or all(sum_.frames[-1].serial in use.running for use in uses)
+    inside = all(sum_.frames[-1].serial in use.running for use in uses)
     given = [passage.call for tensor in same for passage in record.received.get(tensor, ())]
     alone = [call for call in given if all(call.serial in use.running for use in uses)]
     for call in sorted(alone, key=lambda call: call.serial, reverse=True):
@@ -171,8 +166,6 @@ Way = tuple[Port, Port, str | None]
 def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
     """Return ports to scale x, an argument that the module of the sum only adds; None if there is none."""
     sum_ = residual.sum
-    if not sum_.frames:
-        return None
     inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])
     uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]
     uses = [use for use in uses if use.returns != "copy" and inner.serial in use.running]
@@ -194,7 +187,7 @@ def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
     return None
 
 
-def _as_branch(residual: Residual, record: ForwardRecord, drops: bool) -> Way | None:
+def _as_branch(residual: Residual, record: ForwardRecord, drops: bool = False) -> Way | None:
     """Return ports to correct f(x), if a module returns f(x) after x passed a module; None otherwise."""
     sum_ = residual.sum
     x = record.origin(sum_.operands[residual.which])

@@ -149,10 +149,8 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
     found = {}
     for site in sites:
         module = model.get_submodule(site.write.module)
-        value = getattr(module, site.parameter, None)
-        if value is None:
-            value = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
-        found[site.name] = value.detach().reshape(-1)
+        plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
+        found[site.name] = getattr(module, site.parameter, plain).detach().reshape(-1)
     return found
 
 
@@ -185,9 +183,6 @@ def as_batch(value: Tensor, axis: int) -> Tensor:
     if value.dim() == 2:
         return value[None]
     return value.transpose(0, 1) if axis == 0 else value
-
-
-# --- norms -----------------------------------------------------------------------------------------------
 
 
 def normed(rows: Tensor, centre: bool, eps: float) -> Tensor:

@@ -11,16 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    Batch,
-    batch_size,
-    device_of,
-    drop_unused_labels,
-    first_sequences,
-    run_model,
-    tensors_of,
-    to_device,
-)
+from rankwise._internals import forward
+from rankwise._internals.forward import Batch, run_model, tensors_of
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
@@ -34,14 +26,7 @@ from rankwise.skips.certify import certify_sites
 from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
-from rankwise.skips.observe import (
-    ObservedSkip,
-    lambdas_of,
-    observe,
-    plain_skips,
-    sites_in,
-    with_lambdas,
-)
+from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, plain_skips, sites_in, with_lambdas
 from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
@@ -119,9 +104,10 @@ def _choose(
     model: nn.Module, batch: Batch, stack: str, sites: Sequence[SkipSite], inside: Sequence[SkipSite]
 ) -> LambdaChoice:
     """Choose λ for the sites inside a stack, among all sites of the model."""
+    names = [site.name for site in inside]
     if not inside:
         return LambdaChoice(
-            stack=stack, sites=[], value=1.0, removes_collapse=False, tried=[], proved=None,
+            stack=stack, sites=names, value=1.0, removes_collapse=False, tried=[], proved=None,
             mixing_share=math.nan,
         )  # fmt: skip
     current = lambdas_of(model, inside)
@@ -138,7 +124,6 @@ def _choose(
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
-    names = [site.name for site in inside]
     seen = observe(model, batch, sites, _raised(current, best))
     shares = [_share(added) for added in seen if added.site.name in names]
     least = [
@@ -182,7 +167,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         True
     """
     _check(audit, model, batch)
-    sample = first_sequences(to_device(drop_unused_labels(model, batch)[0], device_of(model)), SAMPLE)
+    kept, _ = forward.drop_unused_labels(model, batch)
+    sample = forward.first_sequences(forward.to_device(kept, forward.device_of(model)), SAMPLE)
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
     collapsed = any(finding.code == "COLLAPSE" for finding in found)
@@ -200,7 +186,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         check_traceable(model)
         sites, _ = sites_in(model, sample)
         looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
-        notes.append(f"{AGAIN}, {batch_size(sample)} sequences, for {' and '.join(looked_at)}")
+        notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
         for site, share in _shares(model, sample, sites).items():
@@ -251,13 +237,8 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
 
 def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
     """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
-    return {
-        name: torch.where(own < 0, -1, 1).to(own) * own.abs().clamp(min=value)
-        for name, own in lambdas.items()
-    }
-
-
-# --- findings --------------------------------------------------------------------------------------------
+    signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
+    return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
 
 
 def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
@@ -349,25 +330,17 @@ def _share(added: ObservedSkip) -> float:
     return float((part / whole)[added.mask].mean())
 
 
-# --- arguments -------------------------------------------------------------------------------------------
-
-
-def _check(audit: Any, model: object, batch: object) -> None:
+def _check(audit: Any, model: object, batch: Any) -> None:
     fix = "Pass the result of `rw.audit(model, batches)`, or `rw.Audit.load(path)`."
     instance_of("`audit`", audit, Audit, "an audit", fix=fix)
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix="Pass the model that was audited.")
-    if not isinstance(batch, Mapping | tuple | list | Tensor) or not tensors_of(batch):
-        inside = f" of {type(batch[0]).__name__}" if isinstance(batch, tuple | list) and batch else ""
+    if not tensors_of(batch):
         fix = "Pass one of the batches that were audited: a dict of tensors, a tuple of tensors or a tensor."
-        got = f"{type(batch).__name__}{inside}"
-        raise InputError("`batch`", expected="a batch", got=got, fix=fix)
+        raise InputError("`batch`", expected="a batch", got=type(batch).__name__, fix=fix)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
-        raise InputError(
-            "`audit`", expected=f"an audit of a {kind}", got=f"one of a {audit.provenance.model_class}",
-            fix="Pass the model that was audited.",
-        )  # fmt: skip
+        got, fix = f"one of a {audit.provenance.model_class}", "Pass the model that was audited."
+        raise InputError("`audit`", expected=f"an audit of a {kind}", got=got, fix=fix)
     if not audit.complete:
-        raise InputError(
-            "`audit`", expected="a complete audit", got="one that was stopped", fix="Audit the model again."
-        )
+        got, fix = "one that was stopped", "Audit the model again."
+        raise InputError("`audit`", expected="a complete audit", got=got, fix=fix)

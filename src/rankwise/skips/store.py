@@ -41,15 +41,12 @@ class SkipFacts(BaseModel, extra="forbid"):
 def save_skips(
     model: nn.Module, folder: str | Path, fitted: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    """Write the λ-skips of a model into a folder, as ``skips.safetensors`` and ``skips.json``.
+    """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``; return the paths of both.
 
     Args:
         model: model with λ-skips.
         folder: folder to write; it is created if it is missing.
         fitted: notes on how λ was found.
-
-    Returns:
-        Paths of the safetensors file and of the JSON file.
 
     Raises:
         SkipError: if the model has no λ-skips, or a λ is not finite.
@@ -130,8 +127,7 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], fo
     """Raise if saved λ do not fit the model; warn if the files are too old to tell."""
     if facts.model_class != _class(model):
         raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
-    missing = set(facts.sites) ^ set(numbers)
-    if missing:
+    if missing := set(facts.sites) ^ set(numbers):
         expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
         fix = "Copy both files from the same save."
         raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)

@@ -1,4 +1,4 @@
-"""Verify that a model with λ-skips computes the same as the original model with scaled sums."""
+"""Verify added λ-skips: raise if the model with hooks differs from the model with scaled sums."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,6 +13,7 @@ from rankwise.skips.find import SumName, run_with
 from rankwise.skips.hooks import picked, with_value
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import scaled_sum, without_skips
+from rankwise.tracing.module_calls import holds
 
 
 def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: Sequence[SkipSite]) -> None:
@@ -38,7 +39,8 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
         wanted = run_with(model, example, exact)
     try:
         _fill(model, sites, scales)
-        with Change(model, hooks=[hook for check in checks for hook in check.hooks()]):
+        hooks = [AddedHook(check.site.write.module, "after", check.at_return) for check in checks]
+        with Change(model, hooks=hooks):
             taken = {name: partial(check.at_sum, name) for check in checks for name in check.site.sums}
             got = run_with(model, example, taken)
     finally:
@@ -67,8 +69,9 @@ class SumCheck:
         self._scaled = partial(scaled_sum, site.which, scale, None)
         self._operands: dict[SumName, tuple[Tensor, Tensor]] = {}
         self._agreed: set[SumName] = set()
-        self._inside = False
         self._due: SumName | None = None
+        # a hook corrects the output of a module around the sum, after the sum
+        self._corrected_later = site.write.argument is None and holds(site.write.module, site.block)
 
     @property
     def right(self) -> bool:
@@ -81,29 +84,16 @@ class SumCheck:
         return self._scaled(first, other)
 
     def at_sum(self, name: SumName, first: Tensor, other: Tensor) -> Tensor:
-        """Return a sum of the pass with hooks; it is compared now, or at the return of a corrected module."""
-        total = first + other
-        if self._inside:
+        """Return a sum of the pass with hooks; it is compared now, or when a hook has corrected it."""
+        if self._corrected_later:
             self._due = name
-            return total
-        return self._compared(name, total)
+            return first + other
+        return self._compared(name, first + other)
 
-    def hooks(self) -> list[AddedHook]:
-        """Return hooks that compare an output after the λ hook has corrected it."""
-        module = self.site.write.module
-        if self.site.write.argument is not None:  # the sum is compared in `at_sum`
-            return []
-        return [AddedHook(module, "before", self._enter), AddedHook(module, "after", self._leave)]
-
-    def _enter(self, *call: Any) -> None:
-        self._inside = True
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        self._inside, name, self._due = False, self._due, None
-        if name is None:
-            return None
-        key = self.site.write.key
-        return with_value(output, key, self._compared(name, picked(output, key)))
+    def at_return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Compare a sum in the output of a module, after the λ hook has corrected the output."""
+        name, self._due, key = self._due, None, self.site.write.key
+        return None if name is None else with_value(output, key, self._compared(name, picked(output, key)))
 
     def _compared(self, name: SumName, got: Tensor) -> Tensor:
         if name not in self._operands:  # the pass has other sums: only outputs are compared
@@ -121,9 +111,8 @@ class SumCheck:
 
 
 def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: dict[str, float]) -> None:
-    with torch.no_grad():
-        for site in sites:
-            model.get_submodule(site.write.module).get_parameter(site.parameter).fill_(scales[site.name])
+    for site in sites:
+        model.get_submodule(site.write.module).get_parameter(site.parameter).data.fill_(scales[site.name])
 
 
 def _close(wanted: Tensor, got: Tensor) -> bool:
