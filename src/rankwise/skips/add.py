@@ -222,10 +222,7 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
 
 
 def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """Return the sites that a wildcard matches by their name or by the name of a module around them.
-
-    ``None`` matches all sites.
-    """
+    """Return the sites that a wildcard matches, by their names or a module around them; None matches all."""
     if sites is None:
         return found
     chosen: set[str] = set()

@@ -5,6 +5,7 @@ Each sum λx + f(x) is observed on the batch, together with its norm and its mix
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,13 +43,12 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     """Certify each skip connection: the token spread μ kept on this batch, and the least |λ| proved for it.
 
     The spread is μ(Y) = ‖Y − 1ȳᵀ‖_F, the distance of the token states Y from their mean ȳ. The certificate
-    contains for each layer: μ before and after the skip connection; the proved lower bound of their ratio,
-    and the least |λ| for it (`rankwise.theory.skip_bound`, `min_lambda`); the least |λ| of the paper's
+    has for each layer: μ before and after the skip connection; a proved lower bound of their ratio, and the
+    least |λ| for which it is √a (`rankwise.theory.skip_bound`, `min_lambda`); the least |λ| of the paper's
     theorem; and ‖f(x)‖ relative to the sum. A model without λ-skips is certified at λ = 1.
 
-    The bound holds for single layers on the states of this batch. A changed λ changes the input of later
-    layers. Feed-forward parts and gains of norms between mixers are not part of the bound. A certificate
-    recommends no λ: `rankwise.skips.choose_lambda` does, by trial.
+    The bounds hold for single layers on the states of this batch; a changed λ changes the states of later
+    layers. Feed-forward parts and gains of norms are not part of the bounds. `choose_lambda` recommends λ.
 
     Cost: one forward pass (two, and derivatives, if the model has no λ-skips), and ‖M‖_F of the mixing matrix
     M of each head, in the memory of a T×T matrix.
@@ -103,11 +103,10 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
             "`batch`", expected="two real tokens in a sequence, or more", got="one at most",
             fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
         )  # fmt: skip
+    fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
     for added in seen:
         for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
-            fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
-            subject = f"states at {added.site.name!r}"
-            check_finite(subject, value[added.mask], fix, f" in the {what}")
+            check_finite(f"states at {added.site.name!r}", value[added.mask], fix, f" in the {what}")
     layers, unlike = [], {}
     for added, mixing in zip(seen, _mixings(seen, sites, mixers, calls), strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
@@ -117,23 +116,20 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     for name, value in tensors_of(batch).items():
         # padding masks of torch's own layers are not read, because their names and signs vary
         if name.endswith("key_padding_mask") and bool(value.any()):
-            notes.append(
-                f"`{name}` of the batch marks padding, and that was counted as tokens: give sequences of one "
-                "length without padding"
-            )
+            advice = "give sequences of one length without padding"
+            notes.append(f"`{name}` of the batch marks padding, and that was counted as tokens: {advice}")
     sequences = max(added.x.shape[0] for added in seen)
     return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=stacks, notes=notes)
 
 
 def _check_tokens(batch: Batch) -> None:
-    for mask in ("attention_mask", "decoder_attention_mask"):
-        value = tensors_of(batch).get(mask)
-        empty = 0 if value is None or value.dim() != 2 else int((~value.bool().any(-1)).sum())
-        if value is not None and empty:
-            raise SkipError(
-                f"`{mask}` of the batch", expected="a real token in every sequence",
-                got=f"{empty} of {len(value)} sequences that are all padding", fix="Leave them out.",
-            )  # fmt: skip
+    """Raise if a sequence of the batch has no real token."""
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = tensors_of(batch).get(name)
+        if mask is not None and mask.dim() == 2 and (empty := int((~mask.bool().any(-1)).sum())):
+            got, fix = f"{empty} of {len(mask)} sequences that are all padding", "Leave them out."
+            expected = "a real token in every sequence"
+            raise SkipError(f"`{name}` of the batch", expected=expected, got=got, fix=fix)
 
 
 # --- mixers ----------------------------------------------------------------------------------------------
@@ -403,16 +399,11 @@ def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, f
 
 
 def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) -> list[StackCertificate]:
+    """Return a certificate per stack; sites without a number in their names are stacks of their own."""
     found = []
-
-    def stack_name(pair: tuple[ObservedSkip, LayerCertificate]) -> str:
-        """Return the stack of a site by the last number in its name; the name itself if it has no number."""
-        parts = pair[0].site.name.split(".")
-        while parts and not parts[-1].isdigit():
-            parts.pop()
-        return stack_of(".".join(parts)) if parts else pair[0].site.name
-
-    pairs = grouped(zip(seen, layers, strict=True), stack_name)
+    blocks = {added.site.name: re.match(r"(.*\.)?\d+(?=\.|$)", added.site.name) for added in seen}
+    stacks = {site: stack_of(block[0]) if block else site for site, block in blocks.items()}
+    pairs = grouped(zip(seen, layers, strict=True), lambda pair: stacks[pair[0].site.name])
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
         start, end = _share(first.x, first.mask), _share(last.total, last.mask)
@@ -444,9 +435,9 @@ def _notes(
     seen: Sequence[ObservedSkip],
     unlike: Mapping[str, str],
 ) -> list[str]:
+    effect = "there is nothing to keep, and they are left out of the shares of the stack"
     notes = [
-        f"sequences of equal tokens at the start of {stack.stack or 'the model'}: {stack.left_out}; there is "
-        "nothing to keep, and they are left out of the shares of the stack"
+        f"sequences of equal tokens at the start of {stack.stack or 'the model'}: {stack.left_out}; {effect}"
         for stack in stacks
         if stack.left_out
     ]
@@ -462,9 +453,7 @@ def _notes(
             "or a gain, a norm or a second summand is between"
         )
     if any(layer.min_lambda_proved is None for layer in known):
-        notes.append(
-            "λ differs by channel before a norm: there is a sound bound for it, but no single least |λ|"
-        )
+        notes.append("λ differs by channel before a norm: a sound bound is known, but no single least |λ|")
     paper = {site: reason for site, reason in unlike.items() if reason and site not in reasons}
     return notes + _by_reason("the paper's theorem says nothing", paper)
 

@@ -7,7 +7,7 @@ The forward pass is recorded with its autograd graph; derivatives between tokens
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from rankwise._internals.forward import Batch, eval_mode, map_tensors, preserve_random_state, run_model
 from rankwise._internals.torch_private import base_of, changes_in_place
 from rankwise.errors import SkipError
-from rankwise.skips.hooks import Key, Port
+from rankwise.skips.hooks import Key, Port, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
 
 SUMS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
@@ -139,16 +139,6 @@ class ForwardRecord:
     def copies_of(self, origin: Version) -> list[Version]:
         """Return a tensor and its copies, without views and outputs of dropout."""
         return [tensor for tensor in self.same_numbers(origin) if self.origin(tensor) == origin]
-
-
-def items(output: Any) -> Iterator[tuple[Key, Any]]:
-    """Yield (key, item) for each item of a module's output; a single tensor has the key None."""
-    if isinstance(output, Tensor):
-        yield None, output
-    elif isinstance(output, tuple | list):
-        yield from enumerate(output)
-    elif isinstance(output, dict):
-        yield from output.items()
 
 
 @no_type_check
@@ -292,15 +282,12 @@ def floating(values):
 # --- test ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Residual:
-    """Residual connection around a mixer: a sum x + f(x) in which f moves information between tokens."""
+class Residual(NamedTuple):
+    """Residual connection around a mixer: a sum, the index of its operand x, and the axis of tokens in x."""
 
     sum: Sum
     which: int
-    """Index of the operand that is x, 0 or 1."""
     axis: int
-    """Axis of the tokens in x."""
 
 
 def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], ForwardRecord]:

@@ -102,15 +102,12 @@ def fit_skips(
 def skip_parameter_groups(
     model: nn.Module, weight_decay: float = 0.01, lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: λ without weight decay, all other parameters with it.
+    """Return parameter groups for `torch.optim`: λ without weight decay, then all other parameters with it.
 
     Args:
         model: a model with λ-skips.
         weight_decay: weight decay of all other parameters.
         lr: learning rate of λ; None for the rate of the optimizer.
-
-    Returns:
-        Groups in the format of `torch.optim`, λ first.
 
     Raises:
         SkipError: if no λ of the model can learn.

@@ -4,8 +4,9 @@ They stay in a model when it is copied, pickled or compiled.
 """
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -162,6 +163,16 @@ def corrected(tensor, residual, scale):
         return tensor + residual * (scale.reshape(()) - 1)
     wide = torch.addcmul(tensor, residual, scale - 1)
     return wide.to(torch.promote_types(tensor.dtype, residual.dtype))
+
+
+def items(output: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield (key, item) for each item of a module's output; a single tensor has the key None."""
+    if isinstance(output, Tensor):
+        yield None, output
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif isinstance(output, dict):
+        yield from output.items()
 
 
 @no_type_check

@@ -12,17 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
-from rankwise.skips.find import (
-    ForwardRecord,
-    Passage,
-    Residual,
-    Sum,
-    SumName,
-    Version,
-    find_residuals,
-    items,
-)  # fmt: skip
-from rankwise.skips.hooks import Port
+from rankwise.skips.find import ForwardRecord, Passage, Residual, Sum, SumName, Version, find_residuals
+from rankwise.skips.hooks import Port, items
 
 PARAMETER = "lambda_skip"
 """Name of the parameter λ in its module; a second λ in the same module gets a number."""

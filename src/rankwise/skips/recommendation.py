@@ -192,10 +192,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         for site, share in _shares(model, sample, sites).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
-            meaning = (
-                f"The mixer at {site or 'the model itself'} barely changes its tokens: its output is "
-                f"{share:.1g} of the sum with its skip connection."
-            )
+            effect = f"its output is {share:.1g} of the sum with its skip connection"
+            meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
             change = "set the weights of its output projection to 0"
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=HeadId(site=site), meaning=meaning,
@@ -211,11 +209,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
 
 
 def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
-    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block.
-
-    Raises:
-        CaptureError: if the token states are not captured.
-    """
+    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block."""
     stacks: dict[str, list[float]] = {}
     for layer in sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer)):
         stacks.setdefault(layer.stack, []).append(layer.relative_spread)

@@ -3,9 +3,9 @@
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
@@ -18,7 +18,6 @@ from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 
-T = TypeVar("T")
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -100,8 +99,17 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         UserWarning: if old files do not describe the parameters of the model, so that they are not compared.
     """
     folder = Path(folder)
-    facts = _read(folder / FACTS, lambda path: SkipFacts.model_validate(parse_json(path.read_text("utf-8"))))
-    numbers = _read(folder / NUMBERS, load_file)
+    path = folder / FACTS
+    try:
+        facts = SkipFacts.model_validate(parse_json(path.read_text("utf-8")))
+        path = folder / NUMBERS
+        numbers = load_file(path)
+    except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
+        gone = isinstance(error, FileNotFoundError)
+        got = "no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        fix = "Check the folder." if gone else "Save the skips again."
+        expected = "a file that `save_skips` wrote"
+        raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
     _check(model, facts, numbers, folder)
     skips = add_lambda_skip(model, 1.0, facts.learnable, facts.per, list(facts.sites), example)
     try:
@@ -172,14 +180,3 @@ def _another(model: nn.Module, folder: Path, got: str, fix: str = "") -> SkipErr
 
 def _class(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
-
-
-def _read(path: Path, reader: Callable[[Path], T]) -> T:
-    try:
-        return reader(path)
-    except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
-        gone = isinstance(error, FileNotFoundError)
-        got = "no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        fix = "Check the folder." if gone else "Save the skips again."
-        expected = "a file that `save_skips` wrote"
-        raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error

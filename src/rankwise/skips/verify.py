@@ -20,9 +20,8 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
     """Raise if a model with λ-skips does not compute λ·x + f(x) on an example.
 
     At λ = 1, outputs must be bit-identical to the original model. At λ from 0.6 to 0.9, different per site,
-    every residual sum must equal the scaled sum (`SumCheck`), and outputs must agree up to a relative error
-    of √ε, with ε of the dtype. After each comparison the scaled sum replaces the sum, so that rounding errors
-    do not add up over layers.
+    every sum must equal the scaled sum (`SumCheck`), and outputs must agree up to a relative error of √ε
+    (ε of the dtype). Each compared sum is then replaced by the scaled sum, so that rounding does not add up.
     """
     with without_skips(model):
         plain = run_with(model, example, {})
