@@ -1,7 +1,8 @@
-"""Heads that go, in several families."""
+"""The part `heads`, in several families."""
 
 import copy
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def own_words(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int]]) -> torch.Tensor:
-    """Remove units by hand, and give what the model gives with them at zero."""
+    """Remove units by hand, and return the output with these units set to zero."""
     sites, _ = find_removable_heads(model, batch)
     named = {site.name: units for site, units in zip(sites, plan, strict=False)}
     with zeroed(model, sites, named):
@@ -64,19 +65,43 @@ def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int
     return expected
 
 
-@pytest.mark.parametrize("family", WITH_HEADS)
-@pytest.mark.parametrize("plan", [[{1}, set()], [{0}, {1}], [set(), {0, 1, 2, 3}]], ids=["one", "two", "all"])
-def test_removed_heads_are_heads_at_zero(family: str, plan: list[set[int]]) -> None:
-    model, batch = WITH_HEADS[family](), ids(2, 12)
-    sites = find_removable_heads(model, batch)[0]
-    units = sites[0].units
-    plan = [{unit for unit in own if unit < units} for own in plan]
-    before = sum(one.numel() for one in model.parameters())
-    expected = removed(model, batch, plan)
+BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1,
+    "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+}  # fmt: skip
+DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
+    "Gemma2": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
+    "Falcon": ("ForCausalLM", {**SIZES, "alibi": False, "multi_query": True}),
+    "GPTJ": ("ForCausalLM", {**GPT, "rotary_dim": 4}),
+    "DistilBert": ("Model", DISTIL),
+    "Albert": ("Model", {**SIZES, "embedding_size": 16}),
+    "Bart": ("Model", BART),
+}
+ALL: dict[str, Make] = WITH_HEADS | {
+    name: partial(made, name, ending, **sizes) for name, (ending, sizes) in OTHERS.items()
+}
+PLANS: dict[str, list[set[int]]] = {"one": [{1}], "each": [{0}] * 3, "all of a layer": [set(), {0, 1, 2, 3}]}
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("plan", PLANS)
+def test_removed_heads_are_heads_at_zero(family: str, plan: str) -> None:
+    model, batch = ALL[family](), BATCH
+    if family == "Bart":
+        batch = {**batch, "decoder_input_ids": ids(2, 9, seed=3)["input_ids"]}
+    layers, skipped = find_removable_heads(model, batch)
+    assert not skipped
+    assert len(layers) == {"Albert": 1, "llama": 1, "Bart": 3}.get(family, 2)
+    units = [own & set(range(layer.units)) for own, layer in zip(PLANS[plan], layers, strict=False)]
+    before = sum(weight.numel() for weight in model.parameters())
+    expected = removed(model, batch, units)
     got = output(model, batch)
     assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
-    if any(plan[: len(sites)]):
-        assert sum(one.numel() for one in model.parameters()) < before
+    if any(units):
+        assert sum(weight.numel() for weight in model.parameters()) < before
 
 
 def test_nothing_is_written_to_a_model_from_which_nothing_goes() -> None:
@@ -197,38 +222,6 @@ def test_it_compiles() -> None:
     expected = output(model, batch)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.allclose(output(compiled, batch), expected, atol=1e3 * EPS * float(expected.abs().max()))
-
-
-BART: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1,
-    "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
-}  # fmt: skip
-DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
-    "Gemma2": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
-    "Falcon": ("ForCausalLM", {**SIZES, "alibi": False, "multi_query": True}),
-    "GPTJ": ("ForCausalLM", {**GPT, "rotary_dim": 4}),
-    "DistilBert": ("Model", DISTIL),
-    "Albert": ("Model", {**SIZES, "embedding_size": 16}),
-    "Bart": ("Model", BART),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_families_pass_the_trial(name: str) -> None:
-    ending, sizes = OTHERS[name]
-    model = made(name, ending, **sizes)
-    batch = ids(2, 12)
-    if name == "Bart":
-        batch["decoder_input_ids"] = ids(2, 9, seed=3)["input_ids"]
-    sites, reasons = find_removable_heads(model, batch)
-    assert not reasons
-    assert len(sites) == {"Albert": 1, "Bart": 3}.get(name, 2)
-    expected = removed(model, batch, [{0}] * len(sites))
-    got = output(model, batch)
-    assert torch.allclose(got, expected, atol=1e3 * EPS * float(expected.abs().max()))
 
 
 def test_a_layer_is_cut_on_both_sides_and_keeps_its_mode_and_what_trains() -> None:

@@ -82,18 +82,6 @@ def test_written_and_fused_attention_give_the_same_factors() -> None:
     assert one.kl == pytest.approx(other.kl, rel=1e-3)
 
 
-def test_padding_changes_no_factor() -> None:
-    short = ids(4, 20)
-    padded = {
-        "input_ids": torch.cat([short["input_ids"], torch.zeros(4, 9, dtype=torch.long)], 1),
-        "attention_mask": torch.ones(4, 29, dtype=torch.long),
-    }
-    padded["attention_mask"][:, 20:] = 0
-    one, other = (rw.compress(bert(), [batch], keep=3 / 8) for batch in (short, padded))
-    assert [head.width for head in one.heads] == [head.width for head in other.heads]
-    assert [head.kl for head in one.heads] == pytest.approx([head.kl for head in other.heads], rel=1e-3)
-
-
 def test_half_precision_is_narrowed_too() -> None:
     model, batch = bert().to(torch.bfloat16), ids(8, 30)
     done = rw.compress(model, [batch], keep=3 / 8)

@@ -77,5 +77,14 @@ def test_every_curve_is_drawn() -> None:
     ]
 
 
+def test_removed_heads_are_drawn_by_their_original_numbers() -> None:
+    sizes = {"stack": "", "site": "a", "layer": 0, "before": 8, "kl": 0.0, "kl_calibrated": 0.0}
+    heads = [HeadWidth(part="heads", head=at, width=width, **sizes) for at, width in enumerate((0, 8))]
+    record = RECORD.model_copy(update={"heads": [*heads, HeadWidth(part="qk", head=0, width=3, **sizes)]})
+    figures = {x.name: x for part in compression_document(record).sections for x in part.figures}
+    assert figures["heads"].data[0]["text"] == [["0", "8"]]
+    assert figures["widths"].data[0]["text"] == [["3"]]
+
+
 def test_a_record_that_no_command_wrote_has_no_next_steps() -> None:
     assert all(section.name != "next" for section in compression_document(RECORD).sections)

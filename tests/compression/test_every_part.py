@@ -164,6 +164,22 @@ def test_attention_of_the_first_layer_is_what_the_record_says(part: str, family:
 
 
 @pytest.mark.parametrize(("part", "make"), [("qk", bert), ("rotary", ROTARY["llama"])])
+def test_padding_counts_for_nothing(part: str, make: Make) -> None:
+    short, mask = ids(6, 20), torch.arange(29).expand(6, 29) < 20
+    batches: list[dict[str, Tensor]] = [short, {**short, "attention_mask": mask[:, :20].long()}]
+    for filler in (0, 7):
+        padding = torch.full((6, 9), filler)
+        padded = torch.cat([short["input_ids"], padding], 1)
+        batches.append({"input_ids": padded, "attention_mask": mask.long()})
+    done = [rw.compress(make(), [batch], keep={part: 0.5}) for batch in batches]
+    pairs = [(0, 1), (2, 3), (0, 2)] if part == "qk" else [(0, 1), (2, 3)]  # `rotary` draws rows by length
+    for one, other in ((done[at], done[to]) for at, to in pairs):
+        assert one.tokens == other.tokens == 6 * 20
+        assert [head.width for head in one.heads] == [head.width for head in other.heads]
+        assert [head.kl for head in one.heads] == pytest.approx([head.kl for head in other.heads], rel=1e-3)
+
+
+@pytest.mark.parametrize(("part", "make"), [("qk", bert), ("rotary", ROTARY["llama"])])
 def test_calibration_lowers_attention_kl_on_other_tokens(part: str, make: Make) -> None:
     batches, held_out = [ids(8, 30, seed) for seed in range(3)], [ids(8, 30, 9)]
     plain, done = (
