@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, eval_mode
+from rankwise._internals.forward import batch_size, eval_mode, preserve_random_state
 from rankwise._internals.statistics import mean
 from rankwise.compression.evaluate import Evaluation, evaluate
 from rankwise.compression.layers import out_of_memory
@@ -112,7 +112,7 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
-    with eval_mode(model):
+    with eval_mode(model), preserve_random_state(model):  # new linear layers draw weights
         try:
             for name, (own_keep, own_tolerance) in targets.items():
                 job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
