@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, llama
+from tests.compression.compression_cases import VOCABULARY, Make, bert, deberta, gpt2, ids, llama, qwen3
+from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
@@ -110,6 +111,7 @@ def test_latents_that_add_parameters_say_so() -> None:
         ({"keep": 1}, "in .0, 1."),
         ({"keep": float("nan")}, "in .0, 1."),
         ({"keep": 0.05}, "a width of at least 1 on average"),
+        ({"keep": {"kv": 0.01}}, "Keep more"),
         ({"keep": {"qk": 0.5, "kv": 1.5}}, "`keep`: expected a number in .0, 1., got 1.5"),
         ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
         ({"tolerance": 0}, "in .0, ∞."),
@@ -127,6 +129,28 @@ def test_latents_that_add_parameters_say_so() -> None:
 def test_targets_that_cannot_be_met_are_refused(asked: dict[str, Any], said: str) -> None:
     with unchecked(), pytest.raises(CompressionError, match=said):
         rw.compress(gpt2(), [ids()], **asked)
+
+
+REFUSED_MODELS = [
+    (llama, "qk", "positions are rotated in"),
+    (deberta, "qk", "plus terms that all sequences share"),
+    (gpt2, "rotary", "positions are not rotated in"),
+    (qwen3, "rotary", "a norm comes between"),
+]
+
+
+@pytest.mark.parametrize(("make", "part", "said"), REFUSED_MODELS)
+def test_models_that_a_part_cannot_change_are_refused(make: Make, part: str, said: str) -> None:
+    model = make()
+    with untouched(model), pytest.raises(CompressionError, match=said):
+        rw.compress(model, [ids()], keep=0.5, parts=part)
+
+
+def test_a_model_without_data_or_compression_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one batch"):
+        rw.compress(gpt2(), [], keep=0.5)
+    with pytest.raises(CompressionError, match="Compress it first"):
+        rw.compression.save_compressed(gpt2(), "nowhere")
 
 
 @pytest.mark.parametrize("name", ["batches", "held_out"])
