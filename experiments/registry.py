@@ -31,7 +31,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 MODULES = (
-    "every_architecture",
+    "coverage.architectures",
+    "coverage.families",
     "memberships",
     "replacement",
     "rank.compress_cache",

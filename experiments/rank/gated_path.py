@@ -8,7 +8,7 @@ Between input and output of a Mamba layer lie, channel by channel,
 The share σ(u) that SiLU keeps of a token, and the gate, depend on the tokens, as M does. If both are fixed,
 everything before the norm is one matrix per channel: diag(silu(z)) (M + diag(D)) diag(σ(u)) K.
 
-    python -m experiments.rank.gated_path  # ranks of both for each tiny family, and the error of the path
+    python -m experiments run families  # ranks of both for each tiny family, and the error of the path
 """
 
 from collections.abc import Callable, Sequence
@@ -171,32 +171,3 @@ def _of_tokens(apply_output: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
 def from_path(path: GatedPath) -> Tensor:
     """Return the output of the layer, computed from the operator of its whole path."""
     return path.apply_output((path.operator @ path.values.double() + path.offset).float())
-
-
-def main() -> None:
-    """Print effective ranks of scan and path for each tiny family, averaged over layers and channels."""
-    from experiments.state_space_models import STATE_SPACE, tiny
-    from experiments.tiny_models import text_inputs
-
-    print(f"{'family':<16}{'rank of scan':>14}{'rank of path':>14}{'error':>10}")
-    for name, family in STATE_SPACE.items():
-        if not family.has_path:
-            continue
-        model = tiny(name)
-        recording = rw.tracing.record_calls(model, lambda *_: True)
-        with torch.no_grad(), recording as calls, rw.capture(model, values=True) as trace:
-            model(**text_inputs())
-        scans, paths, errors = [], [], []
-        for site, call, path in gated_paths(trace, calls):
-            if path is None:
-                continue
-            scans.append(float(rw.measures.effective_rank(site.operator).mean()))
-            paths.append(float(rw.measures.effective_rank(path.operator).mean()))
-            with torch.no_grad():
-                errors.append(float((from_path(path) - call.output).abs().max() / call.output.abs().max()))
-        layers = len(errors)
-        print(f"{name:<16}{sum(scans) / layers:>14.2f}{sum(paths) / layers:>14.2f}{max(errors):>10.0e}")
-
-
-if __name__ == "__main__":
-    main()

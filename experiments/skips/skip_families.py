@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.families import FAMILIES, shown
-from experiments.family_checks import check
+from experiments.coverage.families import check, check_state_space, shown
 from experiments.render import markdown_table
-from experiments.state_space_checks import check_state_space
-from experiments.state_space_models import STATE_SPACE
 from experiments.study import Study
-from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from experiments.zoo.state_space import STATE_SPACE
+from experiments.zoo.transformers import BERT, FAMILIES, LLAMA, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
 from rankwise.skips.find import run_with, tensors_in

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from experiments.families import BERT, LLAMA, hugging_face
+from experiments.zoo.transformers import BERT, LLAMA, hugging_face
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

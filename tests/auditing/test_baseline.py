@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from experiments.tiny_models import BERT, hugging_face
+from experiments.zoo.transformers import BERT, hugging_face
 from tests.support.modules import token_ids
 from tests.support.untouched import state_of
 from tests.unchecked import unchecked

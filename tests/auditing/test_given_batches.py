@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from experiments.families import nano_gpt
+from experiments.zoo.transformers import nano_gpt
 from tests.support.modules import OnlyX
 from tests.unchecked import unchecked
 from torch import Tensor, nn

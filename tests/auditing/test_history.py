@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.families import nano_gpt
+from experiments.zoo.transformers import nano_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records

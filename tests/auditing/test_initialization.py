@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments.families import FAMILIES
-from experiments.tiny_models import BERT, hugging_face, nano_gpt
+from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, nano_gpt
 from torch import nn
 
 from rankwise.auditing import InitializationError, reinitialized

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from experiments.families import BERT, LLAMA, hugging_face
+from experiments.zoo.transformers import BERT, LLAMA, hugging_face
 from torch import Tensor
 
 import rankwise as rw

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.families import nano_gpt
+from experiments.zoo.transformers import nano_gpt
 from tests.unchecked import unchecked
 
 import rankwise as rw

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.families import BERT, LLAMA, hugging_face, nano_gpt
+from experiments.zoo.transformers import BERT, LLAMA, hugging_face, nano_gpt
 from tests.auditing.same_audits import differences
 from tests.support.modules import GivenAttention, token_ids
 from torch import Tensor, nn

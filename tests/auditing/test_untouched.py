@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.tiny_models import BERT, hugging_face, nano_gpt
+from experiments.zoo.transformers import BERT, hugging_face, nano_gpt
 from tests.support.untouched import untouched
 from torch import Tensor, nn
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from experiments.rank.gated_path import gated_paths, main
-from experiments.state_space_models import STATE_SPACE, tiny
+from experiments.rank.gated_path import gated_paths
+from experiments.zoo.state_space import STATE_SPACE, tiny
 
 import rankwise as rw
 
@@ -57,14 +57,3 @@ def test_other_precisions(name, dtype):
         with torch.no_grad():
             got = path.apply_output(path.operator @ path.values + path.offset)
         assert (got.double() - wanted).abs().max() <= slack * max(1.0, float(wanted.abs().max()))
-
-
-def test_the_command_shows_every_family_with_a_path(capsys):
-    main()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line[:16].strip() for line in lines] == [name for name, f in STATE_SPACE.items() if f.has_path]
-    for line in lines:
-        scan, path, error = map(float, line[16:].split())
-        assert 1 <= scan <= 12
-        assert 1 <= path <= 12
-        assert error < 1000 * EPS32

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.families import FAMILIES
 from experiments.skips import skip_families
 from experiments.skips.skip_families import Row, cells, check_skips, is_right, measure
-from experiments.tiny_models import nano_gpt, text_inputs
+from experiments.zoo.transformers import FAMILIES, nano_gpt, text_inputs
 from torch import nn
 
 from rankwise.skips import Skips, add_lambda_skip

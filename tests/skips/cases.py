@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from experiments.families import FAMILIES
-from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, FAMILIES, LLAMA, hugging_face, text_inputs
 from torch import Tensor, nn
 
 from rankwise.skips.find import tensors_in

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from experiments.families import GPT
-from experiments.tiny_models import LLAMA, hugging_face, text_inputs
+from experiments.zoo.transformers import GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND
 from torch import Tensor, nn
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from experiments.families import GPT, T5
-from experiments.tiny_models import BERT, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, GPT, T5, hugging_face, text_inputs
 from torch import nn
 
 from rankwise.errors import InputError

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from experiments.families import GPT
-from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from torch import Tensor, nn
 
 from rankwise.skips import SkipCertificate, add_lambda_skip, certify_skip

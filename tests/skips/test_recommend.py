@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.tiny_models import BERT, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from tests.support.modules import Average, Stack
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments.tiny_models import BERT
+from experiments.zoo.transformers import BERT
 from tests.skips.cases import FOUND
 from torch import Tensor, nn
 

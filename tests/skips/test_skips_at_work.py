@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from experiments.families import GPT
-from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from experiments.tiny_models import LLAMA, hugging_face
+from experiments.zoo.transformers import LLAMA, hugging_face
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.tiny_models import BERT, hugging_face
+from experiments.zoo.transformers import BERT, hugging_face
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tests.skips.cases import FOUND, outputs, same

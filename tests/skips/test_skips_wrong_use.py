@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from experiments.tiny_models import BERT, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

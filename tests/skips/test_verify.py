@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.families import GPT
-from experiments.tiny_models import BERT, LLAMA, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND
 from torch import Tensor, nn
 

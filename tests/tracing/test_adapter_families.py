@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 from capture_zoo import seen_with_outputs
-from experiments.state_space_models import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SIZES, widen
-from experiments.tiny_models import BERT
+from experiments.zoo.state_space import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SIZES, widen
+from experiments.zoo.transformers import BERT
 
 import rankwise as rw
 from rankwise.tracing.adapters import adapter_of

@@ -1,17 +1,15 @@
 """Every model family, fused and written out: all mixers and states are exact, and no output changes."""
 
 import math
-import re
 from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
-from experiments.families import FAMILIES, HEADINGS, PAGE, attention_of, cells, main
-from experiments.family_checks import Row, difference, prepared, tensors
-from experiments.family_checks import check as check_anew
-
-import rankwise as rw
+from experiments.coverage.families import STUDY, difference, prepared, tensors
+from experiments.coverage.families import check as check_anew
+from experiments.zoo.state_space import STATE_SPACE
+from experiments.zoo.transformers import FAMILIES
 
 EPS32 = torch.finfo(torch.float32).eps
 CASES = [(family, implementation) for family in FAMILIES for implementation in family.implementations]
@@ -113,32 +111,15 @@ def test_experts_are_not_mixers():
 # --- the page -----------------------------------------------------------------------------------------------
 
 
-def test_the_experiment_writes_the_page(tmp_path, capsys):
-    page = tmp_path / "models.md"
-    assert main(["--families", "BERT", "nanoGPT style", "--page", str(page)]) == 0
-    text = page.read_text()
-    rows = [row for row in text.splitlines() if row.startswith(("| BERT |", "| nanoGPT style |"))]
-    assert len(rows) == 4
-    assert all("3 of 3 | 4 of 4" in row and row.endswith("yes |") for row in rows)
-    assert f"torch {torch.__version__}" in text
-    assert "{" not in text.replace("sites={", "").replace("sites = {", "")
-    assert str(page) in capsys.readouterr().out
-
-
-def test_the_experiment_reports_a_false_claim(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.families.FAMILIES", [replace(by_name["BERT"], mixers=4)])
-    assert main(["--families", "BERT", "--page", str(tmp_path / "page.md")]) == 1
-    assert "not as claimed: BERT (sdpa)" in capsys.readouterr().err
-
-
-def test_the_page_in_the_docs_lists_every_family():
-    text = PAGE.read_text()
-    for family, how in CASES:
-        attention = attention_of(Row(family, how, rw.Trace(), True, 0, 0, 0))
-        row = rf"^\| {re.escape(family.name)} \| {attention} \| .* \| yes \|$"
-        assert re.search(row, text, re.M), (family, how)
-    assert all(heading in text for heading in HEADINGS)
-    assert f"| {' | '.join(cells(check(by_name['GPT-2'], 'eager')))} |" in text
+def test_the_kept_rows_show_every_family_as_claimed():
+    kept = STUDY.kept()
+    assert [row[0] for row in kept["attention"]] == [family.name for family, _ in CASES]
+    assert [row[0] for row in kept["state_space"]] == list(STATE_SPACE)
+    for row in [*kept["attention"], *kept["state_space"]]:
+        counts = [cell.split(" of ") for cell in row if " of " in cell]
+        assert all(found == wanted for found, wanted in counts)
+        assert "yes" in row
+    assert check(by_name["GPT-2"], "eager").cells in kept["attention"]
 
 
 def test_tensors_of_nested_outputs_are_compared():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from capture_zoo import kind, torch_encoder
-from experiments.state_space_models import STATE_SPACE, tiny
+from experiments.zoo.state_space import STATE_SPACE, tiny
 from torch import nn
 
 from rankwise.tracing import CallId, Intervention, capture

@@ -24,7 +24,7 @@ from capture_zoo import (
     stack_of,
     torch_encoder,
 )
-from experiments.families import nano_gpt
+from experiments.zoo.transformers import nano_gpt
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from capture_zoo import HEADS, Attention, Block, Stack, attention_block, fused, hidden, plain, seen, stack_of
-from experiments.families import FAMILIES
-from experiments.tiny_models import LLAMA, TOKEN_IDS
+from experiments.zoo.transformers import FAMILIES, LLAMA, TOKEN_IDS
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -17,7 +17,7 @@ from capture_zoo import (
     seen,
     stack_of,
 )
-from experiments.families import FAMILIES
+from experiments.zoo.transformers import FAMILIES
 from torch import nn
 from torch.nn import functional as F
 

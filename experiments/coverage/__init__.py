@@ -1,0 +1,1 @@
+"""Experiments on how much of each architecture capture and λ-skips cover."""

@@ -1,0 +1,215 @@
+"""Every architecture: entries of the check, the page made of them, and resumed runs."""
+
+import os
+from contextlib import nullcontext
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import pytest
+import torch
+from experiments.coverage import architectures as experiment
+from experiments.zoo.any_architecture import find_inputs, small
+from torch import nn
+
+ENTRY = {
+    "ran": True, "identical": True, "captured": 2, "there": 2, "kinds": ["softmax"], "uncaptured": {},
+    "silent": [], "told": 2, "equal": 2, "skips": 2, "no_op": True, "undone": True,
+}  # fmt: skip
+
+
+def test_a_model_type_is_checked_from_end_to_end():
+    entry = experiment.check_architecture("bert")
+    assert {key: entry[key] for key in ENTRY} == ENTRY
+    assert (entry["model"], entry["size"], entry["inputs"]) == ("BertModel", "small", ["input_ids"])
+
+
+def test_a_model_that_does_not_build_has_a_reason(monkeypatch):
+    def refuse(model_type):
+        raise ValueError(f"no {model_type}")
+        yield
+
+    monkeypatch.setattr(experiment, "tiny_variants", refuse)
+    assert experiment.check_architecture("bert") == {"ran": False, "why": "ValueError: no bert"}
+
+
+class AutoCorrelation(nn.Module):
+    """Looks like a mixer to this experiment, not to capture, and mixes nothing."""
+
+    def forward(self, x):
+        return x * 2
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Residual(nn.Module):
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + part(x)
+        return x
+
+
+def test_a_mixer_that_capture_does_not_mention_is_counted():
+    model = Residual(Attention(), AutoCorrelation())
+    entry = experiment._captured(model, {"x": torch.randn(2, 5, 4)})
+    assert (entry["captured"], entry["there"], entry["silent"]) == (1, 1, ["AutoCorrelation"])
+    assert entry["identical"]
+    assert entry["told"] is None
+
+
+def test_outputs_that_differ_between_runs_are_not_identical():
+    model, noise = Residual(Attention()), iter(torch.arange(9.0))
+    model.register_forward_hook(lambda module, args, output: output + next(noise))
+    assert not experiment._captured(model, {"x": torch.randn(2, 5, 4)})["identical"]
+
+
+class Narrow(nn.Module):
+    """Accepts only features of the width of its weights."""
+
+    main_input_name, config = "input_features", SimpleNamespace()
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input_features):
+        return self.layer(input_features)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(17, 3), nn.LayerNorm(17)])
+def test_an_input_gets_the_width_that_an_error_names(layer):
+    batch, error = find_inputs(Narrow(layer))
+    assert error is None
+    assert batch["input_features"].shape[-1] == 17
+
+
+def test_an_error_that_names_no_width_is_returned():
+    refused = nn.Module()
+    refused.forward = lambda x: exec("raise ValueError('no such width: 17')")
+    batch, error = find_inputs(Narrow(refused))
+    assert (batch, str(error)) == ({}, "no such width: 17")
+
+
+def test_an_argument_that_an_error_names_is_passed():
+    class NeedsBox(nn.Module):
+        main_input_name, config = "input_ids", SimpleNamespace()
+
+        def forward(self, input_ids, bbox=None, pixel_values=None):
+            if bbox is None:
+                raise ValueError("You have to specify bbox")
+            return input_ids
+
+    batch, error = find_inputs(NeedsBox())
+    assert error is None
+    assert set(batch) == {"input_ids", "bbox"}
+
+
+def test_sizes_are_made_small_by_name():
+    given = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 12, "num_hidden_layers": 4}
+    given |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "use_cache": True, "dropout": 0.1}
+    given |= {"vocab_size": 30000, "image_token_id": 29999, "sub": {"intermediate_size": 3072}}
+    made = small(given)
+    assert (made["hidden_size"], made["num_attention_heads"], made["num_key_value_heads"]) == (32, 4, 4)
+    assert made["layer_types"] == ["linear_attention", "full_attention"]
+    assert made["num_hidden_layers"] == 2
+    assert made["image_token_id"] < made["vocab_size"] == 100
+    assert (made["sub"], made["use_cache"], made["dropout"]) == ({"intermediate_size": 48}, True, 0.1)
+    assert small(given, widths=False)["hidden_size"] == 768
+
+
+def test_stages_of_a_backbone_are_kept_on_request():
+    given = {"backbone_config": {"depths": [3, 4, 6, 3], "out_indices": [2, 3, 4]}, "encoder_hidden_dim": 256}
+    given |= {"decoder_in_channels": [256, 256], "encoder_in_channels": [512, 1024]}
+    assert small(given)["backbone_config"] == {"depths": [1, 1, 1, 1]}
+    kept = small(given, stages=True)
+    assert kept["backbone_config"]["out_indices"] == [2, 3, 4]
+    assert kept["decoder_in_channels"] == [kept["encoder_hidden_dim"]] * 2
+    assert kept["encoder_in_channels"] == [512, 1024]
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_resumes(monkeypatch, tmp_path):
+    measured = []
+
+    def run_one(name):
+        if name == "c" and "c" not in measured:
+            measured.append(name)
+            raise KeyboardInterrupt
+        measured.append(name)
+        return ENTRY
+
+    monkeypatch.setattr(experiment, "ThreadPool", lambda jobs: nullcontext(SimpleNamespace(imap=map)))
+    monkeypatch.setattr(experiment, "run_one", run_one)
+    monkeypatch.setattr(experiment, "model_types", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(experiment, "PROGRESS", tmp_path / "x.part")
+    with pytest.raises(KeyboardInterrupt):
+        experiment.measure()
+    report = experiment.measure()
+    assert measured == ["a", "b", "c", "c"]
+    assert (list(report["entries"]), report["model_types"]) == (["a", "b", "c"], 3)
+    assert not experiment.PROGRESS.exists()
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "hangs", "why"),
+    [(-9, True, "not done in 0 s"), (-24, False, "not done in 0 s"), (1, False, "its process ended with 1")],
+)
+def test_a_process_without_an_answer_has_a_reason(monkeypatch, exitcode, hangs, why):
+    (answers, sender), killed = Pipe(duplex=False), []
+    process = SimpleNamespace(
+        start=lambda: None, join=lambda: None, kill=lambda: killed.append(True), exitcode=exitcode
+    )
+    copy = os.dup(sender.fileno()) if hangs else None  # its end of the pipe stays open
+    context = SimpleNamespace(Pipe=lambda duplex: (answers, sender), Process=lambda **settings: process)
+    monkeypatch.setattr(experiment.multiprocessing, "get_context", lambda name: context)
+    assert experiment.run_one("bert", seconds=0) == {"ran": False, "why": why}
+    assert bool(killed) == hangs
+    if copy is not None:
+        os.close(copy)
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+WHY = (
+    "SkipError: model X: expected residual connections around mixers, got 2 that no module | reads, in a, b."
+)
+
+
+def test_the_page_shows_every_failure():
+    entries = {
+        "good": ENTRY,
+        "changed": ENTRY | {"identical": False},
+        "blind": ENTRY | {"captured": 1, "uncaptured": {"OddAttention": "it is odd"}, "silent": ["Quiet"]},
+        "stuck": ENTRY | {"skips": 0, "skips_why": WHY},
+        "broken": {"ran": False, "why": "ValueError: <no>"},
+    }
+    versions = dict.fromkeys(("torch", "transformers", "python", "machine"), "1")
+    report = {"entries": entries, "versions": versions, "model_types": 7}
+    text = "\n".join(experiment.tables(report).values())
+    for line in (
+        "| built tiny and ran | 4 |",
+        "| not tried yet | 2 |",
+        "| outputs bit-identical under capture | 3 |",
+        "| of these, every called mixer captured | 3 |",
+        "| called mixers captured | 7 of 8 |",
+        "| it is odd | `OddAttention` | blind |",
+        "| `Quiet` | blind |",
+        "| some that no module \\| reads | 1 |",
+        "| broken | ValueError: &lt;no> |",
+        "| changed | softmax | 2 of 2 | 2 of 2 | no | yes, yes |",
+    ):
+        assert line in text, line
+
+
+def test_kept_outputs_are_bit_identical():
+    ran = [entry for entry in experiment.STUDY.kept()["entries"].values() if entry["ran"]]
+    assert all(entry["identical"] for entry in ran)
+    assert all(entry["no_op"] and entry["undone"] for entry in ran if entry["skips"])
