@@ -1,6 +1,7 @@
-"""Upper bounds of how fast tokens become alike without a skip connection, from weights alone.
+"""Upper bounds of the decay of token differences without a skip connection, from weights alone.
 
 Proofs: docs/proofs/skip-bound.md, section 4. A bound is a list: the input first, then one number per layer.
+Source: own; the selective and LTI cases of the paper on λ-skip connections, with spectral norms.
 """
 
 import math
@@ -10,22 +11,12 @@ from rankwise.errors import ShapeError, in_range
 
 
 def diameter_of(spread: float) -> float:
-    """Return the largest possible distance of two tokens for a given μ: max_ij ‖y_i − y_j‖ ≤ √2·μ.
-
-    Examples:
-        >>> round(diameter_of(1.0), 6)
-        1.414214
-    """
+    """Return the largest possible distance of two tokens for a given μ: max_ij ‖y_i − y_j‖ ≤ √2·μ."""
     return math.sqrt(2) * spread
 
 
 def spread_of(diameter: float, tokens: int) -> float:
-    """Return the largest possible μ for a given largest distance d: μ² ≤ (T − 1)·d²/2.
-
-    Examples:
-        >>> round(spread_of(2.0, tokens=3), 6)
-        2.0
-    """
+    """Return the largest possible μ for a given largest distance d: μ² ≤ (T − 1)·d²/2."""
     return diameter * math.sqrt((tokens - 1) / 2)
 
 
@@ -34,18 +25,13 @@ def attention_decay(
 ) -> list[float]:
     r"""Bound the largest distance d of two tokens through layers Y ← softmax(Y A Yᵀ)·Y·C without a mask.
 
-    Formula: d_k ≤ ‖C_k‖₂ · tanh(‖A_k‖₂·d²_{k−1}/4) · d_{k−1}.
-    Once d is small this is cubic, so doubly exponential in depth. For H parallel heads take the sum of their
-    ‖C‖₂ and the largest ‖A‖₂.
+    Formula: d_k ≤ ‖C_k‖₂ · tanh(‖A_k‖₂·d²_{k−1}/4) · d_{k−1}, with ‖A_k‖₂ in `score_norms` and ‖C_k‖₂ in
+    `value_norms`, A = W_Q W_Kᵀ/√K and C = W_V W_O. Once d is small this is cubic, so doubly exponential in
+    depth. For H parallel heads take the sum of their ‖C‖₂ and the largest ‖A‖₂.
     Range: [0, ∞); vacuous while ‖C‖₂ > 1 and ‖A‖₂d² is large. It does not hold for a causal mask, where rows
     see different tokens. `spread_of` converts it into μ.
     Source: own, sharper and without the small-norm assumption of Dong, Cordonnier and Loukas, "Attention is
     not all you need: pure attention loses rank doubly exponentially with depth", 2021, Theorem 2.2.
-
-    Args:
-        diameter: largest distance of two input tokens; `diameter_of` bounds it by μ.
-        score_norms: ‖A_k‖₂ of each layer, A = W_Q W_Kᵀ/√K.
-        value_norms: ‖C_k‖₂ of each layer, C = W_V W_O.
 
     Examples:
         >>> [float(f"{d:.1e}") for d in attention_decay(1.0, [1.0] * 3, [1.0] * 3)]
@@ -61,15 +47,9 @@ def attention_decay(
 def linear_decay(norm: float, operator_norms: Sequence[float], value_norms: Sequence[float]) -> list[float]:
     r"""Bound μ through linear time-invariant layers Y ← M_k Y C_k (S4, convolutions) without a skip.
 
-    Formula: μ(Y_k) ≤ ‖Y_k‖_F ≤ ‖M_k‖₂·‖C_k‖₂·‖Y_{k−1}‖_F.
+    Formula: μ(Y_k) ≤ ‖Y_k‖_F ≤ ‖M_k‖₂·‖C_k‖₂·‖Y_{k−1}‖_F; `norm` is ‖Y_0‖_F.
     It is exponential at most, and if the product of norms is above 1 no input must collapse. If all rows of
     M_k have the same sum, ‖(I − 11ᵀ/T)M_k(I − 11ᵀ/T)‖₂ may replace ‖M_k‖₂, and μ may replace ‖Y‖_F.
-    Source: own; the LTI case of the paper on λ-skip connections, with spectral instead of Frobenius norms.
-
-    Args:
-        norm: ‖Y_0‖_F.
-        operator_norms: ‖M_k‖₂ of each layer.
-        value_norms: ‖C_k‖₂ of each layer.
 
     Examples:
         >>> linear_decay(8.0, [0.5, 0.5], [1.0, 0.5])
@@ -92,15 +72,8 @@ def selective_decay(
         |M_ij| ≤ step·‖W_C‖₂‖W_B‖₂·‖y_i‖‖y_j‖,   so   ‖M‖_F ≤ step·‖W_C‖₂‖W_B‖₂·‖Y‖_F²,
         μ(Y_k) ≤ ‖Y_k‖_F ≤ step·‖W_C‖₂‖W_B‖₂·‖C‖₂·‖Y_{k−1}‖_F³.
 
-    It is doubly exponential once step·‖W_C‖‖W_B‖‖C‖·‖Y‖² < 1, which holds for every small enough input: here
-    the input decides.
-    Source: own; the selective case of the paper on λ-skip connections.
-
-    Args:
-        norm: ‖Y_0‖_F.
-        gate_norms: ‖W_C‖₂·‖W_B‖₂ of each layer.
-        value_norms: ‖C_k‖₂ of each layer, all of its linear maps around M together.
-        step: the largest Δ.
+    `gate_norms` are ‖W_C‖₂·‖W_B‖₂, `value_norms` are ‖C‖₂ of all linear maps around M together. The bound is
+    doubly exponential once step·‖W_C‖‖W_B‖‖C‖·‖Y‖² < 1, which holds for every small enough input.
 
     Examples:
         >>> selective_decay(0.5, [1.0, 1.0], [1.0, 1.0])

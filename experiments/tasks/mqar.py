@@ -1,4 +1,4 @@
-"""Multi-query associative recall (MQAR): pairs of keys and values, then keys whose values are asked for."""
+"""Multi-query associative recall (MQAR): pairs of keys and values, then keys that request their values."""
 
 import numpy as np
 
@@ -31,15 +31,14 @@ def mqar(
     if length < 4 * pairs or vocab_size < 2 * pairs + 2:
         raise ValueError(f"expected room for {pairs} pairs, got {length} tokens of {vocab_size} ids")
     options = {"vocab_size": vocab_size, "length": length, "pairs": pairs, "power": power, "fill": "zero"}
-    trained, tested = (
+    splits = [
         _sequences(np.random.default_rng([seed, part]), rows, vocab_size, length, pairs, power)
         for part, rows in enumerate((train, test))
-    )
+    ]
     return make_task(
         "mqar",
         "language",
-        trained,
-        tested,
+        *splits,
         length=length,
         source=SOURCE,
         seed=seed,

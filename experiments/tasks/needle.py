@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.tasks.task import IGNORED, Examples, Task, make_task
-from experiments.tasks.text import BYTE_VOCABULARY, TEST_SHARE, byte_ids
+from experiments.tasks.text import BYTE_VOCABULARY, TEST_SHARE, byte_ids, split_text
 from rankwise.cli.load_data import read_text
 
 STATEMENT, QUESTION = "\nThe code of {key} is", "\nWhat is the code of {key}? The code of {key} is"
@@ -36,17 +36,15 @@ def needle(
         depth: 0: the sentence comes first; 1: it comes right before the question; None: drawn per sequence.
         seed: of all draws.
     """
-    text = read_text(path)
-    boundary = int(len(text) * (1 - TEST_SHARE))
-    trained, tested = (
+    passages = zip((train, test), split_text(read_text(path)), strict=True)
+    splits = [
         _sequences(np.random.default_rng([seed, part]), rows, byte_ids(passage), length, depth)
-        for part, (rows, passage) in enumerate(((train, text[:boundary]), (test, text[boundary:])))
-    )
+        for part, (rows, passage) in enumerate(passages)
+    ]
     return make_task(
         "needle",
         "language",
-        trained,
-        tested,
+        *splits,
         length=length,
         source=path.name,
         seed=seed,

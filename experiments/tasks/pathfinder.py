@@ -24,8 +24,6 @@ RULES = {
 }
 TOGETHER = 128
 """Pictures drawn at a time."""
-
-
 CANDIDATES = 24
 """Headings, or places, that a dash is drawn from."""
 TRIES = 4
@@ -51,35 +49,26 @@ class Rule(NamedTuple):
     distractors: int
 
     @property
-    def step(self) -> int:
-        """From joint to joint."""
-        return self.dash + 2 * self.margin
-
-    @property
     def border(self) -> int:
         """Pixels outside of the picture that a candidate may reach."""
-        return 2 * self.step + self.apart
+        return 2 * (self.dash + 2 * self.margin) + self.apart
 
     @property
     def clearance(self) -> float:
-        """Around a dash no point of another is tried: 2·margin, and what rounding to pixels can lose."""
+        """Pixels around a dash without a point of another: 2·margin, and the loss of rounding to pixels."""
         return 2 * self.margin + 1.0
 
 
 class Dashes(NamedTuple):
-    """Dashes of one index in many contours: where they begin, end, and which are there."""
+    """Dashes of one index in many contours: begin and end (N, 2), and which are there (N,)."""
 
     begin: np.ndarray
     end: np.ndarray
     there: np.ndarray
 
-    def of(self, pictures: np.ndarray) -> "Dashes":
-        """Return the dashes of some of the pictures."""
-        return Dashes(self.begin[pictures], self.end[pictures], self.there[pictures])
-
 
 class Pictures(NamedTuple):
-    """Pictures, and the geometry that is in them.
+    """Pictures and their geometry.
 
     `pixels` (N, S, S) bytes, `labels` (N,), `dashes` (N, M, begin and end, row and column) in pixels with NaN
     for distractors left out, `dots` (N, 2, row and column).
@@ -92,12 +81,7 @@ class Pictures(NamedTuple):
 
 
 def pathfinder(
-    *,
-    train: int = 160_000,
-    test: int = 20_000,
-    size: int = 32,
-    contour_length: int = 14,
-    seed: int = 0,
+    *, train: int = 160_000, test: int = 20_000, size: int = 32, contour_length: int = 14, seed: int = 0
 ) -> Task:
     """Return sequences of gray pixels; class 1 if one contour joins the two dots.
 
@@ -116,8 +100,7 @@ def pathfinder(
     return make_task(
         "pathfinder",
         "sequence",
-        splits[0],
-        splits[1],
+        *splits,
         length=size**2,
         source=SOURCE,
         seed=seed,
@@ -128,47 +111,39 @@ def pathfinder(
 
 
 def draw_pictures(count: int, size: int, contour_length: int, seed: list[int]) -> Pictures:
-    """Draw pictures and return the geometry that is in them."""
-    dash, margins, thickness, radius, apart, continuity, dashes = RULES[size]
+    """Draw pictures and return their geometry."""
+    dash, margins, *look, dashes = RULES[size]
     shorter = contour_length // 3
     batches = []
     for batch in range(-(-count // TOGETHER)):
-        draw = np.random.default_rng([*seed, batch])
         margin = margins[batch % len(margins)]
-        rule = Rule(
-            size,
-            dash,
-            margin,
-            thickness,
-            radius,
-            apart,
-            continuity,
-            contour_length,
-            shorter,
-            dashes // shorter,
-        )
-        batches.append(_batch(draw, rule))
+        rule = Rule(size, dash, margin, *look, contour_length, shorter, dashes // shorter)
+        batches.append(_batch(np.random.default_rng([*seed, batch]), rule))
     return Pictures(*(np.concatenate(parts)[:count] for parts in zip(*batches, strict=True)))
 
 
 def _batch(draw: np.random.Generator, rule: Rule) -> Pictures:
-    dashes, tips = draw_contours(draw, TOGETHER, rule)
+    occupied = np.ones((TOGETHER, rule.size + 2 * rule.border, rule.size + 2 * rule.border), dtype=bool)
+    inside = slice(rule.border + 1, rule.border + rule.size - 1)
+    occupied[:, inside, inside] = False
+    dashes = _both_contours(draw, occupied, rule)
+    begins = np.stack([dashes[0].begin, dashes[1].begin], axis=1)
+    ends = np.stack([dashes[-2].end, dashes[-1].end], axis=1)
+    for _ in range(rule.distractors):
+        dashes += _distractor(draw, occupied, rule)
     labels, first = draw.integers(0, 2, TOGETHER), draw.integers(0, 2, TOGETHER)
-    rows = np.arange(TOGETHER)
-    dots = np.stack([tips[rows, first, 0], tips[rows, np.where(labels == 1, first, 1 - first), 1]], axis=1)
+    rows, last = np.arange(TOGETHER), np.where(labels == 1, first, 1 - first)
+    dots = np.stack([begins[rows, first], ends[rows, last]], axis=1)
     light = np.zeros((TOGETHER, rule.size, rule.size))
     for dash in dashes:
         _shade(light, dash, rule.thickness / 2, rule)
     for dot in (dots[:, 0], dots[:, 1]):
         _shade(light, Dashes(dot, dot, np.ones(TOGETHER, dtype=bool)), rule.radius, rule)
-    geometry = np.stack(
-        [
-            np.where(dash.there[:, None, None], np.stack([dash.begin, dash.end], axis=1), np.nan)
-            for dash in dashes
-        ],
-        axis=1,
-    )
-    return Pictures(np.rint(255 * light).astype(np.uint8), labels.astype(np.uint8), geometry, dots)
+    geometry = [
+        np.where(dash.there[:, None, None], np.stack([dash.begin, dash.end], 1), np.nan) for dash in dashes
+    ]
+    pixels = np.rint(255 * light).astype(np.uint8)
+    return Pictures(pixels, labels.astype(np.uint8), np.stack(geometry, axis=1), dots)
 
 
 def _shade(light: np.ndarray, dash: Dashes, radius: float, rule: Rule) -> None:
@@ -177,56 +152,32 @@ def _shade(light: np.ndarray, dash: Dashes, radius: float, rule: Rule) -> None:
     lit = np.clip(radius + 0.5 - distance, 0, 1)
     inside = (lit > 0) & (rows >= 0) & (rows < rule.size) & (columns >= 0) & (columns < rule.size)
     inside &= dash.there[:, None, None]
-    pictures = np.broadcast_to(np.arange(len(light))[:, None, None], lit.shape)
-    at = tuple(np.broadcast_to(x, lit.shape)[inside] for x in (pictures, rows, columns))
+    at = _places(rows, columns, inside)
     light[at] = np.maximum(light[at], lit[inside])
 
 
-def draw_contours(draw: np.random.Generator, pictures: int, rule: Rule) -> tuple[list[Dashes], np.ndarray]:
-    """Draw two contours and the distractors of each picture.
-
-    Returns:
-        All dashes, and the tips (pictures, 2 contours, begin and end, 2) of both contours.
-    """
-    occupied = np.ones((pictures, rule.size + 2 * rule.border, rule.size + 2 * rule.border), dtype=bool)
-    inside = slice(rule.border + 1, rule.border + rule.size - 1)
-    occupied[:, inside, inside] = False
-    dashes = _both_contours(draw, occupied, rule)
-    tips = np.stack(
-        [
-            np.stack([dashes[contour].begin, dashes[2 * (rule.contour_length - 1) + contour].end], axis=1)
-            for contour in (0, 1)
-        ],
-        axis=1,
-    )
-    for _ in range(rule.distractors):
-        dashes += _distractor(draw, occupied, rule)
-    return dashes, tips
-
-
 def _both_contours(draw: np.random.Generator, occupied: np.ndarray, rule: Rule) -> list[Dashes]:
-    """Grow two contours dash by dash, and repeat it until all pictures have theirs."""
+    """Grow two contours dash by dash, and repeat it until all pictures have theirs.
+
+    The first begins in the middle, the second `apart` from it.
+    """
     pictures, count = len(occupied), 2 * rule.contour_length
     begin, end = np.empty((count, pictures, 2)), np.empty((count, pictures, 2))
+    low = min(2 * rule.apart, rule.size // 2 - 2)
     pending = np.arange(pictures)
     while len(pending):
         tried = np.resize(pending, pictures)  # the fewer are left, the more attempts at each
         layers = [occupied[tried], occupied[tried]]
-        made, layers, kept = _grow(draw, layers, _seeds(draw, pictures, rule), rule.contour_length, rule)
-        done, first = np.unique(tried[kept], return_index=True)
-        begin[:, done] = np.stack([dash.begin[first] for dash in made])
-        end[:, done] = np.stack([dash.end[first] for dash in made])
-        occupied[done] = layers[0][first] | layers[1][first]
+        first = draw.uniform(low, rule.size - low, (pictures, 1, 2))
+        second = first + rule.apart * _unit(draw.uniform(0, 2 * np.pi, (pictures, 1)))
+        seeds = [np.broadcast_to(place, (pictures, CANDIDATES, 2)) for place in (first, second)]
+        made, layers, kept = _grow(draw, layers, seeds, rule.contour_length, rule)
+        done, at = np.unique(tried[kept], return_index=True)
+        begin[:, done] = np.stack([dash.begin[at] for dash in made])
+        end[:, done] = np.stack([dash.end[at] for dash in made])
+        occupied[done] = layers[0][at] | layers[1][at]
         pending = np.setdiff1d(pending, done)
     return [Dashes(b, e, np.ones(pictures, dtype=bool)) for b, e in zip(begin, end, strict=True)]
-
-
-def _seeds(draw: np.random.Generator, pictures: int, rule: Rule) -> list[np.ndarray]:
-    """Return places where both contours may begin: the first in the middle, the second `apart` from it."""
-    low = min(2 * rule.apart, rule.size // 2 - 2)
-    first = draw.uniform(low, rule.size - low, (pictures, 1, 2))
-    second = first + rule.apart * _unit(draw.uniform(0, 2 * np.pi, (pictures, 1)))
-    return [np.broadcast_to(place, (pictures, CANDIDATES, 2)) for place in (first, second)]
 
 
 def _distractor(draw: np.random.Generator, occupied: np.ndarray, rule: Rule) -> list[Dashes]:
@@ -251,28 +202,28 @@ def _grow(
 ) -> tuple[list[Dashes], list[np.ndarray], np.ndarray]:
     """Grow contours in turns, and drop the pictures where a dash finds no room.
 
-    A layer holds what its contour has to avoid: all but its own last dash.
+    A layer holds the pixels that its contour must avoid: all except those around its own last dash.
     """
     made: list[Dashes] = []
     kept, own = np.arange(len(layers[0])), len(layers)
     for number in range(length):
         for contour in range(own):
-            last = made[-own] if number else None
-            if last is None:
-                places = seeds[contour][kept]
-                angles = draw.uniform(0, 2 * np.pi, (len(kept), CANDIDATES))
-                weights = np.ones(angles.shape)
-            else:
+            if number:
+                last = made[-own]
                 unit = (last.end - last.begin) / rule.dash
                 places = np.repeat((last.end + rule.margin * unit)[:, None], CANDIDATES, axis=1)
                 bends = _bends(draw, len(kept), rule)
                 angles = np.arctan2(unit[:, 0], unit[:, 1])[:, None] + bends
                 weights = np.cos(rule.continuity * bends) ** 2
-            place, angle, found = _choose(draw, layers[contour], places, angles, weights, rule)
+            else:
+                places = seeds[contour][kept]
+                angles = draw.uniform(0, 2 * np.pi, (len(kept), CANDIDATES))
+                weights = np.ones(angles.shape)
+            at, found = _choose(draw, layers[contour], places, angles, weights, rule)
+            rows = np.arange(len(kept))[found]
+            begin = places[rows, at[found]] + rule.margin * (unit := _unit(angles[rows, at[found]]))
             kept, layers = kept[found], [layer[found] for layer in layers]
-            made = [dash.of(found) for dash in made]
-            place, unit = place[found], _unit(angle[found])
-            begin = place + rule.margin * unit
+            made = [Dashes(*(part[found] for part in dash)) for dash in made]
             made.append(Dashes(begin, begin + rule.dash * unit, np.ones(len(kept), dtype=bool)))
             if number:
                 mark(layers[contour], made[-own - 1], rule)
@@ -298,8 +249,8 @@ def _choose(
     angles: np.ndarray,
     weights: np.ndarray,
     rule: Rule,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw a free dash of the candidates by their weights, and return if there was one."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the index of a free candidate by the weights, and return if there is one."""
     along = np.arange(2 * rule.dash + 1) / 2 + rule.margin
     points = places[:, :, None] + along[:, None] * _unit(angles)[:, :, None]
     pixels = np.clip(np.rint(points).astype(np.intp) + rule.border, 0, occupied.shape[1] - 1)
@@ -307,7 +258,7 @@ def _choose(
     blocked = occupied[rows[:, None, None], pixels[..., 0], pixels[..., 1]].any(-1)
     total = np.cumsum(weights * ~blocked, axis=1)
     at = (total <= draw.random((len(rows), 1)) * total[:, -1:]).sum(1).clip(max=CANDIDATES - 1)
-    return places[rows, at], angles[rows, at], total[:, -1] > 0
+    return at, total[:, -1] > 0
 
 
 def _unit(angle: np.ndarray) -> np.ndarray:
@@ -317,11 +268,14 @@ def _unit(angle: np.ndarray) -> np.ndarray:
 def mark(occupied: np.ndarray, dash: Dashes, rule: Rule) -> None:
     """Mark the pixels around dashes as occupied (pictures, rows, columns), in place."""
     rows, columns, distance = distances(dash, rule.clearance, rule)
-    near = distance <= rule.clearance
     rows, columns = (np.clip(x + rule.border, 0, occupied.shape[1] - 1) for x in (rows, columns))
-    pictures = np.broadcast_to(np.arange(len(occupied))[:, None, None], near.shape)
-    rows, columns = (np.broadcast_to(x, near.shape) for x in (rows, columns))
-    occupied[pictures[near], rows[near], columns[near]] = True
+    occupied[_places(rows, columns, distance <= rule.clearance)] = True
+
+
+def _places(rows: np.ndarray, columns: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the indices of pictures, rows and columns where the mask (pictures, W, W) is True."""
+    pictures = np.arange(len(mask))[:, None, None]
+    return tuple(np.broadcast_to(x, mask.shape)[mask] for x in (pictures, rows, columns))
 
 
 def distances(dash: Dashes, reach: float, rule: Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

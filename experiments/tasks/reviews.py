@@ -3,13 +3,11 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from experiments.tasks.task import Examples, Task, chosen, make_task
+from experiments.tasks.task import Examples, Task, choose, make_task
 from experiments.tasks.text import BYTE_VOCABULARY, byte_ids
-from rankwise.errors import InputError
 
 FILES = ("train.jsonl.gz", "test.jsonl.gz")
 
@@ -22,9 +20,7 @@ def imdb_bytes(
     test_examples: int | None = None,
     seed: int = 0,
 ) -> Task:
-    """Return reviews as bytes, in two classes (Tay et al. 2021, section 2.1.2).
-
-    A review longer than `length` keeps its beginning.
+    """Return the first `length` bytes of reviews, in two classes (Tay et al. 2021, section 2.1.2).
 
     Args:
         folder: holds `train.jsonl.gz` and `test.jsonl.gz`, lines with `text` and `label` (1: positive).
@@ -34,15 +30,22 @@ def imdb_bytes(
         seed: of these draws.
     """
     wanted = {"train_examples": train_examples, "test_examples": test_examples}
-    train, test = (
-        _bytes(_read(folder / name), count, seed, part, length)
-        for part, (name, count) in enumerate(zip(FILES, wanted.values(), strict=True))
-    )
+    splits = []
+    for part, (name, count) in enumerate(zip(FILES, wanted.values(), strict=True)):
+        with gzip.open(folder / name, "rt", encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        chosen = [rows[place] for place in choose(len(rows), count, seed, part)]
+        contents = [byte_ids(row["text"])[:length] for row in chosen]
+        ids = np.zeros((len(contents), length), dtype=np.uint8)
+        for row, content in zip(ids, contents, strict=True):
+            row[: len(content)] = content
+        lengths = np.array([len(content) for content in contents])
+        labels = np.array([row["label"] for row in chosen])
+        splits.append(Examples({"input_ids": ids, "labels": labels}, lengths))
     return make_task(
         "imdb_bytes",
         "sequence",
-        train,
-        test,
+        *splits,
         length=length,
         source=" and ".join(FILES),
         seed=seed if any(wanted.values()) else None,
@@ -51,21 +54,3 @@ def imdb_bytes(
         num_labels=2,
         pad_token_id=0,
     )
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        fix = 'Write the reviews of IMDB as lines {"text": …, "label": 0 or 1}.'
-        raise InputError(str(file), expected="a file of reviews", got="no such file", fix=fix)
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def _bytes(rows: list[dict[str, Any]], count: int | None, seed: int, part: int, length: int) -> Examples:
-    which = [rows[place] for place in chosen(len(rows), count, seed, part)]
-    contents = [byte_ids(row["text"])[:length] for row in which]
-    ids = np.zeros((len(contents), length), dtype=np.uint8)
-    for row, content in zip(ids, contents, strict=True):
-        row[: len(content)] = content
-    lengths = np.array([len(content) for content in contents])
-    return Examples({"input_ids": ids, "labels": np.array([row["label"] for row in which])}, lengths)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 IGNORED = -100
-"""A label that no loss and no accuracy counts."""
+"""Label that no loss and no accuracy counts."""
 Item = dict[str, Tensor]
-"""What a model reads of an example, and its labels."""
+"""Inputs of a model and labels, for one example."""
 
 
 class Examples(Dataset[Item]):
@@ -78,7 +78,7 @@ def collate(items: Sequence[Item]) -> Item:
 
 @dataclass(frozen=True)
 class Task:
-    """Examples, and what a model must know about them.
+    """Examples and the sizes that a model needs.
 
     `length` counts the tokens of the longest sequence, or the pixels of a picture. Labels of language tasks
     are not shifted: the models of transformers shift them.
@@ -102,9 +102,9 @@ class Task:
 
 def make_task(
     name: str,
-    kind: Literal["language", "sequence", "image"],
-    train: Examples | Windows,
-    test: Examples | Windows,
+    kind: Any,
+    train: Any,
+    test: Any,
     *,
     length: int,
     source: str,
@@ -138,7 +138,7 @@ def make_task(
     return Task(kind, length, train, test, record, chance=chance, **more)
 
 
-def chosen(total: int, wanted: int | None, seed: int, part: int) -> np.ndarray:
+def choose(total: int, wanted: int | None, seed: int, part: int) -> np.ndarray:
     """Return which examples of a split to take: all in order if None, or some drawn at random.
 
     The draws of training (part 0) and test (part 1) are independent.

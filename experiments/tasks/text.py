@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from experiments.tasks.task import Task, Windows, make_task
 from rankwise.cli.load_data import read_text
-from rankwise.errors import InputError
 
 BYTE_SHIFT, BYTE_VOCABULARY = 3, 259
 """Ids of ByT5Tokenizer: 0 <pad>, 1 </s>, 2 <unk>, then the 256 bytes."""
@@ -23,6 +24,11 @@ def byte_ids(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8) + np.uint8(BYTE_SHIFT)
 
 
+def split_text(text: str) -> tuple[str, str]:
+    boundary = int(len(text) * (1 - TEST_SHARE))
+    return text[:boundary], text[boundary:]
+
+
 def byte_text(path: Path, *, length: int, windows: int | None = None, seed: int = 0) -> Task:
     """Return language modeling on bytes.
 
@@ -32,20 +38,9 @@ def byte_text(path: Path, *, length: int, windows: int | None = None, seed: int 
         windows: train on this number of windows at random places, in place of consecutive windows.
         seed: of that draw.
     """
-    train, test = map(byte_ids, _split(read_text(path)))
-    return make_task(
-        "byte_language_model",
-        "language",
-        cut(train, length, f"{path}, training part", windows, seed),
-        cut(test, length, f"{path}, test part"),
-        length=length,
-        source=path.name,
-        seed=None if windows is None else seed,
-        options={"length": length, "validation_share": TEST_SHARE, "windows": windows},
-        vocab_size=BYTE_VOCABULARY,
-        pad_token_id=0,
-        bytes_per_token=1.0,
-    )
+    splits = map(byte_ids, split_text(read_text(path)))
+    more = {"vocab_size": BYTE_VOCABULARY, "pad_token_id": 0, "bytes_per_token": 1.0}
+    return _language_task("byte_language_model", path, splits, length, windows, seed, {}, more)
 
 
 def token_text(
@@ -55,53 +50,49 @@ def token_text(
 
     An end mark closes each part. `bytes_per_token` counts end marks as tokens.
     """
-    parts = _split(read_text(path))
+    parts = split_text(read_text(path))
     tokenizer = train_tokenizer(parts[0], vocab_size)
+    end = tokenizer.eos_token_id
     train, test = (
         np.array([*tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"], end], np.int32)
-        for part, end in zip(parts, [tokenizer.eos_token_id] * 2, strict=True)
+        for part in parts
     )
+    options = {
+        "tokenizer": f"byte-level BPE of {len(tokenizer):,} entries, trained on the training part",
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+    }
+    more = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bytes_per_token": len(parts[1].encode()) / len(test),
+    }
+    return _language_task("token_language_model", path, (train, test), length, windows, seed, options, more)
+
+
+def _language_task(
+    name: str, path: Path, splits: Any, length: int, windows: int | None, seed: int, options: Any, more: Any
+) -> Task:
+    train, test = splits
     return make_task(
-        "token_language_model",
+        name,
         "language",
         cut(train, length, f"{path}, training part", windows, seed),
         cut(test, length, f"{path}, test part"),
         length=length,
         source=path.name,
         seed=None if windows is None else seed,
-        options={
-            "length": length,
-            "validation_share": TEST_SHARE,
-            "windows": windows,
-            "tokenizer": f"byte-level BPE of {len(tokenizer):,} entries, trained on the training part",
-            "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        },
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        bytes_per_token=len(parts[1].encode()) / len(test),
+        options={"length": length, "validation_share": TEST_SHARE, "windows": windows, **options},
+        **more,
     )
-
-
-def _split(text: str) -> tuple[str, str]:
-    boundary = int(len(text) * (1 - TEST_SHARE))
-    return text[:boundary], text[boundary:]
 
 
 def cut(ids: np.ndarray, length: int, subject: str, windows: int | None = None, seed: int = 0) -> Windows:
     """Cut a sequence into windows that overlap by one token, or take some at random places.
 
     Consecutive windows predict every token except the first exactly once.
-
-    Raises:
-        InputError: if the sequence is shorter than one window.
     """
     if len(ids) < length:
-        raise InputError(
-            subject,
-            expected=f"{length} tokens for one window",
-            got=f"{len(ids)} tokens",
-            fix="Give a longer text.",
-        )
+        raise ValueError(f"{subject}: expected {length} tokens for one window, got {len(ids)}")
     if windows is None:
         starts = np.arange((len(ids) - 1) // (length - 1)) * (length - 1)
     else:
@@ -114,9 +105,6 @@ def train_tokenizer(text: str, vocab_size: int) -> Any:
 
     Its alphabet is the 256 bytes, so that decoding restores every text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

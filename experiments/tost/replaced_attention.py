@@ -27,7 +27,6 @@ class ReplacedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, None]:
-        """Return the mixed tokens, and None for attention weights."""
         if others.get("past_key_values") is not None:
             raise ValueError("cache of replaced attention: expected none. Pass use_cache=False.")
         return self.mixer(hidden_states, real_tokens_of(attention_mask)).output, None
@@ -51,14 +50,10 @@ def replace_attention(model: nn.Module, layers: Iterable[int], kind: str, **opti
     blocks: Any = model.get_submodule("model.layers")
     for layer in layers:
         attention = blocks[layer].self_attn
-        query, heads = attention.q_proj, config.num_attention_heads
-        given = {
-            "head_dim": attention.head_dim,
-            "causal": True,
-            "bias": query.bias is not None,
-            **options,
-        }
-        mixer = MIXERS[kind](config.hidden_size, heads, **given).to(query.weight).train(attention.training)
+        query = attention.q_proj
+        given = {"head_dim": attention.head_dim, "causal": True, "bias": query.bias is not None, **options}
+        mixer = MIXERS[kind](config.hidden_size, config.num_attention_heads, **given)
+        mixer = mixer.to(query.weight).train(attention.training)
         for own, name in COPIED[kind].items():
             _copy(getattr(mixer, own), getattr(attention, name), attention, -1 if kind == "tssa" else 1)
         blocks[layer].self_attn = ReplacedAttention(mixer)
@@ -86,11 +81,6 @@ def real_tokens_of(mask: Tensor | None) -> Tensor | None:
     """Return True for real tokens (B, T), from a mask of tokens (B, T) or of token pairs (B, 1, T, T).
 
     In a mask of pairs a real token sees itself, and nothing sees padding.
-
-    Examples:
-        >>> causal = torch.ones(1, 1, 3, 3).tril().bool() & torch.tensor([False, True, True])
-        >>> real_tokens_of(causal).tolist()
-        [[False, True, True]]
     """
     if mask is not None and mask.dim() == 4:
         mask = mask[:, 0].diagonal(dim1=-2, dim2=-1)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import torch
 from experiments.tasks.mqar import mqar
-from experiments.tasks.task import Examples, chosen, collate, make_task
+from experiments.tasks.task import Examples, choose, collate, make_task
 
 
 def rows() -> Examples:
@@ -47,9 +47,9 @@ def test_a_record_is_json_and_its_checksum_depends_on_every_byte() -> None:
     assert same.record["sha256"] == task.record["sha256"] != other.record["sha256"]
 
 
-def test_some_examples_are_drawn_by_the_seed_apart_for_each_split() -> None:
-    assert chosen(3, None, 0, 0).tolist() == [0, 1, 2]
-    draws = [chosen(50, 10, seed, part).tolist() for seed, part in ((0, 0), (0, 0), (1, 0), (0, 1))]
+def test_the_seed_and_the_split_decide_which_examples_are_drawn() -> None:
+    assert choose(3, None, 0, 0).tolist() == [0, 1, 2]
+    draws = [choose(50, 10, seed, part).tolist() for seed, part in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert draws[0] == draws[1]
     assert len({tuple(draw) for draw in draws}) == 3
     assert all(len(set(draw)) == 10 for draw in draws)

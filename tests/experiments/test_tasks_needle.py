@@ -1,4 +1,4 @@
-"""Needle in a haystack: the answer is in the sequence once, at its depth, and only there is a label."""
+"""Needle in a haystack: the sentence occurs once, at its depth, and only the answer has labels."""
 
 import re
 from pathlib import Path
@@ -19,13 +19,19 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "hay.txt"
 
 
+def parts(item: dict) -> tuple[str, re.Match, re.Match]:
+    """Return the written passage, its sentence and its question."""
+    written = bytes((item["input_ids"] - 3).tolist()).decode()
+    [sentence], [question] = SENTENCE.finditer(written), QUESTION.finditer(written)
+    return written, sentence, question
+
+
 def test_the_sentence_answers_the_question_and_only_the_answer_has_labels(file: Path) -> None:
     task = needle(file, train=20, test=20, length=200)
     boundary = int(len(TEXT) * 0.9)
     for split, part in ((task.train, TEXT[:boundary]), (task.test, TEXT[boundary:])):
         for item in split:
-            written = bytes((item["input_ids"] - 3).tolist()).decode()
-            [sentence], [question] = SENTENCE.finditer(written), QUESTION.finditer(written)
+            written, sentence, question = parts(item)
             assert sentence.groups() == question.groups()
             assert written[: sentence.start()] + written[sentence.end() : question.start()] in part
             labelled = item["labels"] != -100
@@ -37,21 +43,17 @@ def test_the_sentence_answers_the_question_and_only_the_answer_has_labels(file: 
 @pytest.mark.parametrize("depth", [0, 0.25, 1.0])
 def test_the_sentence_is_at_its_depth(file: Path, depth: float) -> None:
     for item in needle(file, train=4, test=4, length=200, depth=depth).test:
-        written = bytes((item["input_ids"] - 3).tolist()).decode()
-        [sentence], [question] = SENTENCE.finditer(written), QUESTION.finditer(written)
-        room = question.start() - len(sentence.group())
-        assert sentence.start() == round(depth * room)
+        _, sentence, question = parts(item)
+        assert sentence.start() == round(depth * (question.start() - len(sentence.group())))
 
 
-def test_depths_are_drawn_over_the_whole_passage_and_answers_by_digit(file: Path) -> None:
-    items = list(needle(file, train=1, test=400, length=120).test)
-    written = [bytes((item["input_ids"] - 3).tolist()).decode() for item in items]
-    found = [SENTENCE.search(text) for text in written]
-    room = QUESTION.search(written[0]).start() - len(found[0].group())
-    depths = np.array([one.start() / room for one in found])
+def test_depths_and_digits_are_uniform(file: Path) -> None:
+    found = [parts(item) for item in needle(file, train=1, test=400, length=120).test]
+    room = found[0][2].start() - len(found[0][1].group())
+    depths = np.array([sentence.start() / room for _, sentence, _ in found])
     assert abs(depths.mean() - 0.5) < 5 * (1 / 12 / 400) ** 0.5
     assert depths.min() < 0.05 < 0.95 < depths.max()
-    digits = np.bincount([int(digit) for one in found for digit in one[2]], minlength=10)
+    digits = np.bincount([int(digit) for _, sentence, _ in found for digit in sentence[2]], minlength=10)
     assert np.abs(digits - 200).max() < 5 * (2000 * 0.1 * 0.9) ** 0.5
 
 

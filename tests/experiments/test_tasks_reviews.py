@@ -4,10 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
-import pytest
 from experiments.tasks.reviews import FILES, imdb_bytes
-
-from rankwise.errors import InputError
 
 REVIEWS = [("good ü film", 1), ("bad", 0), ("so so, but long", 1), ("", 0)]
 
@@ -19,7 +16,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def test_a_review_is_its_first_bytes_with_a_mask_over_the_rest(tmp_path: Path) -> None:
+def test_a_review_has_its_first_bytes_and_a_mask(tmp_path: Path) -> None:
     task = imdb_bytes(saved(tmp_path), length=10)
     for item, (text, label) in zip(list(task.train), REVIEWS, strict=True):
         written = bytes((item["input_ids"][item["attention_mask"].bool()] - 3).tolist())
@@ -29,12 +26,7 @@ def test_a_review_is_its_first_bytes_with_a_mask_over_the_rest(tmp_path: Path) -
     assert (task.num_labels, task.vocab_size, task.chance) == (2, 259, 0.5)
 
 
-def test_some_reviews_are_drawn_by_the_seed(tmp_path: Path) -> None:
+def test_the_seed_decides_which_reviews_are_drawn(tmp_path: Path) -> None:
     few = [imdb_bytes(saved(tmp_path), length=20, train_examples=2, seed=seed) for seed in range(9)]
     assert {task.record["train"] for task in few} == {2}
     assert len({task.record["sha256"] for task in few}) > 1
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"train\.jsonl\.gz: expected a file of reviews, got no such file"):
-        imdb_bytes(tmp_path, length=10)

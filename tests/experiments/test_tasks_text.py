@@ -8,8 +8,6 @@ from experiments.tasks.text import byte_text, cut, token_text, train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.errors import InputError
-
 
 @given(st.integers(2, 40), st.integers(0, 60))
 @settings(max_examples=30, deadline=None)
@@ -48,7 +46,7 @@ def test_random_windows_are_drawn_by_the_seed_from_the_training_part(tmp_path: P
 @pytest.mark.parametrize("part", ["training", "test"])
 def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path, part: str) -> None:
     (tmp_path / "a.txt").write_text("long " * 99)
-    with pytest.raises(InputError, match=rf"{part} part: expected \d+ tokens for one window"):
+    with pytest.raises(ValueError, match=rf"{part} part: expected \d+ tokens for one window"):
         byte_text(tmp_path / "a.txt", length={"training": 500, "test": 60}[part])
 
 
