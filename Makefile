@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Two workers with two threads each on two cores take five times as long as with one thread each: idle threads spin.
 export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help demo test test-extras torch check docs build clean
 

@@ -46,6 +46,9 @@ def main() -> None:
     global _running
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup SIGINT is ignored
         signal.signal(signal.SIGINT, _pressed)
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        # Threads that spin while they wait take the cores from each other if other programs use some of them.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     from rankwise.cli import main as run
 
     try:

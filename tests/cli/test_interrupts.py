@@ -1,6 +1,7 @@
 """Ctrl-C ends a command in one line with status 130, at whatever moment and however often it is pressed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,3 +123,15 @@ def test_python_m_rankwise_is_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("rankwise: model nowhere.py:f: expected a Python file")
     assert subprocess.run([*command, "no"], capture_output=True, check=False).returncode == 2
+
+
+@pytest.mark.parametrize(("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_threads_of_the_command_do_not_spin_unless_the_user_says_so(own: dict[str, str], policy: str) -> None:
+    around = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "rankwise", "plan", "--tokens", "8", "--width", "16"],
+        env=around | {"OMP_DISPLAY_ENV": "true"} | own, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert re.findall(r"OMP_WAIT_POLICY\s*=\s*'(\w+)'", done.stderr) == [policy], done.stderr
