@@ -1,8 +1,9 @@
-"""Checks raise one error: subject, what was expected, what came, the fix; every error can be pickled."""
+"""Checks raise errors of one form, SUBJECT: expected X, got Y. FIX; every error can be pickled."""
 
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rankwise.auditing import AuditError
 from rankwise.errors import InputError, RankwiseError, SkipError, in_range, instance_of, one_of, whole_number
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "a name nobody knows": (
+    "an unknown name": (
         lambda: one_of("`mask`", "casual", ["full", "causal"]),
         "`mask`: expected one of full, causal, got 'casual'. Did you mean causal? Known: causal, full.",
     ),
@@ -21,34 +22,29 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: one_of("`flag`", 1, [True, False]),
         "`flag`: expected one of True, False, got 1. Known: False, True.",
     ),
-    "below an open end": (
-        lambda: in_range("`keep`", 0.0, "(0, 1]", fix="Pass a share."),
-        "`keep`: expected a number in (0, 1], got 0.0. Pass a share.",
-    ),
-    "above a closed end": (
-        lambda: in_range("`keep`", 1.5, "(0, 1]"),
-        "`keep`: expected a number in (0, 1], got 1.5. Change it.",
-    ),
-    "NaN": (
-        lambda: in_range("`delta`", math.nan, "(0, inf)"),
-        "`delta`: expected a number in (0, ∞), got nan. Change it.",
-    ),
-    "infinity at an open end": (
-        lambda: in_range("`delta`", math.inf, "(0, inf)"),
-        "`delta`: expected a number in (0, ∞), got inf. Change it.",
-    ),
-    "a number that is too small": (
-        lambda: whole_number("`every`", 0),
-        "`every`: expected a whole number of at least 1, got 0. Change it.",
-    ),
-    "a number that is too large": (
-        lambda: whole_number("`every`", 9, 1, 8, fix="Pass 8."),
-        "`every`: expected a whole number from 1 to 8, got 9. Pass 8.",
-    ),
-    "a truth value": (
-        lambda: whole_number("`every`", True),
-        "`every`: expected a whole number of at least 1, got True. Change it.",
-    ),
+    **{
+        f"{value} in {interval}": (
+            partial(in_range, "`x`", value, interval, **fix),
+            f"`x`: expected a number in {shown}, got {value}. {fix.get('fix', 'Change it.')}",
+        )
+        for value, interval, shown, fix in (
+            (0.0, "(0, 1]", "(0, 1]", {"fix": "Pass a share."}),
+            (1.5, "(0, 1]", "(0, 1]", {}),
+            (math.nan, "(0, inf)", "(0, ∞)", {}),
+            (math.inf, "(0, inf)", "(0, ∞)", {}),
+        )
+    },
+    **{
+        f"{value!r} as a whole number": (
+            partial(whole_number, "`n`", value, *bounds),
+            f"`n`: expected a whole number {shown}, got {value}. Change it.",
+        )
+        for value, bounds, shown in (
+            (0, (), "of at least 1"),
+            (9, (1, 8), "from 1 to 8"),
+            (True, (), "of at least 1"),
+        )
+    },
     "another type": (
         lambda: instance_of("`model`", 3, str, "a name", fix="Pass one."),
         "`model`: expected a name, got int. Pass one.",
@@ -70,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_check_says_what_was_expected(name: str) -> None:
+def test_a_check_names_subject_and_fix(name: str) -> None:
     call, text = REFUSED[name]
     with unchecked(), pytest.raises(InputError) as refused:
         call()

@@ -1,5 +1,6 @@
-"""A model is called as its batch says, and whatever is changed in it is undone."""
+"""A batch determines how a model is called; every change of a model is undone exactly."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,17 +33,16 @@ TIME_FIRST, BIAS = torch.randn(9, 6, 8), torch.randn(9, 9)
     [TIME_FIRST, (TIME_FIRST, BIAS), [TIME_FIRST, 2.0], Pair(TIME_FIRST, BIAS)],
     ids=["tensor", "tuple", "list", "namedtuple"],
 )
-def test_a_batch_whose_axes_have_no_names_is_sampled_whole(batch: Any) -> None:
+def test_a_batch_without_names_is_sampled_completely(batch: Any) -> None:
     sample = first_sequences(batch, 4)
     assert type(sample) is type(batch)
     whole, copies = ([batch], [sample]) if isinstance(batch, Tensor) else (batch, sample)
-    assert all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(whole, copies, strict=True)
-    )
+    for one, other in zip(whole, copies, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     assert whole[0].data_ptr() != copies[0].data_ptr()
 
 
-def test_of_a_dict_the_first_sequences_are_sampled_and_what_is_no_batch_is_whole() -> None:
+def test_the_first_sequences_of_a_dict_are_sampled_and_other_tensors_stay_complete() -> None:
     x, scale = torch.randn(6, 9, 8), torch.tensor(2.0)
     batch = {"scale": scale, "x": x, "bias": BIAS, "labels": torch.arange(6), "past": Pair(x, BIAS), "on": 1}
     sample = first_sequences(batch, 4)
@@ -59,30 +59,15 @@ class Seen(nn.Module):
         return args, kwargs
 
 
-def test_a_dict_a_tuple_and_a_tensor_are_passed_by_name_by_place_and_as_they_are() -> None:
+def test_dicts_are_passed_by_name_and_tuples_by_position() -> None:
     x, y = torch.ones(1), torch.zeros(1)
     assert run_model(Seen(), {"x": x, "y": y}) == ((), {"x": x, "y": y})
     assert run_model(Seen(), (x, y)) == run_model(Seen(), [x, y]) == ((x, y), {})
     assert run_model(Seen(), x) == ((x,), {})
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_every_module_gets_its_mode_back(fails: bool) -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout().eval())).train()
-    model[1].training = False
-    modes = [module.training for module in model.modules()]
-    try:
-        with eval_mode(model):
-            assert not any(module.training for module in model.modules())
-            if fails:
-                raise KeyError
-    except KeyError:
-        assert fails
-    assert [module.training for module in model.modules()] == modes
-
-
 class Noting(nn.Module):
-    """Notes what mode it was called to take."""
+    """Notes the modes that `train` was called with."""
 
     def __init__(self, *inner: nn.Module) -> None:
         super().__init__()
@@ -94,21 +79,26 @@ class Noting(nn.Module):
         return self
 
 
-def test_modules_are_called_to_take_the_mode_they_were_in() -> None:
-    frozen, within, beside = Noting(), Noting(), Noting()
-    model = nn.Sequential(Noting(frozen, within), nn.Sequential(beside), nn.Dropout()).train()
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_module_gets_its_mode_back(fails: bool) -> None:
+    frozen, within, other = Noting(), Noting(), Noting()
+    model = nn.Sequential(Noting(frozen, within), nn.Sequential(other, nn.Dropout().eval()), nn.Dropout())
+    model.train()
     frozen.eval()
+    model[1].training = False
     modes = [module.training for module in model.modules()]
-    for module in (model[0], frozen, within, beside):
+    for module in (model[0], frozen, within, other):
         module.called.clear()
-    with eval_mode(model):
+    with pytest.raises(KeyError) if fails else nullcontext(), eval_mode(model):
         assert not any(module.training for module in model.modules())
+        if fails:
+            raise KeyError
     assert [module.training for module in model.modules()] == modes
-    assert model[0].called == within.called == beside.called == [False, True]
+    assert model[0].called == within.called == other.called == [False, True]
     assert frozen.called[-1] is False
 
 
-def test_modes_come_back_where_a_module_fails_to_take_its_own() -> None:
+def test_modes_come_back_if_one_module_refuses_its_mode() -> None:
     class Failing(nn.Module):
         def train(self, mode: bool = True) -> "Failing":
             super().train(mode)
@@ -122,12 +112,11 @@ def test_modes_come_back_where_a_module_fails_to_take_its_own() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_tensors_are_found_and_moved_wherever_they_lie() -> None:
+def test_nested_tensors_are_found_and_moved() -> None:
     batch = {"n": 3, "x": torch.ones(2, 3), "more": Pair(torch.ones(1), [torch.ones(1)])}
     there = to_device(batch, torch.device("meta"))
-    assert (
-        there["x"].device.type == there["more"].x.device.type == there["more"].bias[0].device.type == "meta"
-    )
+    moved = (there["x"], there["more"].x, there["more"].bias[0])
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
     assert (there["n"], list(tensors_of(batch)), batch_size(batch)) == (3, ["x"], 2)
     assert device_of(nn.Linear(1, 1)) == torch.device("cpu")
 
@@ -140,7 +129,7 @@ def plus_one(module: nn.Module, args: tuple[Tensor], kwargs: Any) -> tuple[tuple
     return (args[0] + 1,), kwargs
 
 
-def change_of(model: nn.Module, **more: Any) -> Change:
+def change_of(model: nn.Module) -> Change:
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     return Change(
         model,
@@ -155,19 +144,13 @@ def change_of(model: nn.Module, **more: Any) -> Change:
             AddedHook("0", "before", plus_one, prepend=True),
             AddedHook("1", "after", doubled),
         ],
-        **more,
     )
 
 
 def whole_state(model: nn.Module) -> list[Any]:
-    """Names and identities of all that modules hold, in order."""
+    """Return names and identities of all attributes of modules, in order."""
     return [
-        (
-            name,
-            id(module),
-            key,
-            [(k, id(v)) for k, v in value.items()] if isinstance(value, dict) else id(value),
-        )
+        (name, id(module), key, [*map(id, value.values()), *value] if isinstance(value, dict) else id(value))
         for name, module in model.named_modules()
         for key, value in vars(module).items()
     ]
@@ -211,7 +194,7 @@ def test_a_change_is_undone_exactly(times: int) -> None:
         {"attributes": {"0": {"in_features": 3}}, "hooks": [AddedHook("9", "after", doubled)]},
     ],
 )
-def test_a_change_is_applied_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
+def test_a_change_is_applied_completely_or_not_at_all(wrong: dict[str, Any]) -> None:
     model = small_model()
     before = whole_state(model)
     with pytest.raises((AttributeError, TypeError)):
@@ -219,7 +202,7 @@ def test_a_change_is_applied_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
     assert whole_state(model) == before
 
 
-def test_a_change_is_undone_where_its_block_fails() -> None:
+def test_a_change_is_undone_if_its_block_raises() -> None:
     model = small_model()
     before = whole_state(model)
     with pytest.raises(KeyError), change_of(model):
@@ -227,7 +210,7 @@ def test_a_change_is_undone_where_its_block_fails() -> None:
     assert whole_state(model) == before
 
 
-def test_a_change_of_one_of_two_names_of_a_module_leaves_the_other() -> None:
+def test_a_change_under_one_name_of_a_shared_module_keeps_the_other_name() -> None:
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": shared, "b": shared})
     with Change(model, modules={"a": nn.Identity()}):

@@ -1,10 +1,10 @@
-"""Matrices beside each other: the same bits whatever the threads, and the caller's settings come back."""
+"""Parallel matrices: the same bits for any number of threads, and the settings of the caller are restored."""
 
 import os
 import threading
 import time
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from tests.measures.measure_cases import normal
@@ -19,7 +19,7 @@ from rankwise.tracing import MixerSite
 
 @pytest.fixture(autouse=True)
 def _settings():
-    """What a test changes of torch's threads is put back, and numpy's must not have changed."""
+    """Restore the number of torch's threads after each test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -30,9 +30,9 @@ def numpy_threads() -> int | None:
     return None if found is None else found[0]()
 
 
-def test_answers_come_in_order_from_as_many_threads_as_torch_has():
+def test_results_are_in_order_and_torch_sets_the_number_of_threads():
     torch.set_num_threads(3)
-    meet = threading.Barrier(3, timeout=20)  # broken unless three are at it together
+    meet = threading.Barrier(3, timeout=20)  # broken unless three threads run together
 
     def work(item: int) -> tuple[int, int, str]:
         meet.wait()
@@ -45,7 +45,7 @@ def test_answers_come_in_order_from_as_many_threads_as_torch_has():
     assert torch.get_num_threads() == 3
 
 
-def test_memory_bounds_how_many_are_at_work():
+def test_at_once_bounds_the_number_of_calls_under_way():
     torch.set_num_threads(8)
     lock, now, most = threading.Lock(), 0, 0
 
@@ -62,7 +62,7 @@ def test_memory_bounds_how_many_are_at_work():
     assert most == 2
 
 
-def test_what_is_too_large_for_a_second_has_all_threads_here():
+def test_a_single_call_at_a_time_keeps_all_threads():
     torch.set_num_threads(2)
     seen = [(2, threading.current_thread().name)] * 2
 
@@ -76,7 +76,7 @@ def test_what_is_too_large_for_a_second_has_all_threads_here():
         assert torch.get_num_threads() == 1
 
 
-def test_work_inside_work_goes_one_by_one():
+def test_nested_maps_run_one_by_one():
     torch.set_num_threads(2)
 
     def inner(_: int) -> str:
@@ -89,7 +89,7 @@ def test_work_inside_work_goes_one_by_one():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_settings_come_back_after_an_error(error):
+def test_settings_are_restored_after_an_error(error):
     torch.set_num_threads(2)
     before, done = numpy_threads(), []
 
@@ -103,14 +103,14 @@ def test_settings_come_back_after_an_error(error):
         map_threads(work, range(200))
     assert torch.get_num_threads() == 2
     assert numpy_threads() == before
-    assert len(done) < 199  # those that waited were left
+    assert len(done) < 199  # calls that had not begun were dropped
     torch.set_num_threads(1)
     with pytest.raises(error):
         map_threads(work, range(3))
     assert numpy_threads() == before
 
 
-def test_numpy_is_limited_inside_and_as_before_after_the_last():
+def test_the_limit_of_numpy_ends_with_the_last_map():
     if numpy_threads() is None:
         pytest.skip("numpy has another library than OpenBLAS")
     _, limit = parallel._openblas()
@@ -124,13 +124,13 @@ def test_numpy_is_limited_inside_and_as_before_after_the_last():
             other = threading.Thread(target=lambda: map_threads(lambda _: None, range(2)))
             other.start()
             other.join()
-            assert numpy_threads() == 1  # that one was not the last
+            assert numpy_threads() == 1  # the other map was not the last
         assert numpy_threads() == 2
     finally:
         limit(before)
 
 
-def test_gradient_and_inference_mode_are_the_caller_s():
+def test_gradient_and_inference_modes_are_passed_to_threads():
     torch.set_num_threads(2)
 
     def modes(_: int) -> tuple[bool, bool]:
@@ -152,22 +152,6 @@ MEASURES = {
 }
 
 
-@pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("tokens", [20, 150])
-def test_numbers_are_the_same_to_the_bit_whatever_the_threads(measure, tokens):
-    operator = rw.operators.SoftmaxMixing(
-        normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1), is_causal=True
-    )
-    seen = []
-    for count in (1, 2, 8):
-        torch.set_num_threads(count)
-        with one_thread():  # as audits measure
-            seen.append([numbers.numpy() for numbers in MEASURES[measure](operator)])
-    for others in seen[1:]:
-        for one, other in zip(seen[0], others, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 def site(tokens: int) -> MixerSite:
     operator = rw.operators.SoftmaxMixing(normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1))
     valid = torch.ones(3, tokens, dtype=torch.bool)
@@ -175,26 +159,44 @@ def site(tokens: int) -> MixerSite:
     return MixerSite("attention", 0, "softmax", operator, valid, valid, sequences=3, stack="layers")
 
 
-def test_records_of_heads_are_the_same_to_the_bit_whatever_the_threads():
-    said = []
+def records(tokens):
+    return [
+        one.model_dump_json() for one in measure_heads(*sampled(site(tokens)), 0.01, "auto").to_records(0.01)
+    ]
+
+
+def numbers(measure, tokens):
+    query, key = normal(3, 4, tokens, 8), normal(3, 4, tokens, 8, seed=1)
+    return [one.numpy().tobytes() for one in measure(rw.operators.SoftmaxMixing(query, key, is_causal=True))]
+
+
+CASES = {
+    f"{name}, {tokens} tokens": partial(numbers, measure, tokens)
+    for name, measure in MEASURES.items()
+    for tokens in (20, 150)
+} | {"records of heads": partial(records, 120)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_do_not_depend_on_the_number_of_threads(case):
+    seen = []
     for count in (1, 2, 8):
         torch.set_num_threads(count)
-        with one_thread():
-            statistics = measure_heads(*sampled(site(120)), 0.01, "auto")
-        said.append([record.model_dump_json() for record in statistics.to_records(0.01)])
-    assert said[0] == said[1] == said[2]
+        with one_thread():  # as audits measure
+            seen.append(CASES[case]())
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_measures_too():
+def test_a_forked_process_can_measure():
     torch.set_num_threads(2)
     matrices = normal(40, 100, 100)
-    wanted = rank_summary(matrices).effective_rank.sum().item()
+    expected = rank_summary(matrices).effective_rank.sum().item()
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            status = 0 if rank_summary(matrices).effective_rank.sum().item() == wanted else 2
+            status = 0 if rank_summary(matrices).effective_rank.sum().item() == expected else 2
         finally:
             os._exit(status)
     for _ in range(600):

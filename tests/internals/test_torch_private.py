@@ -46,7 +46,7 @@ def test_without_torch_function() -> None:
 
 
 def test_pop_mode_and_push_mode() -> None:
-    """In the middle of three, and back to its place."""
+    """Of three modes, the middle one is removed and returns to its place."""
     with Seen() as below, Seen() as mode, Seen() as above:
         depth = torch_private.pop_mode(mode)
         torch.ones(2).exp()
@@ -150,7 +150,7 @@ def test_compiled_prefix() -> None:
 
 
 def test_constant_when_traced() -> None:
-    """What no compiler can trace, such as an import by name, is then called, once for all."""
+    """A function that no compiler can trace, such as an import by name, is called once."""
     calls = []
 
     @torch_private.constant_when_traced
@@ -184,7 +184,7 @@ def test_forget_global_hook() -> None:
 
 
 def hooked() -> tuple[nn.Module, list[str], list[object]]:
-    """A module whose hooks note that they were called; some of them are to go."""
+    """Return a module, the list in which its hooks note their calls, and the hooks that should be removed."""
     module, told = nn.Linear(2, 2), []
 
     def named(name):

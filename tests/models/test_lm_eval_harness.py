@@ -1,4 +1,4 @@
-"""lm-evaluation-harness reads our models, started as the docs say: its likelihoods are those of the model."""
+"""lm-evaluation-harness, started as in the docs, finds the likelihoods of our models."""
 
 import json
 import math

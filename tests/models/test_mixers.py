@@ -43,7 +43,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
 
 @every_one
 @pytest.mark.parametrize("count", [1, 7])
-def test_the_operator_times_the_values_is_what_is_projected(name: str, count: int) -> None:
+def test_the_output_is_the_projection_of_operator_times_values(name: str, count: int) -> None:
     one, x = mixer(name), tokens(2, count)
     operator, values = one.mixing_operator(x), one.mixing_values(x)
     for mixed in (operator @ values, operator.dense() @ values):
@@ -53,7 +53,7 @@ def test_the_operator_times_the_values_is_what_is_projected(name: str, count: in
 
 
 @causal_ones
-def test_the_operator_in_the_middle_of_a_text_is_that_of_its_rows(name: str) -> None:
+def test_a_state_continues_the_rows_of_the_operator(name: str) -> None:
     one, x = mixer(name), tokens(2, 7)
     state = one(x[:, :4], return_state=True).state
     operator, values = one.mixing_operator(x[:, 4:], None, state), one.mixing_values(x[:, 4:], None, state)
@@ -102,7 +102,7 @@ def test_padding_anywhere_in_any_piece_is_as_if_it_were_not_there(name: str, dat
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
 @pytest.mark.parametrize("flags", ["000111111", "111111000", "001111110", "011010111"])
-def test_padding_is_no_source_of_bidirectional_mixing(name: str, flags: str) -> None:
+def test_padding_does_not_reach_bidirectional_mixing(name: str, flags: str) -> None:
     one, x, mask = mixer(name), tokens(2, 9), torch.ones(2, 9)
     mask[0] = torch.tensor([float(flag) for flag in flags])
     real = mask[0].bool()
@@ -113,7 +113,7 @@ def test_padding_is_no_source_of_bidirectional_mixing(name: str, flags: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name.startswith("tssa")])
-def test_what_padding_holds_does_not_matter(name: str) -> None:
+def test_values_of_padding_do_not_matter(name: str) -> None:
     one, x = mixer(name), tokens(1, 5)
     mask = torch.tensor([[1, 1, 0, 1, 1]])
     real, holes = mask.bool(), x.masked_fill(mask[..., None] == 0, torch.nan)
@@ -156,14 +156,14 @@ def test_gradients_reach_every_parameter(name: str) -> None:
     one, x = mixer(name), tokens(1, 5).requires_grad_()
     one(x).output.square().sum().backward()
     still = {n for n, p in one.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
-    # a bias of keys shifts all logits of a row alike
+    # a bias of keys shifts all logits of a row by one number
     assert still <= ({"k_proj.bias"} if name.startswith("softmax") else set())
     assert torch.isfinite(x.grad).all()
 
 
 @pytest.mark.parametrize("name", ["softmax", "softmax, both ways"])
 def test_no_row_of_softmax_is_empty(name: str) -> None:
-    """Backends differ in what they make of a query that may see nothing."""
+    """Backends differ in the output of a query without keys."""
     x, mask = tokens(2, 5), torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
     matrix = mixer(name).mixing_operator(x, mask).dense()
     torch.testing.assert_close(matrix.sum(-1), torch.ones(2, HEADS, 5, dtype=torch.float64), **CLOSE)
@@ -171,7 +171,7 @@ def test_no_row_of_softmax_is_empty(name: str) -> None:
 
 
 def gains(name: str, seed: int) -> torch.Tensor:
-    """What the last token of a text, always the same, is multiplied by in each channel before out_proj."""
+    """Return the factor per channel that the last token, the same in all texts, has before out_proj."""
     one, x = mixer(name), tokens(1, 7, seed)
     x[:, -1] = tokens(1, 1, seed=9)[:, 0]
     mixed = (one.mixing_operator(x) @ one.mixing_values(x)).transpose(1, 2)[0, -1]
@@ -194,7 +194,7 @@ def test_a_scan_moves_content(name: str) -> None:
 
 @pytest.mark.parametrize("side", [4, 16, 64])
 def test_without_decay_the_token_before_is_one_of_all(side: int) -> None:
-    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, so it is 1 / t where memberships are uniform."""
+    """∂m_t / ∂w_{t-1}² = Π_{t-1} / Σ_u Π_u, which is 1 / t if memberships are uniform."""
     one, x = mixer("tssa-uniform"), tokens(1, side)
     w = one.mixing_projection(x).detach().requires_grad_()
     m = -(w.detach() / HEADS) / tssa(w, None, causal=True, membership="uniform").output - 1
@@ -350,7 +350,7 @@ def test_none_is_a_head_that_forgets_nothing() -> None:
 
 def test_rotary_scores_see_distances_alone() -> None:
     one, x = mixer("softmax-rotary"), tokens(1, 1)
-    logs = one.mixing_operator(x.expand(-1, 7, -1)).dense().log()[0]  # of one token, again and again
+    logs = one.mixing_operator(x.expand(-1, 7, -1)).dense().log()[0]  # logits of one repeated token
     scores = logs - logs.diagonal(0, 1, 2)[..., None]
     for distance in (1, 2, 3):
         values = scores.diagonal(-distance, 1, 2)

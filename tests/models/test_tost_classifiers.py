@@ -75,7 +75,7 @@ def test_classifiers_ignore_no_argument() -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_row_of_padding_alone_gives_numbers(pooling: str) -> None:
+def test_a_row_of_only_padding_has_finite_logits(pooling: str) -> None:
     made, ids = of_text(causal=False, pooling=pooling), texts(2, 4)
     mask = torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])
     assert made(ids, attention_mask=mask).logits.isfinite().all()

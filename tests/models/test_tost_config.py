@@ -1,4 +1,4 @@
-"""Configurations: defaults, what is refused, and the released sizes."""
+"""Configurations: defaults, refusals, and the released sizes."""
 
 import json
 import re
@@ -54,7 +54,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_cannot_be_is_refused(case: str) -> None:
+def test_wrong_fields_are_refused(case: str) -> None:
     changes, match = REFUSED[case]
     with unchecked(), pytest.raises(InputError, match=match):
         config(**changes)

@@ -32,7 +32,7 @@ def model(variant: str = "tssa", **changes) -> ToSTForCausalLM:
 
 
 def left_padded(ids: torch.Tensor, pads: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ends of the rows, behind so many pads."""
+    """Return rows whose first tokens are replaced by padding, and their mask."""
     out = ids.clone()
     for row, count in enumerate(pads):
         out[row, :count] = 0
@@ -102,7 +102,9 @@ def test_generation_with_the_cache_equals_generation_without(variant: str, how: 
 
 @EVERY
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_left_padded_batch_generates_what_each_row_does(variant: str, beams: int) -> None:
+def test_generation_from_a_left_padded_batch_equals_generation_from_each_row(
+    variant: str, beams: int
+) -> None:
     lm = model(variant)
     ids, mask = left_padded(texts(3, 8), [3, 0, 7])
     asked = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
@@ -185,7 +187,7 @@ def test_a_cache_cannot_be_cropped_nor_be_of_another_kind() -> None:
 
 
 @EVERY
-def test_generation_goes_on_from_a_cache(variant: str) -> None:
+def test_generation_continues_from_a_cache(variant: str) -> None:
     lm, ids = model(variant), texts(2, 5)
     asked = {"do_sample": False, "max_new_tokens": 4}
     first = lm.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
@@ -251,10 +253,10 @@ def test_a_shared_skip_is_one_weight(made: type, tied: bool, tmp_path) -> None:
         assert skips[0].item() == 0.5
         assert sum("skip" in name for name, _ in one.named_parameters()) == 1
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert sum("skip" in name for name in file.keys()) == 1  # noqa: SIM118  (it is no dict)
+        assert sum("skip" in name for name in file.keys()) == 1  # noqa: SIM118  (the file is not a dict)
 
 
-def test_weights_with_a_skip_for_each_layer_are_no_shared_one(tmp_path) -> None:
+def test_weights_with_a_skip_per_layer_are_not_read_as_a_shared_skip(tmp_path) -> None:
     lm = ToSTForCausalLM(config(skip="learned"))
     with torch.no_grad():
         lm.model.layers[1].skip.weight.fill_(0.5)
@@ -293,8 +295,8 @@ def test_weights_that_multiply_decay_and_no_others(variant: str) -> None:
     assert set(found[0]) == {name for name in trained if name.endswith(multiply)}
 
 
-def test_what_a_file_lacks_starts_as_a_new_model_does(tmp_path) -> None:
-    """Parameters that are no layer's weights are not left as memory had them."""
+def test_weights_missing_in_a_file_start_as_in_a_new_model(tmp_path) -> None:
+    """Parameters outside of layers are initialized, too."""
     ToSTForCausalLM(config()).save_pretrained(tmp_path)
     changed = {"skip": "channel", "skip_init": -1.0, "layer_scale": 0.25, "num_hidden_layers": 3}
     wanted = ToSTConfig.from_pretrained(tmp_path)
@@ -425,7 +427,7 @@ def test_no_argument_is_ignored(case: str) -> None:
             made(ids, **given)
 
 
-def test_what_transformers_passes_is_taken() -> None:
+def test_arguments_of_transformers_are_accepted() -> None:
     lm, ids = model(), texts(2, 4)
     given = {"output_attentions": True, "cache_position": torch.arange(4), "token_type_ids": ids * 0}
     assert torch.equal(lm(ids, is_causal=None, **given).logits, lm(ids).logits)

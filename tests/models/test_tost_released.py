@@ -1,4 +1,4 @@
-"""Released checkpoints: parity with what the released code computed, and files that are none."""
+"""Released checkpoints: parity with the outputs of the released code, and refusals of other files."""
 
 import argparse
 import json
@@ -214,7 +214,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", sorted(FOREIGN))
-def test_foreign_files_are_refused(case: str, tmp_path: Path) -> None:
+def test_files_of_other_models_are_refused(case: str, tmp_path: Path) -> None:
     held, match = FOREIGN[case]
     torch.save(held, tmp_path / "foreign.pt")
     with pytest.raises(InputError, match=match):

@@ -40,7 +40,7 @@ VARIANTS = {
 
 
 def config(**changes) -> ToSTConfig:
-    """Two layers over 29 tokens, 0 of which is padding."""
+    """Return a configuration of two layers and 29 token ids; id 0 is padding."""
     small = {
         "vocab_size": 29, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
         "max_position_embeddings": LIMIT, "pad_token_id": 0,
