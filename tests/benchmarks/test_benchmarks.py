@@ -52,7 +52,7 @@ def test_a_slow_round_does_not_change_a_ratio_within_rounds():
     assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]) == (2.0, 2.0, 2.0)
 
 
-def test_peak_memory_is_that_of_the_call():
+def test_peak_memory_is_measured_for_one_call():
     found = peak_mib(lambda: torch.ones(40 << 20, dtype=torch.uint8), CPU)
     assert found is None or 39 <= found <= 60
     assert in_fresh_process("state_space", what="Mamba-2", tokens=16, device="cpu") != 0

@@ -46,7 +46,7 @@ def folders(tmp_path):
     return write
 
 
-def test_order_day_and_rounding_of_zero_are_no_difference():
+def test_order_day_and_rounding_of_zero_do_not_count():
     def change(after):
         after["heads"].reverse()
         after["provenance"]["created"] = "2027"
@@ -99,7 +99,7 @@ def test_a_measure_of_one_side_is_a_field_and_a_missing_change_a_record():
         assert differences({"changes": before}, {"changes": after}).records == [record]
 
 
-def test_renames_apply_at_once_and_only_if_the_new_name_is_there():
+def test_renames_apply_at_once_and_only_if_the_new_name_exists():
     expected = Expected(
         renamed={"std": "seed_std", "spread": "std", "SINK": "FIRST_TOKEN", "rank": "full_rank"}
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.measures.measure_cases import U, close, generator, make, matrices, normal, rotation
+from tests.measures.measure_cases import U, close, generator, make, normal, rotation
 
 import rankwise.measures.dense_spectrum as dense_spectrum
 from rankwise.errors import RankwiseError
@@ -57,58 +57,53 @@ def with_spectrum(sigma, seed=0):
     return left @ (sigma[..., None] * right)
 
 
+def one_hot(winners, columns):
+    return torch.nn.functional.one_hot(winners, columns).double()
+
+
+def clusters(n, r, c, seed):
+    sigma = (0.3 * torch.tensor([1, 1, 1, 2, 0.5], dtype=torch.float64)).repeat(max(r, c))[: max(r, c)]
+    return (rotation(r, seed) @ sigma.diag()[:r, :c]).expand(n, -1, -1)
+
+
+def sink(n, r, c, seed):
+    logits = normal(n, r, c, seed=seed)
+    logits[..., 0] += 12
+    return logits.softmax(-1)
+
+
+FAMILIES = {
+    name: lambda n, r, c, seed, name=name: make(name, (n, r, c), seed)
+    for name in ("signed", "stochastic", "causal", "low rank", "sparse")
+} | {
+    "hardmax": lambda n, r, c, seed: one_hot(normal(n, r, c, seed=seed).argmax(-1), c),
+    "permutation": lambda n, r, c, seed: one_hot(
+        torch.rand(n, max(r, c), generator=generator(seed)).argsort(-1)[:, :r] % c, c
+    ),
+    "identity": lambda n, r, c, seed: torch.eye(r, c, dtype=torch.float64).expand(n, r, c),
+    "sink": sink,
+    "zero rows and columns": lambda n, r, c, seed: (
+        normal(n, r, c, seed=seed)
+        * (normal(n, r, 1, seed=seed + 1) > 0)
+        * (normal(n, 1, c, seed=seed + 2) > 0)
+    ),
+    "decaying": lambda n, r, c, seed: (
+        normal(n, r, c, seed=seed) * 10.0 ** -torch.linspace(0, 14, c, dtype=torch.float64)
+    ),
+    "clusters": clusters,
+    "rows of length δ": lambda n, r, c, seed: (
+        0.3 * torch.nn.functional.normalize(normal(n, r, c, seed=seed), dim=-1)
+    ),
+    "large entries": lambda n, r, c, seed: normal(n, r, c, seed=seed) * 1e6,
+}
+"""Makers of n matrices of r rows and c columns."""
+
+
 def family(kind, count, shape, seed):
-    """Many matrices of one kind."""
-    rows, columns = shape
-    if kind in ("signed", "stochastic", "causal", "low rank", "sparse"):
-        return make(kind, (count, rows, columns), seed)
-    if kind == "hardmax":
-        return torch.nn.functional.one_hot(
-            normal(count, rows, columns, seed=seed).argmax(-1), columns
-        ).double()
-    if kind == "permutation":
-        order = torch.rand(count, max(shape), generator=generator(seed)).argsort(-1)[:, :rows] % columns
-        return torch.nn.functional.one_hot(order, columns).double()
-    if kind == "identity":
-        return torch.eye(rows, columns, dtype=torch.float64).expand(count, rows, columns)
-    if kind == "sink":
-        logits = normal(count, rows, columns, seed=seed)
-        logits[..., 0] += 12
-        return logits.softmax(-1)
-    if kind == "zero rows and columns":
-        m = normal(count, rows, columns, seed=seed)
-        return (
-            m * (normal(count, rows, 1, seed=seed + 1) > 0) * (normal(count, 1, columns, seed=seed + 2) > 0)
-        )
-    if kind == "decaying":
-        decay = 10.0 ** -torch.linspace(0, 14, columns, dtype=torch.float64)
-        return normal(count, rows, columns, seed=seed) * decay
-    if kind == "clusters":
-        steps = (0.3 * torch.tensor([1, 1, 1, 2, 0.5], dtype=torch.float64)).repeat(max(shape))
-        return (rotation(rows, seed) @ torch.diag(steps[: max(shape)])[:rows, :columns]).expand(count, -1, -1)
-    if kind == "equal norms":  # all rows of length δ = 0.3
-        return 0.3 * torch.nn.functional.normalize(normal(count, rows, columns, seed=seed), dim=-1)
-    assert kind == "large entries"
-    return normal(count, rows, columns, seed=seed) * 1e6
+    return FAMILIES[kind](count, *shape, seed)
 
 
-KINDS = (
-    "signed",
-    "stochastic",
-    "causal",
-    "low rank",
-    "sparse",
-    "hardmax",
-    "permutation",
-    "identity",
-    "sink",
-    "zero rows and columns",
-    "decaying",
-    "clusters",
-    "equal norms",
-    "large entries",
-)
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", FAMILIES)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -180,32 +175,21 @@ def test_public_ranks_equal_the_svd(kind, shape):
 # --- too close to tell -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nudge", [0.0, 1e-15, -1e-15, 1e-13, -1e-13])
+@pytest.mark.parametrize("nudge", [0.0, 1e-15, -1e-15, 1e-13, -1e-13, 1e-8, -1e-8])
 @pytest.mark.parametrize("copies", [1, 5])
-def test_a_singular_value_at_delta_needs_the_svd(nudge, copies):
+def test_only_a_singular_value_at_delta_needs_the_svd(nudge, copies):
     delta = 0.2
     sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
     sigma[:4, :copies] = delta * (1 + nudge)
     m = with_spectrum(sigma)
-    near = torch.arange(8) < 4
+    near = (torch.arange(8) < 4) & (abs(nudge) < 1e-8)
     assert gram_spectrum(m).decides_count(delta).equal(~near)
     summary = rank_summary(m, delta)
     assert summary.used_svd.equal(near.double())
-    assert summary.numerical_rank[~near].eq(SIZE).all()
+    exact = (sigma >= delta).sum(-1)
+    assert summary.numerical_rank[~near].equal(exact[~near].double())
     assert ((summary.numerical_rank[near] >= SIZE - copies) & (summary.numerical_rank[near] <= SIZE)).all()
     assert summary.singular_values[near].equal(svd(m[near]))
-    assert numerical_rank(m, delta).equal(summary.numerical_rank)
-
-
-@pytest.mark.parametrize("gap", [1e-8, -1e-8])
-def test_a_singular_value_near_delta_does_not_need_the_svd(gap):
-    delta = 0.2
-    sigma = torch.rand(8, SIZE, dtype=torch.float64, generator=generator(3)) + 0.3
-    sigma[:, :3] = delta * (1 + gap)
-    m = with_spectrum(sigma)
-    summary = rank_summary(m, delta)
-    assert not summary.used_svd.any()
-    assert (summary.numerical_rank == (SIZE if gap > 0 else SIZE - 3)).all()
     assert numerical_rank(m, delta).equal(summary.numerical_rank)
 
 
@@ -333,19 +317,6 @@ def test_small_matrices_are_decomposed():
     assert rank_summary(m).singular_values.equal(singular_values(m))
 
 
-@given(m=matrices(batch=(3,)))
-def test_small_matrices_could_go_either_way(m):
-    sigma = svd(m)
-    close(by_gram(gram_spectrum(m)), sigma, rtol=0, atol=1e-6 * (1 + sigma.max().item()))
-
-
-def test_a_hardmax_matrix_has_the_rank_of_its_winners():
-    m = family("hardmax", 5, (200, 200), seed=8)
-    winners = m.any(-2).sum(-1).double()
-    assert numerical_rank(m, 0.5).equal(winners)
-    assert not rank_summary(m, 0.5).used_svd.any()
-
-
 @pytest.mark.parametrize("measure", [rank_summary, stable_rank], ids=lambda f: f.__name__)
 def test_gradients_equal_the_svd(measure):
     m = make("signed", (2, SIZE, SIZE), seed=9)
@@ -359,7 +330,7 @@ def test_gradients_equal_the_svd(measure):
 
 
 @pytest.mark.parametrize("call", [numerical_rank, stable_rank, rank_summary], ids=lambda f: f.__name__)
-def test_a_matrix_that_is_not_finite_gives_nan_alone(call):
+def test_only_a_matrix_that_is_not_finite_has_nan(call):
     m = make("stochastic", (2, 3, SIZE, SIZE), seed=11)
     clean = call(m)
     m[0, 1, 3, 4], m[0, 2, 1, 1], m[1, 2, 0, 0], m[1, 0, :2, 0] = math.nan, -math.inf, math.inf, INFINITIES
@@ -425,12 +396,6 @@ def test_entries_above_the_diagonal_are_not_read(monkeypatch):
     monkeypatch.setattr("rankwise.measures.dense_spectrum.lower_gram", lambda wide: poison)
     for part, clean in zip(gram_spectrum(m), spectrum, strict=True):
         close(part, clean, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (5, 5)], ids=str)
-def test_the_shorter_side_comes_first(shape):
-    assert lower_gram(normal(2, *shape)).shape == (2, min(shape), min(shape))
-    assert gram_spectrum(normal(2, *shape)).eigenvalues.shape == (2, min(shape))
 
 
 def test_a_large_entry_below_zero_is_scaled_too():
@@ -503,13 +468,3 @@ def test_parts_do_not_change_an_answer(monkeypatch):
     monkeypatch.setitem(dense_spectrum.PART_BYTES, "cpu", 1)
     for one, other in zip([singular_values(op), numerical_rank(op), *rank_summary(op)], whole, strict=True):
         close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_an_input_that_is_not_finite_is_unchanged():
-    m = normal(3, 4, 4)
-    m[1, 2, 3] = math.nan
-    before = m.clone()
-    _, total, row = seen_by(m)
-    torch.testing.assert_close(m, before, rtol=0, atol=0, equal_nan=True)
-    assert total.isnan().tolist() == [False, True, False]
-    assert row.isnan().all(-1).tolist() == [False, True, False]

@@ -8,20 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.estimate_cases import FEW_KINDS, KINDS, OnlyProducts, head
 from tests.measures.measure_cases import generator, make, normal, rotation
+from tests.operators.linear_time_cases import LINEAR_TIME
+from tests.operators.mixing_laws import largest_tensor
 from tests.unchecked import unchecked
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from rankwise.errors import RankwiseError, ShapeError
-from rankwise.measures import krylov, rank_summary
+from rankwise.errors import RankwiseError
+from rankwise.measures import krylov, rank_summary, singular_values
 from rankwise.measures.estimate import Estimate, SpectrumEstimate, estimate_spectrum
+from rankwise.measures.quadrature import SHARP, EigenvalueCounter
 from rankwise.operators import (
     DenseMixing,
-    DiagonalMixing,
-    LinearAttentionMixing,
-    SemiseparableMixing,
     SoftmaxMixing,
-    ToeplitzMixing,
 )
 
 RANKS = ("effective_rank", "stable_rank", "sigma_max")
@@ -207,31 +204,12 @@ def test_tensors_of_whole_numbers_are_matrices(dtype):
 # --- products and memory ---------------------------------------------------------------------------------
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many numbers the largest tensor made inside held."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.numbers = max(self.numbers, leaf.numel())
-        return result
-
-
 def test_the_matrix_is_never_formed(monkeypatch):
     """Nothing is larger than the Krylov basis, 1,500·64 numbers; the matrix has 2,250,000."""
     monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", 30_000)
     operator = head("plain", 1500)
-    with LargestTensor() as seen:
-        estimate_spectrum(operator, probes=8, steps=8).count(0.1)
-    assert 0 < seen.numbers <= 1500 * 64
-    with LargestTensor() as seen:  # the watch itself works
-        operator.dense()
-    assert seen.numbers == 1500 * 1500
+    assert 0 < largest_tensor(lambda: estimate_spectrum(operator, probes=8, steps=8).count(0.1)) <= 1500 * 64
+    assert largest_tensor(operator.dense) == 1500 * 1500  # the watch itself works
 
 
 def test_other_kinds_are_applied_by_their_own_products():
@@ -247,20 +225,12 @@ def test_other_kinds_are_applied_by_their_own_products():
         )
 
 
-LINEAR_TIME = {
-    "diagonal": lambda x: DiagonalMixing(x[0, :, 0].abs()),
-    "toeplitz": lambda x: ToeplitzMixing(x[0, :, 0] * 0.95 ** torch.arange(90)),
-    "linear attention": lambda x: LinearAttentionMixing(
-        x[0].exp(), x[1].exp(), is_causal=True, normalized=True
-    ),
-    "semiseparable": lambda x: SemiseparableMixing(x[0], x[1], -x[0, :, 0].abs() / 9),
-}
-
-
-@pytest.mark.parametrize("make_operator", LINEAR_TIME.values(), ids=LINEAR_TIME)
-def test_every_linear_time_operator_is_measured_as_its_matrix(make_operator):
+@pytest.mark.parametrize(
+    "kind", ["diagonal", "toeplitz, causal", "linear, causal, normalized", "semiseparable"]
+)
+def test_linear_time_operators_are_measured_as_their_matrices(kind):
     """In float64 both ways, of float32 parts; 48 products of a few hundred roundings each."""
-    operator = make_operator(torch.randn(2, 90, 5, generator=generator(4)))
+    operator = LINEAR_TIME[kind].make(1, 1, 90, 90, 5)[0, 0].to(torch.float32)
     spectrum = estimate_spectrum(operator, probes=8, steps=6)
     dense = estimate_spectrum(operator.dense(torch.float64), probes=8, steps=6)
     for name in RANKS:
@@ -279,11 +249,129 @@ def test_no_graph_is_built():
     assert not estimate_spectrum(matrix, probes=8, steps=4).effective_rank.value.requires_grad
 
 
+# --- counts ----------------------------------------------------------------------------------------------
+
+DELTAS = (0.5, 0.1, 0.03, 0.01, 0.001)
+
+
+def true_count(operator, delta):
+    return int((singular_values(operator) >= delta).sum())
+
+
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    kind=st.sampled_from(["signed", "stochastic", "causal", "low rank", "sparse"]),
+    seed=st.integers(0, 2**31),
+    delta=st.floats(1e-3, 3),
+)
+def test_where_the_space_is_whole_the_count_is_exact(shape, kind, seed, delta):
+    if kind == "causal":
+        shape = (max(shape),) * 2
+    m = make(kind, shape, seed)
+    sigma = singular_values(m)
+    count = estimate_spectrum(m, probes=8, steps=8).count(delta)
+    # MᵀM in float64 tells σ² from δ² down to 64 ε ‖M‖_F².
+    unsure = ((sigma**2 - delta**2).abs() <= 1e-13 * m.square().sum()).sum()
+    truth = (sigma >= delta).sum()
+    assert count.low <= truth <= count.high
+    assert count.high - count.low <= unsure
+    assert abs(count.value - truth) <= unsure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_energy_bounds_the_count_for_certain(kind):
+    operator = head(kind, 120)
+    sigma = singular_values(operator)
+    for seed in range(4):
+        known = estimate_spectrum(operator, probes=8, steps=5, seed=seed)._matrices[0]
+        counter = EigenvalueCounter(known.estimator, known.steps)
+        for delta in DELTAS:
+            fewest, most = counter.by_energy((delta / known.scale) ** 2)
+            assert fewest <= int((sigma >= delta).sum()) <= most
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_intervals_hold_the_count(kind):
+    """95 % nominal: of 12 seeds at most 3 may miss, which chance exceeds in 0.2 % of kinds."""
+    operator = head(kind, 150)
+    sigma = singular_values(operator)
+    runs = [estimate_spectrum(operator, probes=8, steps=10, seed=seed) for seed in range(12)]
+    for delta in DELTAS:
+        truth = int((sigma >= delta).sum())
+        counts = [run.count(delta) for run in runs]
+        assert sum(not bool(c.low <= truth <= c.high) for c in counts) <= 3
+        assert all(0 <= c.low <= c.high <= 150 for c in counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_count_is_a_number_if_and_only_if_quadrature_leaves_little_open(kind):
+    """At 16 probes chance is at most √(2/16)·√200 per count: 5 + 3·2.15 around the truth covers both."""
+    operator = head(kind, 200)
+    spectrum = estimate_spectrum(operator, probes=16, steps=8)
+    for delta in DELTAS:
+        count, truth = spectrum.count(delta), true_count(operator, delta)
+        assert bool(count.value.isnan()) == bool(count.stderr.isnan())
+        if count.value.isnan():
+            assert count.high - count.low > 2 * SHARP * count.low
+        else:
+            assert count.low <= count.value <= count.high
+            assert abs(count.value - truth) <= 2 * SHARP * truth + 15
+
+
+def test_a_count_that_is_not_sharp_is_nan_with_an_interval():
+    """One σ of 17 by the sink; a third of the others are between 1e-4 and 1e-2, too close for few steps."""
+    operator = head("sink", 300)
+    spectrum = estimate_spectrum(operator, probes=8, steps=6)
+    assert [float(x) for x in spectrum.count(5.0)] == [1, 0, 1, 1]
+    fine = spectrum.count(1e-3)
+    assert fine.value.isnan()
+    assert fine.stderr.isnan()
+    assert fine.low < true_count(operator, 1e-3) < fine.high
+    assert fine.high - fine.low > 30
+
+
+def test_strong_directions_are_counted_exactly():
+    matrix = normal(300, 20, seed=1) @ normal(20, 300, seed=2) / 300 + 1e-7 * normal(300, 300, seed=3)
+    count = estimate_spectrum(matrix, probes=8, steps=12).count(1e-3)
+    assert count.value == count.low == count.high == 20
+
+
+@pytest.mark.parametrize(("delta", "low", "high"), [(1e200, 0, 0), (1e3, 0, 0), (1e-200, 100, 100)])
+def test_far_from_the_spectrum(delta, low, high):
+    """A full-rank matrix of σ in [1/2, 2], all of it in the space."""
+    matrix = torch.linspace(0.5, 2, 100).double().diag()[torch.randperm(100, generator=generator(1))]
+    count = estimate_spectrum(matrix).count(delta)
+    assert (count.low, count.value, count.high) == (low, (low + high) / 2, high)
+
+
+def test_the_threshold_follows_the_scale():
+    matrix = head("plain", 150).dense(torch.float64)
+    plain, scaled = (estimate_spectrum(x, probes=8, steps=8) for x in (matrix, 2.0**40 * matrix))
+    for delta in DELTAS:
+        for one, other in zip(plain.count(delta), scaled.count(2.0**40 * delta), strict=True):
+            assert one.equal(other) or (one.isnan() and other.isnan())
+
+
+def test_a_batch_is_counted_one_by_one():
+    matrices = make("causal", (2, 3, 40, 40), seed=4)
+    matrices[1, 2, 0, 0] = math.nan
+    count = estimate_spectrum(matrices, probes=8, steps=4).count(0.1)
+    assert count.value.shape == count.low.shape == (2, 3)
+    assert count.low[1, 2].isnan()
+    alone = estimate_spectrum(matrices[0, 1], probes=8, steps=4).count(0.1)
+    assert count.low[0, 1] == alone.low
+    assert count.high[0, 1] == alone.high
+
+
+def test_counts_of_zero_are_zero():
+    assert [float(x) for x in estimate_spectrum(torch.zeros(9, 9)).count(0.1)] == [0, 0, 0, 0]
+
+
 # --- edges -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_matrix_that_is_not_finite_gives_nan_and_leaves_the_others_alone(bad):
+def test_a_matrix_that_is_not_finite_has_nan_and_the_others_do_not_change(bad):
     matrices = make("stochastic", (2, 2, 30, 30), seed=5)
     clean = estimate_spectrum(matrices, probes=8, steps=4)
     matrices[1, 0, 3, 4] = bad
@@ -324,33 +412,29 @@ def test_a_result_shows_its_numbers_and_keeps_its_workings_to_itself():
     assert Estimate._fields == ("value", "stderr", "low", "high")
 
 
-@pytest.mark.parametrize("probes", [-2, 0, 2, 6, 9])
-def test_probes_come_in_two_halves(probes):
-    wanted = "an even number" if probes % 2 else "a whole number of at least 8"
-    with pytest.raises(RankwiseError, match=rf"`probes`: expected {wanted}, got {probes}\."):
-        estimate_spectrum(torch.eye(3), probes=probes)
-
-
-@pytest.mark.parametrize("steps", [-1, 0, 1, 3])
-def test_too_few_steps_are_refused(steps):
-    with pytest.raises(
-        RankwiseError, match=rf"`steps`: expected a whole number of at least 4, got {steps}\."
-    ):
-        estimate_spectrum(torch.eye(3), steps=steps)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "got"),
-    [(torch.ones(3), r"\(3,\)"), (torch.ones(2, 0, 3), r"\(2, 0, 3\)"), ([[1.0]], "list"), (1.0, "float")],
+    ("wrong", "match"),
+    [
+        *(
+            ({"probes": probes}, "`probes`: expected a whole number of at least 8")
+            for probes in (-2, 0, 2, 6)
+        ),
+        ({"probes": 9}, "`probes`: expected an even number, got 9"),
+        *(({"steps": few}, "`steps`: expected a whole number of at least 4") for few in (-1, 0, 1, 3)),
+        ({"op": torch.ones(3)}, r"`estimate_spectrum`: expected .*\(\.\.\., T, S\).* got \(3,\)"),
+        ({"op": torch.ones(2, 0, 3)}, r"`estimate_spectrum`: expected .* got \(2, 0, 3\)"),
+        ({"op": [[1.0]]}, "`estimate_spectrum`: expected .* got list"),
+        ({"op": 1.0}, "`estimate_spectrum`: expected .* got float"),
+        ({"op": torch.ones(2, 2, dtype=torch.complex64)}, "expected real numbers, got torch.complex64"),
+    ],
+    ids=str,
 )
-def test_only_matrices_have_ranks(wrong, got):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=rf"`estimate_spectrum`: expected .*\(\.\.\., T, S\).* got {got}"),
-    ):
-        estimate_spectrum(wrong)
+def test_arguments_out_of_range_are_refused(wrong, match):
+    with unchecked(), pytest.raises(RankwiseError, match=match):
+        estimate_spectrum(**({"op": torch.eye(3)} | wrong))
 
 
-def test_complex_matrices_are_refused():
-    with unchecked(), pytest.raises(ShapeError, match=r"expected real numbers, got torch\.complex64"):
-        estimate_spectrum(torch.ones(2, 2, dtype=torch.complex64))
+@pytest.mark.parametrize("delta", [0.0, -1.0, math.nan, math.inf])
+def test_a_threshold_must_be_positive(delta):
+    with pytest.raises(RankwiseError, match=r"`delta`: expected a number in \(0, ∞\)"):
+        estimate_spectrum(torch.eye(3)).count(delta)

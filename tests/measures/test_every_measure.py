@@ -30,6 +30,13 @@ every_token_measure = pytest.mark.parametrize("measure", OF_TOKENS, ids=lambda f
 every_measure = pytest.mark.parametrize("measure", [*OF_MATRICES, *OF_TOKENS], ids=lambda f: f.__name__)
 
 
+def batch(measure, seed=3):
+    """Six matrices, or three sequences of token states."""
+    if measure in OF_MATRICES:
+        return make("stochastic", (2, 3, 5, 5), seed)
+    return normal(3, 5, 4, seed=seed)
+
+
 def test_every_function_is_a_measure_or_known_to_be_none():
     others = {"evaluate", "rank_summary"}
     others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
@@ -62,41 +69,26 @@ def test_matrices_of_a_batch_are_measured_alone(measure, x):
 
 @every_token_measure
 def test_sequences_of_a_batch_are_measured_alone(measure):
-    x = normal(3, 5, 4, seed=2)
-    alone = torch.cat([measure(y[None]) for y in x])
-    close(measure(x), alone, rtol=rank_tolerance(x))
+    x = batch(measure)
+    close(measure(x), torch.cat([measure(y[None]) for y in x]), rtol=rank_tolerance(x))
 
 
-@every_matrix_measure
+@every_measure
 @pytest.mark.parametrize("bad", BAD)
-def test_a_matrix_that_is_not_finite_gives_nan_and_leaves_the_others_alone(measure, bad):
-    x = make("stochastic", (2, 3, 5, 5), seed=3)
-    clean = measure(x)
-    x[1, 0, 2, 4] = bad
+def test_an_input_that_is_not_finite_has_nan_and_the_others_do_not_change(measure, bad):
+    x = batch(measure)
+    clean, at = measure(x), (1, 0) if measure in OF_MATRICES else (1,)
+    x[at][2, 3] = bad
     got = measure(x)
-    assert got[1, 0].isnan().all()
-    got[1, 0] = clean[1, 0]
+    assert got[at].isnan().all()
+    got[at] = clean[at]
     assert got.equal(clean)
 
 
-@every_token_measure
-@pytest.mark.parametrize("bad", BAD)
-def test_a_sequence_that_is_not_finite_gives_nan_and_leaves_the_others_alone(measure, bad):
-    x = normal(3, 5, 4, seed=4)
-    clean = measure(x)
-    x[1, 2, 3] = bad
-    assert measure(x).isnan().tolist() == [False, True, False]
-    assert measure(x)[[0, 2]].equal(clean[[0, 2]])
-
-
-@every_matrix_measure
-def test_empty_batches_give_empty_answers(measure):
-    assert measure(torch.empty(0, 4, 3, 5)).shape[:2] == (0, 4)
-
-
-@every_token_measure
-def test_no_sequences_give_no_answers(measure):
-    assert measure(torch.empty(0, 3, 5)).shape == (0,)
+@every_measure
+def test_an_empty_batch_has_an_empty_result(measure):
+    x = batch(measure)[:0]
+    assert measure(x).shape[: x.ndim - 2] == x.shape[:-2]
 
 
 @every_token_measure
@@ -111,7 +103,7 @@ def test_padding_may_hold_anything(measure, x):
 
 
 @every_token_measure
-def test_a_sequence_of_padding_alone_gives_nan(measure):
+def test_a_sequence_without_real_tokens_has_nan(measure):
     mask = torch.tensor([[False] * 4, [True] * 4])
     assert measure(normal(2, 4, 3), mask=mask).isnan().tolist() == [True, False]
 
@@ -142,7 +134,7 @@ def test_an_operator_made_in_low_precision_is_formed_in_float64():
 
 
 @pytest.mark.parametrize("wrap", [DenseMixing, lambda matrix: matrix], ids=["operator", "tensor"])
-def test_dense_matrices_are_cast_where_they_are_read_and_not_copied(wrap):
+def test_dense_matrices_are_cast_per_block_and_not_copied(wrap):
     matrix = torch.ones(2, 3, 3, dtype=torch.float32)
     operator = as_operator(wrap(matrix), "`matrix`")
     assert operator.dtype == torch.float32
@@ -154,36 +146,27 @@ def test_heads_are_measured_through_an_operator_too():
     assert rm.head_distance(DenseMixing(heads)).equal(rm.head_distance(heads))
 
 
-@every_matrix_measure
-@pytest.mark.parametrize("shape", [(3,), (), (2, 0, 3), (2, 3, 0)])
-def test_inputs_without_rows_or_columns_are_refused(measure, shape):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected .*shape \(\.\.\., T, S\)"),
-    ):
-        measure(torch.ones(shape))
-
-
-@every_matrix_measure
-def test_lists_are_refused(measure):
-    with unchecked(), pytest.raises(ShapeError, match=r"got list\. Wrap an array with torch\.as_tensor"):
-        measure([[1.0, 0.0], [0.0, 1.0]])
+REFUSED = {
+    "matrices": [
+        *(
+            (torch.ones(shape), r"expected .*shape \(\.\.\., T, S\)")
+            for shape in [(3,), (), (2, 0, 3), (2, 3, 0)]
+        ),
+        ([[1.0, 0.0], [0.0, 1.0]], r"got list\. Wrap an array with torch\.as_tensor"),
+    ],
+    "tokens": [
+        (torch.ones(shape), r"expected tokens of shape \(B, T, D\)")
+        for shape in [(3, 4), (2, 2, 3, 4), (2, 0, 4), (2, 3, 0)]
+    ],
+}
 
 
 @every_measure
-def test_complex_numbers_are_refused(measure):
-    with unchecked(), pytest.raises(ShapeError, match=r"expected real numbers, got torch\.complex64"):
-        measure(torch.ones(2, 3, 3, dtype=torch.complex64))
-
-
-@every_token_measure
-@pytest.mark.parametrize("shape", [(3, 4), (2, 2, 3, 4), (2, 0, 4), (2, 3, 0)])
-def test_tokens_of_a_wrong_shape_are_refused(measure, shape):
-    with (
-        unchecked(),
-        pytest.raises(ShapeError, match=rf"`{measure.__name__}`: expected tokens of shape \(B, T, D\)"),
-    ):
-        measure(torch.ones(shape))
+def test_inputs_of_another_shape_or_kind_are_refused(measure):
+    complex_numbers = torch.ones(2, 3, 3, dtype=torch.complex64), "expected real numbers, got torch.complex64"
+    for wrong, match in [*REFUSED[MEASURES[measure.__name__].of], complex_numbers]:
+        with unchecked(), pytest.raises(ShapeError, match=f"`{measure.__name__}`.*{match}"):
+            measure(wrong)
 
 
 @every_token_measure

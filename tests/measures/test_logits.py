@@ -1,4 +1,4 @@
-"""The width that a head needs: known subspaces, invariances, the dense error and the KL it stands for."""
+"""The width that a head needs: known subspaces, invariances, the dense error and the KL divergence."""
 
 import math
 from itertools import pairwise
@@ -31,7 +31,7 @@ def at_widths(op: SoftmaxMixing) -> torch.Tensor:
 
 @settings(max_examples=10)
 @given(rank=st.integers(1, K), seed=st.integers(0, 9))
-def test_no_more_than_the_rank_of_queries_or_of_centred_keys(rank: int, seed: int) -> None:
+def test_the_rank_of_queries_or_of_centred_keys_is_the_most(rank: int, seed: int) -> None:
     op = head(seed)
     basis = torch.linalg.qr(normal(K, K, seed=seed + 100)).Q[:, :rank]
     narrow = op.query @ basis @ basis.mT

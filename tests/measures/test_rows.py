@@ -88,13 +88,6 @@ def test_entropy_and_sink_keep_to_their_ranges(m):
     assert 1 / m.shape[1] <= max_token_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
 
 
-@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e307])
-def test_rows_of_any_size_have_an_entropy(scale):
-    m = torch.full((2, 4), scale, dtype=torch.float64)
-    close(row_entropy(m), math.log(4), rtol=tolerance(m))
-    close(first_token_mass(m), 0.25, rtol=tolerance(m))
-
-
 @pytest.mark.parametrize("column", [3, -4])
 def test_a_column_that_is_not_there_is_refused(column):
     with pytest.raises(ShapeError, match=r"`column` of `first_token_mass`: expected an index in \[−3, 3\)"):
@@ -165,12 +158,6 @@ def test_only_square_matrices_can_be_the_identity():
     assert identity_distance(torch.ones(2, 3, 4)).isnan().tolist() == [True, True]
 
 
-def test_a_huge_matrix_is_far_from_the_identity():
-    m = 1e200 * torch.eye(3, dtype=torch.float64)
-    close(identity_distance(m), 1.0, rtol=tolerance(m))
-    close(identity_distance(m / 1e200 / 1e200), 1.0, rtol=tolerance(m))
-
-
 # --- distance between heads ------------------------------------------------------------------------------
 
 
@@ -219,10 +206,7 @@ def test_zero_heads_are_equal_and_far_from_others():
     assert head_distance(heads).tolist() == [[0, 0, 1], [0, 0, 1], [1, 1, 0]]
 
 
-def test_heads_of_any_size_dtype_and_number():
-    heads = make("stochastic", (3, 4, 4), seed=6)
-    close(head_distance(1e200 * heads), head_distance(heads), rtol=tolerance(heads))
-    close(head_distance(1e-200 * heads), head_distance(heads), rtol=tolerance(heads))
+def test_heads_of_any_dtype_and_number():
     half = make("stochastic", (3, 4, 5), seed=5).to(torch.bfloat16)
     assert head_distance(half).equal(head_distance(half.double()))
     assert head_distance(torch.ones(1, 1, 1)).tolist() == [[0]]

@@ -165,7 +165,7 @@ def test_rows_and_tokens_of_many_sizes(x):
             wanted["identity_distance"] = over(off, SHORT.sqrt(size * size + 3))
         together = rm.evaluate(wanted, x[None])
         for name, number in wanted.items():
-            # an entropy and a cosine are sums that cancel: right to roundings of 1, not of themselves
+            # an entropy and a cosine are sums that cancel: right to roundings of 1, not of the sum
             atol = RTOL if name == "row_entropy" else 5e-324
             close(getattr(rm, name)(x), number, rtol=RTOL, atol=atol)
             close(together[name][0], number, rtol=RTOL, atol=atol)

@@ -74,14 +74,6 @@ def test_mu_does_not_see_a_shift_of_all_tokens(x, shift):
     close(mu(x + shift), mu(x), rtol=0, atol=tolerance(x) * (x.norm() + shift.norm()).item())
 
 
-@given(x=token_batches(), factor=st.floats(1e-3, 1e3), sign=st.sampled_from([-1, 1]))
-def test_mu_grows_with_the_scale_and_its_share_does_not(x, factor, sign):
-    size = token_norm(x)  # the product itself rounds every entry to its own size
-    close(mu(sign * factor * x), factor * mu(x), rtol=0, atol=tolerance(x) * factor * size.max().item())
-    close(token_spread(sign * factor * x), token_spread(x), rtol=0, atol=tolerance(x))
-    close(token_norm(sign * factor * x), factor * size, rtol=tolerance(x))
-
-
 @given(x=token_batches(), seed=seeds)
 def test_mu_obeys_the_triangle(x, seed):
     y = normal(*x.shape, seed=seed)
@@ -118,15 +110,6 @@ def test_nearly_equal_tokens_keep_their_digits(outlier):
     mean = [sum(feature) / 7 for feature in zip(*exact, strict=True)]
     wanted = math.sqrt(sum((v - m) ** 2 for token in exact for v, m in zip(token, mean, strict=True)))
     close(mu(x), [wanted], rtol=tolerance(x))
-
-
-@pytest.mark.parametrize("scale", [1e-300, 1e200])
-def test_squares_neither_overflow_nor_vanish(scale):
-    x = normal(1, 4, 3, seed=2)
-    close(mu(scale * x), scale * mu(x), rtol=tolerance(x))
-    close(token_norm(scale * x), scale * token_norm(x), rtol=tolerance(x))
-    close(token_spread(scale * x), token_spread(x), rtol=tolerance(x))
-    close(mean_cosine(scale * x), mean_cosine(x), rtol=0, atol=tolerance(x))
 
 
 def test_zero_tokens_and_single_tokens_are_collapsed():
@@ -330,17 +313,6 @@ def test_small_directions_next_to_large_directions_are_coded():
     x = torch.diag(torch.tensor([1e10, 1.0], dtype=torch.float64)) @ rotation(2, seed=1)
     # D/n = 1, ε = 1: ½ log(1 + 1e20) + ½ log 2; σ_2 is known to 1e-16·1e10
     close(coding_rate(x[None], eps=1.0), [math.log(1e10) + math.log(2) / 2], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("scale", [1e150, 1e200])
-def test_the_rate_of_huge_tokens_is_finite(scale):
-    x = torch.full((1, 1, 1), scale, dtype=torch.float64)
-    close(coding_rate(x, eps=1.0), [math.log(scale)], rtol=1e-15)
-
-
-def test_the_rate_of_tiny_tokens_is_not_rounded_away():
-    x = torch.full((1, 1, 1), 1e-20, dtype=torch.float64)
-    close(coding_rate(x, eps=1.0), [5e-41], rtol=1e-14)
 
 
 @pytest.mark.parametrize("eps", [0.0, -0.5, math.nan, math.inf])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from mixing_laws import Expected, expected
+from tests.operators.mixing_laws import Expected, expected
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -94,7 +94,7 @@ def diagonal(B: int, H: int, T: int, S: int, K: int) -> MixingOperator:
 
 
 def diagonal_by_hand(op: DiagonalMixing) -> Expected:
-    """Entries are held as they are; a product is one multiplication, rounded once."""
+    """Entries are exact; a product is one multiplication, rounded once."""
     matrix = torch.zeros(op.shape, dtype=torch.float64)
     for t in range(op.shape[-1]):
         matrix[..., t, t] = op.diagonal[..., t].double()

@@ -25,7 +25,7 @@ class Expected(NamedTuple):
 
 
 def expected(op: MixingOperator, matrix: Tensor, size: Tensor, terms: int, support: Tensor) -> Expected:
-    """Return what is expected if an entry is a sum of ``terms`` roundings relative to its ``size``."""
+    """Return the expected matrix if an entry is a sum of ``terms`` roundings relative to its ``size``."""
     dtype = torch.float64 if op.dtype == torch.float64 else torch.float32
     slack = 2 * terms * torch.finfo(dtype).eps * size
     return Expected(matrix, slack, products(size, terms, dtype), support)

@@ -2,7 +2,7 @@
 
 import torch
 from hypothesis import strategies as st
-from linear_time_cases import LINEAR_TIME, Make, normal
+from tests.operators.linear_time_cases import LINEAR_TIME, Make, normal
 
 import rankwise as rw
 from rankwise.operators import IndexedMixing, MixingOperator

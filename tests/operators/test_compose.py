@@ -1,7 +1,7 @@
 """Products, sums and parts of operators are products, sums and parts of their matrices."""
 
 import torch
-from mixing_laws import check_matrix, check_products, normal, products
+from tests.operators.mixing_laws import check_matrix, check_products, normal, products
 
 from rankwise.operators import (
     DenseMixing,

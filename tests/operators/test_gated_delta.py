@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_time_cases import gated_delta_by_hand
-from mixing_laws import check, near, normal, uniform
+from tests.operators.linear_time_cases import gated_delta_by_hand
+from tests.operators.mixing_laws import check, near, normal, uniform
 
 from rankwise.operators import GatedDeltaMixing, LinearAttentionMixing, SemiseparableMixing
 from rankwise.operators.gated_delta import delta_scan, delta_scan_transposed

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from linear_time_cases import linear_by_hand
-from mixing_laws import check, near, normal, uniform
+from tests.operators.linear_time_cases import linear_by_hand
+from tests.operators.mixing_laws import check, near, normal, uniform
 
 from rankwise.operators.linear_attention import LinearAttentionMixing
 

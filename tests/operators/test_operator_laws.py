@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_time_cases import LINEAR_TIME
-from mixing_laws import check, largest_tensor, near
-from operator_cases import KINDS, case_id, normal, sizes, tolerance
+from tests.operators.linear_time_cases import LINEAR_TIME
+from tests.operators.mixing_laws import check, largest_tensor, near
+from tests.operators.operator_cases import KINDS, case_id, normal, sizes, tolerance
 from tests.unchecked import unchecked
 
 import rankwise as rw

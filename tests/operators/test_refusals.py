@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_time_cases import LINEAR_TIME
+from tests.operators.linear_time_cases import LINEAR_TIME
 from tests.unchecked import unchecked
 
 from rankwise.errors import ShapeError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixing_laws import near, normal
+from tests.operators.mixing_laws import near, normal
 
 from rankwise.operators.scan import log_weights, scan, scan_transposed
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_time_cases import selective_by_hand
-from mixing_laws import check, largest_tensor, normal, uniform
+from tests.operators.linear_time_cases import selective_by_hand
+from tests.operators.mixing_laws import check, largest_tensor, normal, uniform
 
 from rankwise.operators.selective import SelectiveMixing, selective_scan
 from rankwise.operators.semiseparable import SemiseparableMixing

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_time_cases import semiseparable_by_hand
-from mixing_laws import check, normal, uniform
+from tests.operators.linear_time_cases import semiseparable_by_hand
+from tests.operators.mixing_laws import check, normal, uniform
 
 from rankwise.operators.semiseparable import SemiseparableMixing
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixing_laws import largest_tensor
-from operator_cases import MASKS, normal, sizes, softmax_of, tolerance
+from tests.operators.mixing_laws import largest_tensor
+from tests.operators.operator_cases import MASKS, normal, sizes, softmax_of, tolerance
 from torch.nn import functional as F
 
 import rankwise as rw

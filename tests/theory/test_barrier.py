@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import rank_barrier
 
 sizes = st.integers(1, 40)
@@ -126,40 +125,3 @@ def test_rows_that_may_see_nothing_add_nothing():
     padded = torch.nn.functional.pad(mask, (0, 2, 0, 3))
     near(rank_barrier(7, padded), 2.5, 7)
     assert rank_barrier(3, torch.zeros(3, 3, dtype=torch.bool)) == 0
-
-
-@pytest.mark.parametrize("name", ["tokens", "sources", "window"])
-@pytest.mark.parametrize("size", [0, -2, True])
-def test_sizes_are_counts(name, size):
-    sizes = {"tokens": 4, "mask": "causal"} | {name: size}
-    with pytest.raises(RankwiseError, match=f"`{name}`: expected a whole number of at least 1, got {size}"):
-        rank_barrier(**sizes)
-
-
-def test_an_unknown_mask_is_refused_with_the_near_one():
-    with pytest.raises(RankwiseError, match=r"`mask`: expected .* got 'casual'\. Did you mean causal\?"):
-        rank_barrier(4, "casual")
-
-
-def test_causal_rows_over_other_columns_need_their_mask():
-    with pytest.raises(
-        ShapeError, match="`sources`: expected 4, as many as tokens, under the causal mask, got 6"
-    ):
-        rank_barrier(4, "causal", sources=6)
-    assert rank_barrier(4, "causal", sources=4) == 2.5
-
-
-@pytest.mark.parametrize("mask", ["full", torch.ones(4, 4).bool()])
-def test_a_window_belongs_to_the_causal_mask(mask):
-    with pytest.raises(RankwiseError, match='`window`: expected mask="causal"'):
-        rank_barrier(4, mask, window=2)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [torch.zeros(4, 4), torch.ones(3, 4).bool(), torch.ones(4, 5).bool(), torch.ones(4).bool()],
-    ids=["additive", "rows", "columns", "vector"],
-)
-def test_a_mask_that_does_not_fit_is_refused(mask):
-    with pytest.raises(ShapeError, match=r"`mask`: expected torch\.bool of shape \(\.\.\., 4, 4\)"):
-        rank_barrier(4, mask, sources=4)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import random_head_rank, random_rank, rank_barrier
 from rankwise.theory.random_heads import Spectra, simulate_spectra
 
@@ -287,35 +286,3 @@ def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
         assert simulated == []
         assert (math.isnan(lost.mean), math.isnan(lost.std), lost.trials) == (True, True, 0)
     assert simulated_by(monkeypatch, lambda: interpolated(16384, 8, temperature=0.0))[1].mean == 16384
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("tokens", "temperature"), [(4097, None), (4097, 1.0), (16385, 0.0)])
-def test_too_long_a_sequence_is_refused_at_once(tokens, temperature):
-    with pytest.raises(ShapeError, match=r"`tokens`: expected at most [\d,]+ entries .* got .* rank_barrier"):
-        random_head_rank(tokens, 8, temperature=temperature)
-
-
-@pytest.mark.parametrize("interpolate", [False, True])
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        *(
-            ({name: size}, f"`{name}`: expected a whole number of at least 1, got {size}")
-            for name in ("tokens", "head_dim", "window", "trials", "sources")
-            for size in (0, -1, True)
-        ),
-        ({"temperature": -1.0}, "`temperature`: expected a number in"),
-        ({"temperature": math.nan}, "`temperature`: expected a number in"),
-        *(({"delta": delta}, "`delta`: expected a number in") for delta in (0.0, -1.0, math.inf, math.nan)),
-        ({"mask": "casual"}, r"`mask`: expected .* got 'casual'\. Did you mean causal\?"),
-        ({"mask": "causal", "sources": 9}, "`sources`: expected 8, as many as tokens, under the causal mask"),
-        ({"window": 3, "sources": 9}, "`sources`: expected 8, as many as tokens, under the causal mask or"),
-    ],
-    ids=str,
-)
-def test_arguments_without_meaning_are_refused(options, match, interpolate):
-    with pytest.raises(RankwiseError, match=match):
-        random_head_rank(**{"tokens": 8, "head_dim": 4} | options, interpolate=interpolate)

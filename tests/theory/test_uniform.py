@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankwise.errors import RankwiseError, ShapeError
 from rankwise.theory import random_head_rank, uniform_rank
 
 
@@ -69,14 +68,3 @@ def test_it_is_the_null_at_infinite_temperature():
 @pytest.mark.parametrize("delta", [1e-200, 5e-324])
 def test_the_smallest_thresholds_count_all(delta):
     assert uniform_rank(30, "causal", delta=delta) == 30
-
-
-def test_arguments_without_meaning_are_refused():
-    with pytest.raises(RankwiseError, match="`tokens`: expected a whole number of at least 1, got 0"):
-        uniform_rank(0)
-    with pytest.raises(ShapeError, match="`sources`: expected 4, as many as tokens"):
-        uniform_rank(4, "causal", sources=5)
-    with pytest.raises(RankwiseError, match=r"`mask`: .* Did you mean causal\?"):
-        uniform_rank(4, "casual")
-    with pytest.raises(RankwiseError, match="`delta`: expected a number in"):
-        uniform_rank(4, delta=0.0)
