@@ -51,7 +51,7 @@ def sharded() -> nn.Module:
 
 
 def failing() -> tuple[nn.Module, object]:
-    """Batches of which the second of the second process fails."""
+    """A model with batches; the second batch of the second process fails."""
 
     def batches() -> object:
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def told(arguments: list[str]) -> dict[str, object]:
 
 
 def run(folder: Path) -> None:
-    """Run the commands, in a group of processes that is there already: a second cannot be made."""
+    """Run the commands in one process group, because a second group cannot be created."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     commands = json.loads((folder / "commands.json").read_text(encoding="utf-8"))
     said = {name: told(arguments) for name, arguments in commands.items()}

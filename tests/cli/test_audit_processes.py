@@ -1,4 +1,4 @@
-"""`rankwise audit` in two processes is that of one; what goes wrong in one of them ends both in a line."""
+"""`rankwise audit` in two processes equals one process; an error in one process ends both with one line."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> list[dict[str, dict]]:
-    """What each of two processes said to each command."""
+    """Return status, output and errors of each command, by process."""
     commands = {name: ["audit", *words, "--out", name] for name, words in WAYS.items()}
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -90,7 +90,7 @@ def alone(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Audit:
     return Audit.load(folder / f"{name}-alone")
 
 
-def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
+def test_two_processes_find_the_same_as_one(told, folder, monkeypatch) -> None:
     whole, shared = alone(folder, "shared", monkeypatch), Audit.load(folder / "shared")
     assert compared(whole, shared, of_all=set()) == []
     assert not any(math.isnan(head.required_head_dim) for head in shared.heads)
@@ -106,7 +106,7 @@ def test_two_processes_find_what_one_finds(told, folder, monkeypatch) -> None:
     assert told[1]["shared"] == {"status": 0, "out": "", "errors": ""}
 
 
-def test_the_baseline_of_two_processes_is_that_of_one(told, folder, monkeypatch) -> None:
+def test_the_baseline_of_two_processes_equals_the_baseline_of_one(told, folder, monkeypatch) -> None:
     assert told[0]["baseline"]["status"] == 0, told[0]["baseline"]
     shared = Audit.load(folder / "baseline")
     assert compared(alone(folder, "baseline", monkeypatch), shared, of_all=set()) == []
@@ -132,13 +132,13 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
         ("no_gpu", "--device cuda: expected a GPU for process 1 of this machine, got 0 GPUs"),
     ],
 )
-def test_what_goes_wrong_is_said_once_and_ends_both(told, way, says) -> None:
+def test_an_error_is_printed_once_and_ends_both_processes(told, way, says) -> None:
     assert says in str(told[0][way]["status"])
     assert told[1][way] == {"status": told[1][way]["status"], "out": "", "errors": ""}
     assert told[1][way]["status"] in (0, 1)
 
 
-def test_what_was_measured_before_a_process_failed_is_written(told, folder) -> None:
+def test_batches_before_a_failure_are_written(told, folder) -> None:
     kept = Audit.load(folder / "failing")
     assert not kept.complete
     assert kept.heads[0].sequences == 3  # 2 of the first process, 1 of the second

@@ -1,4 +1,4 @@
-"""`rankwise compare`: what changed from the first audit to the second, on the screen and in a file."""
+"""`rankwise compare`: changes from the first audit to the second, on the console and in a file."""
 
 import io
 from pathlib import Path
@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 import rankwise as rw
 from rankwise.auditing import Audit, compare
 from rankwise.cli import app
-from rankwise.errors import RankwiseError
 from rankwise.report import print_document
 from rankwise.report.comparison_report import comparison_document
 
 
 @pytest.fixture
 def audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Audit, Audit]:
-    """Of a layer with weak and with strong queries, in the files weak.json and strong.json."""
+    """Return audits of a layer with weak and with strong queries, saved as weak.json and strong.json."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(1, 12, 8)
@@ -30,7 +29,7 @@ def audits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Audit, Audi
     return Audit.load("weak.json"), Audit.load("strong.json")
 
 
-def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
+def test_changes_are_printed_and_written(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", "weak.json", "strong.json", "--out", "changes.json"])
     assert result.exit_code == 0, result.output
     before, after = audits
@@ -43,24 +42,6 @@ def test_it_says_what_became_of_the_first(audits: tuple[Audit, Audit], tmp_path:
     assert result.output == f"{told}comparison: {tmp_path / 'changes.json'}\n"
 
 
-def test_it_writes_no_file_that_was_not_asked_for(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
+def test_no_file_is_written_without_out(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["compare", "weak.json", "strong.json"]).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"weak.json", "strong.json"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["weak.json", "notes.txt"], "expected JSON"),
-        (["weak.json", "nowhere"], "no such file"),
-        (["weak.json"], "expected two audits or more to compare, got one"),
-        (["weak.json", "strong.json", "--out", "changes.csv"], "a file ending in .html or .json, got .csv"),
-        (["weak.json"] * 3 + ["--out", "history.json"], "a file ending in .html or .csv, got .json"),
-    ],
-)
-def test_what_is_refused(audits: tuple[Audit, Audit], arguments: list[str], says: str) -> None:
-    Path("notes.txt").write_text("no JSON")
-    result = CliRunner().invoke(app, ["compare", *arguments])
-    assert isinstance(result.exception, RankwiseError)
-    assert says in str(result.exception)
-    assert {path.name for path in Path().iterdir()} == {"weak.json", "strong.json", "notes.txt"}

@@ -57,7 +57,7 @@ def started(
 
 
 def pressed(process: subprocess.Popen[str], gaps: list[float]) -> tuple[int, str, str]:
-    """Press Ctrl-C when the process is there, after each gap in seconds; status, output and errors."""
+    """Press Ctrl-C after "here" and each gap in seconds; return status, output and errors."""
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     for gap in gaps:
@@ -92,7 +92,7 @@ def test_five_times_in_a_row(mark: str, gap: float, tmp_path: Path) -> None:
     assert (status, errors) == (130, LINE)
 
 
-def test_once_while_the_model_runs_writes_what_is_done(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_model_runs_writes_the_finished_batches(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     status, out, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05])
     assert (status, errors) == (130, LINE)
@@ -110,7 +110,7 @@ def test_five_times_while_the_model_runs_leaves_no_half_file(gap: float, tmp_pat
         assert not Audit.load(path).complete
 
 
-def test_a_command_that_is_told_to_ignore_it_goes_on(tmp_path: Path) -> None:
+def test_a_command_that_ignores_the_signal_continues(tmp_path: Path) -> None:
     process = started(tmp_path, "--version", mark="rankwise.cli", ignored=True)
     status, out, errors = pressed(process, [0.0])
     assert (status, errors) == (0, "")

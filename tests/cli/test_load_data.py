@@ -1,4 +1,4 @@
-"""Texts from files and data sets: what is read, and the errors that name file, line and remedy."""
+"""Texts from files and data sets, and errors that name the file, the line and the fix."""
 
 import gzip
 import json
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from rankwise.cli import load_model
 from rankwise.cli.load_data import DatasetSpec, dataset_texts, load_data, load_text, parse_dataset, read_text
 from rankwise.errors import InputError
+
+ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
 
 
 def write(folder: Path, content: bytes, name: str = "text.txt") -> Path:
@@ -34,38 +36,43 @@ def test_a_byte_order_mark_is_dropped_and_line_endings_are_kept(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("name", "content", "says"),
     [
-        (b"", "expected some text, got an empty file"),
-        (b" \n\t\n", "expected some text, got an empty file"),
-        (b"\xef\xbb\xbf\n", "expected some text, got an empty file"),
-        (b"caf\xe9", r"byte 0xE9 at offset 3 \(line 1\)\. .* iconv -f LATIN1 -t UTF-8 '.*/a b\.txt'"),
-        (b"one\ntwo\n\xff", r"byte 0xFF at offset 8 \(line 3\)"),
-        (b"\xef\xbb\xbfab\xff", r"byte 0xFF at offset 5 \(line 1\)"),
-        ("héllo".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
-        (gzip.compress(b"abc", mtime=0), "gunzip -k"),
+        ("a.txt", b"", "expected some text, got an empty file"),
+        ("a.txt", b"\xef\xbb\xbf \n\t\n", "expected some text, got an empty file"),
+        ("a b.txt", b"caf\xe9", r"byte 0xE9 in line 1\. .* iconv -f LATIN1 -t UTF-8 '.*/a b\.txt'"),
+        ("a.txt", b"\xef\xbb\xbfone\ntwo\n\xff", "byte 0xFF in line 3"),
+        ("a.txt", "héllo".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.txt", gzip.compress(b"abc", mtime=0), "gunzip -k"),
+        ("a.txt", None, r"a\.txt: expected a text file, got no such file\. Check the path"),
+        (".", None, "expected a text file, got a folder"),
+        ("a.jsonl", None, r"a\.jsonl: expected a text file, got no such file\. Check the path"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": ', r"a\.jsonl, line 3: expected a JSON object .*got no JSON"),
+        (
+            "a.jsonl",
+            b'"a"',
+            r"line 1: expected a JSON object such as .*, got str\. Write one object per line",
+        ),
+        ("a.jsonl", b'{"txt": "a"}', "line 1: .*, got the fields 'txt'"),
+        ("a.jsonl", b'{"text": 7}', "got the fields 'text'"),
+        ("a.jsonl", b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON .*nested too deeply"),
+        ("a.jsonl", b'{"text": "a", "more": ' + b"9" * 5000 + b"}", "line 1: .*got no JSON"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1: .*got no JSON"),
+        ("a.jsonl", b"\n\n", r"a\.jsonl: expected a JSON object such as .*, got an empty file"),
+        ("a.jsonl", b'{"text": "\xff"}', "byte 0xFF in line 1"),
+        ("a.jsonl", gzip.compress(ROWS, mtime=0)[:-9], "expected a whole gzip file, got a broken one"),
     ],
 )
-def test_texts_that_cannot_be_read(content: bytes, says: str, tmp_path: Path) -> None:
+def test_texts_that_cannot_be_read(name: str, content: bytes | None, says: str, tmp_path: Path) -> None:
+    if content is not None:
+        write(tmp_path, content, name)
     with pytest.raises(InputError, match=says):
-        read_text(write(tmp_path, content, "a b.txt"))
+        load_text(tmp_path / name)
 
 
 def test_a_text_of_one_token_is_refused_without_advice_to_cut_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"got 1 token\. Use a longer text\.$"):
         load_data(load_model.LoadedModel(torch.nn.Identity(), "m"), text=write(tmp_path, b"x"), tokens=4)
-
-
-@pytest.mark.parametrize("name", ["no.txt", "no.jsonl"])
-def test_missing_files_and_folders(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=rf"{name}: expected a text file, got no such file\. Check the path"):
-        load_text(tmp_path / name)
-    (tmp_path / name).mkdir()
-    with pytest.raises(InputError, match="expected a text file, got a folder"):
-        load_text(tmp_path / name)
-
-
-ROWS = b'{"text": "one", "id": 1}\n\n{"text": "two \\u00e9"}\n'
 
 
 @pytest.mark.parametrize(
@@ -82,27 +89,6 @@ def test_rows_come_in_order_without_blank_lines(
     assert load_text(write(tmp_path, content, name)) == texts
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"text": "a"}\n\n{"text": ', r"r\.jsonl, line 3: expected a JSON object .*got no JSON"),
-        (b'"a"', r"line 1: expected a JSON object such as .*, got type str\. Write one object per line"),
-        (b'{"txt": "a"}', "line 1: .*, got the fields 'txt'"),
-        (b"{}", "got the fields none"),
-        (b'{"text": 7}', "got type int in 'text'"),
-        (b'{"text": "a", "more": ' + b"[" * 100_000, r"line 1: .*no JSON .*nested too deeply"),
-        (b'{"text": "a", "more": ' + b"9" * 5000 + b"}", r"line 1: expected a JSON object.*got no JSON"),
-        (b'{"text": "\\ud800"}', r"line 1: expected a JSON object.*got no JSON"),
-        (b"\n\n", r"r\.jsonl: expected a JSON object such as .*, got an empty file"),
-        (b'{"text": "\xff"}', r"byte 0xFF at offset 10"),
-        (gzip.compress(ROWS, mtime=0)[:-9], r"expected a whole gzip file, got a broken one"),
-    ],
-)
-def test_rows_that_cannot_be_read(content: bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=message):
-        load_text(write(tmp_path, content, "r.jsonl"))
-
-
 # --- data sets ----------------------------------------------------------------------------------------------
 
 TEXTS = [f"text {i}" for i in range(10)]
@@ -116,7 +102,7 @@ def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(name=names, config=parts, split=parts, column=parts)
-def test_what_is_put_together_is_taken_apart(name: str, config: str, split: str, column: str) -> None:
+def test_a_specification_is_parsed_into_its_parts(name: str, config: str, split: str, column: str) -> None:
     spec = f"{name}@{config}:{split}:{column}"
     assert parse_dataset(spec) == DatasetSpec(name, config, split, column or "text")
 
@@ -252,7 +238,7 @@ def test_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         IndexError(""),
     ],
 )
-def test_what_the_hub_refuses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_are_reported(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise error
 

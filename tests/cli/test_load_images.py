@@ -1,4 +1,4 @@
-"""Pictures from a folder: which are taken, how they are read, and which image processor prepares them."""
+"""Pictures from a folder: choice of files, reading, and the image processor that prepares them."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def values(folder: Path, **sizes: int) -> list[int]:
     batches = list(read_images(folder, first_pixels, **sizes))
-    assert all(set(batch) == {"pixel_values"} for batch in batches), "what is no tensor is left out"
+    assert all(set(batch) == {"pixel_values"} for batch in batches), "only tensors are kept"
     return [int(value) for batch in batches for value in batch["pixel_values"]]
 
 
@@ -141,13 +141,10 @@ def test_pictures_without_a_white_or_too_large_are_refused(
             lambda _: plain_processor({"size": {"longest_edge": 9}}),
             r"size in preprocessor_config\.json: .*got",
         ),
-        (
-            lambda folder: load_image_processor(folder),
-            r"a model that reads pictures, got neither.*Pass --text",
-        ),
+        (load_image_processor, r"a model that reads pictures, got neither.*Pass --text"),
     ],
 )
-def test_what_is_refused(make, says: str, tmp_path: Path) -> None:
+def test_wrong_folders_sizes_and_settings_are_refused(make, says: str, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("a")
     with pytest.raises(InputError, match=says):
         make(tmp_path)
@@ -162,14 +159,6 @@ def test_pictures_that_stay_of_different_sizes(processor, tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"begins with .*a\.png: .*got sizes 4×6, 4×8.*Use --batch-size 1"):
         next(read_images(tmp_path, processor))
     assert len(list(read_images(tmp_path, processor, batch_size=1))) == 2
-
-
-def test_another_error_of_a_processor_is_its_own(nine: Path) -> None:
-    def processor(images, return_tensors):
-        raise ValueError("out of order")
-
-    with pytest.raises(ValueError, match=r"^out of order$"):
-        next(read_images(nine, processor))
 
 
 def test_without_pillow(nine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +178,7 @@ ORACLES = [
 
 @pytest.mark.parametrize("oracle", ORACLES)
 @given(width=st.integers(8, 40), height=st.integers(8, 40))
-def test_settings_mean_what_they_mean_to_their_own_class(oracle, width: int, height: int) -> None:
+def test_settings_are_followed_as_by_their_own_class(oracle, width: int, height: int) -> None:
     given = {"images": [noise(width, height)], "return_tensors": "pt"}
     made = plain_processor(oracle.to_dict())(**given)
     assert torch.equal(made["pixel_values"], oracle(**given)["pixel_values"])
@@ -219,7 +208,7 @@ def test_the_pillow_class_of_a_model_is_taken(kind: str, tmp_path: Path) -> None
     assert processor.backend == "pil"
 
 
-def test_settings_without_a_pillow_class_are_followed_and_a_note_says_so(tmp_path: Path) -> None:
+def test_settings_without_a_pillow_class_are_followed_with_a_note(tmp_path: Path) -> None:
     settings = {"image_processor_type": "NowhereImageProcessor", "size": 10, "image_mean": [0.1, 0.2, 0.3]}
     folder = model_folder(tmp_path, settings)
     with pytest.raises(ValueError, match=r"NowhereImageProcessor|Unrecognized"):
@@ -230,15 +219,11 @@ def test_settings_without_a_pillow_class_are_followed_and_a_note_says_so(tmp_pat
     assert dict(processor.size) == {"height": 10, "width": 10}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SimpleNamespace(image_size=32),
-        SimpleNamespace(image_size=(32, 32)),
-        SimpleNamespace(vision_config=SimpleNamespace(image_size=32)),
-    ],
-)
-def test_without_settings_the_image_size_of_the_model_is_followed(config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [{"image_size": 32}, {"image_size": (32, 32)}, {"vision_config": 32}])
+def test_without_settings_the_image_size_of_the_model_is_followed(size, tmp_path: Path) -> None:
+    config = SimpleNamespace(**size)
+    if "vision_config" in size:
+        config = SimpleNamespace(vision_config=SimpleNamespace(image_size=32))
     processor, note = load_image_processor(model_folder(tmp_path, None), config=config)
     assert dict(processor.size) == {"height": 32, "width": 32}
     assert "has no image processor: pictures resized to 32×32, mean and std 0.5" in note

@@ -1,4 +1,4 @@
-"""`rankwise plan` as its user meets it."""
+"""`rankwise plan`: plans from numbers, texts, pictures and models; refusals; Ctrl-C."""
 
 import re
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def run(run: Run, tmp_path: Path) -> Run:
     return lambda *arguments: run("plan", *arguments)
 
 
-def test_it_says_what_it_found_and_wrote(run: Run) -> None:
+def test_the_plan_is_printed_and_written(run: Run) -> None:
     few = ("--tokens", 64, "--trials", 2, "--out", "here")
     done = run(*few, "--width", 64, "--heads", 2, "--kv-heads", 1)
     assert done.exit_code == 0, done.output
@@ -134,7 +134,7 @@ def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) 
     assert any("64 patches of 4 × 4 of 32 × 32 pixels" in note for note in plan.notes)
 
 
-def test_pictures_of_several_sizes_are_resized_and_a_note_says_so(run: Run) -> None:
+def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
     for side in (20, 30):
         pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(f"{side}.png")

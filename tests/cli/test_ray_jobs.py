@@ -150,10 +150,7 @@ def test_an_error_of_an_audit_arrives_as_it_was_raised(results: Any) -> None:
     assert results(FakeRay({"b": RayTaskError(own)}))["b"] is own
     other = RuntimeError("not on the worker:\n\nModuleNotFoundError: No module named 'rankwise'")
     found = results(FakeRay({"b": RayTaskError(other)}))["b"]
-    said = (
-        "got RuntimeError: not on the worker: ModuleNotFoundError: No module named 'rankwise'. Try `rankwise"
-    )
-    assert said in str(found)
+    assert "not on the worker: ModuleNotFoundError: No module named 'rankwise'. Try `rankwise" in str(found)
 
 
 def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> None:
@@ -164,7 +161,7 @@ def test_a_lost_cluster_is_an_error_of_each_audit_that_is_left(results: Any) -> 
     assert ray.stops == 1
 
 
-def test_a_cluster_that_refuses_is_an_error_and_starts_no_other(results: Any) -> None:
+def test_a_cluster_that_refuses_is_an_error_without_a_local_cluster(results: Any) -> None:
     ray = FakeRay(running=False)
     ray.refusal = "Authentication token is missing."
     with pytest.raises(InputError, match=r"--ray: .*token is missing.*RAY_AUTH_MODE=token"):
@@ -172,7 +169,7 @@ def test_a_cluster_that_refuses_is_an_error_and_starts_no_other(results: Any) ->
     assert [options["address"] for options in ray.inits] == ["auto"]
 
 
-def test_a_local_cluster_starts_only_if_no_other_is_named_or_runs(
+def test_a_local_cluster_starts_only_without_an_address_and_a_running_cluster(
     results: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results(ray := FakeRay())

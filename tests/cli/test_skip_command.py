@@ -1,4 +1,4 @@
-"""`rankwise skip` with real models in folders: what it writes, prints and refuses."""
+"""`rankwise skip` with real models in folders: files, output and refusals."""
 
 import inspect
 import json
@@ -56,7 +56,7 @@ def written(tiny: str) -> dict[str, list[float]]:
 
 
 class Stop(Exception):
-    """Enough is known."""
+    """Raised to end a command early."""
 
 
 def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = None) -> list[Any]:
@@ -76,10 +76,22 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
     return calls
 
 
-def test_it_fits_the_skips_alone_and_says_what_it_did(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_only_skips_are_fitted_and_held_out_sequences_measure_them(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = called(monkeypatch, skips, "fit_skips")
+    measured = [called(monkeypatch, skips, name) for name in ("mean_loss", "spread_by_layer")]
+    monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
     result = run(tiny, "--init", 0.5, *FIT, "--steps", 8, "--out", "new")
     assert result.exit_code == 0, result.output
+    assert [(fit["steps"], fit["lr"], fit["mask_token"]) for fit in fits] == [(8, 0.1, None)]
+    assert [len(batch["input_ids"]) for batch in fits[0]["batches"]] == [2, 2]
+    held = [rows(call["batches"]) for calls in measured for call in calls]
+    assert held == [held[0]] * 4
+    assert len(held[0]) == 2
     facts = json.loads((tmp_path / "new" / "skips.json").read_text())
+    assert facts["fitted"]["command"] == "rankwise skip 'a model'"
+    assert facts["fitted"]["data"] == "text.txt, up to 16 tokens"
     before, after = facts["fitted"]["loss"]
     assert before != after
     assert f"{before:.4f} → {after:.4f}" in result.output
@@ -97,7 +109,7 @@ def test_it_fits_the_skips_alone_and_says_what_it_did(run: Run, tiny: Path, tmp_
         assert words in result.output
 
 
-def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     assert run(tiny, "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
@@ -117,11 +129,9 @@ def test_what_it_writes_can_be_loaded_and_changed_again(run: Run, tiny: Path, tm
     [
         (None, (), {"0": [1], "1": [1]}),
         (None, ("--per", "channel"), {"0": [1] * 32, "1": [1] * 32}),
-        (
-            None,
-            ("--per", "layer", "--init", -2),
-            {"0": [-2], "1": [-2]},
-        ),  # a remedy of COLLAPSE may be negative
+        (None, ("--per", "layer", "--init", -2), {"0": [-2], "1": [-2]}),  # as remedies of COLLAPSE can be
+        (None, ("--init", 0), {"0": [0], "1": [0]}),
+        ("layer", ("--init", 0), {"0": [0]}),
         ("layer", (), {"0": [0.75]}),
         ("layer", ("--init", 2, "--sites", "model.layers.1"), {"0": [0.75], "1": [2]}),
         ("channel", ("--sites", "model.layers.1"), {"0": [0.75] * 32, "1": [1] * 32}),
@@ -136,15 +146,6 @@ def test_new_and_saved_skips(
     result = run("some" if kind else tiny, *options, *ON_TEXT, "--out", "new")
     assert result.exit_code == 0, result.output
     assert written("new") == values
-
-
-@pytest.mark.parametrize("has_saved", [True, False])
-def test_a_scale_of_0_is_a_scale(run: Run, tiny: Path, has_saved: bool) -> None:
-    if has_saved:
-        saved(tiny)
-    with pytest.warns(UserWarning, match="λ = 0"):
-        run("some" if has_saved else tiny, "--init", 0, *ON_TEXT, "--out", "new")
-    assert {value for [value] in written("new").values()} == {0.0}
 
 
 @pytest.mark.parametrize("start", ["saved", "new"])
@@ -218,7 +219,7 @@ def test_certificates_and_their_page_are_written_next_to_the_skips(
     assert "Certificate of λ-skips" in (tmp_path / "new" / "certificate.html").read_text()
     result = run(tiny, *ON_TEXT, "--init", 2, "--out", "new")
     assert result.exit_code == 0, result.output
-    assert not list((tmp_path / "new").glob("certificate.*")), "they were of another λ"
+    assert not list((tmp_path / "new").glob("certificate.*")), "certificates of another λ were kept"
 
 
 def test_a_certificate_that_fails_costs_no_fit(
@@ -283,20 +284,15 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
 @pytest.mark.parametrize(
     ("model", "arguments", "error", "words"),
     [
-        ("tiny", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
+        ("nowhere", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
         ("tiny", ("--certify",), InputError, "expected one of --text FILE"),
-        ("tiny", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
+        ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         ("tiny", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "`init`: expected a finite number"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
-        ("tiny", (*ON_TEXT, "--certify", "--a", 1.5), RankwiseError, "`a`: expected a number in (0, 1), got"),
-        (
-            "tiny",
-            ("--learn-on", "a", "--text", "b", "--certify"),
-            InputError,
-            "--learn-on a --text b: expect",
-        ),
-        ("tiny", ("--certify", "--lr", -1), InputError, "--lr: expected a number in (0, ∞), got -1"),
-        ("tiny", ("--certify", "--lr", "inf"), InputError, "--lr: expected a number in (0, ∞), got inf"),
+        ("nowhere", (*ON_TEXT, "--certify", "--a", 1.5), RankwiseError, "`a`: expected a number in (0, 1)"),
+        ("nowhere", ("--learn-on", "a", "--text", "b", "--certify"), InputError, "--learn-on a --text b: e"),
+        ("nowhere", ("--certify", "--lr", -1), InputError, "--lr: expected a number in (0, ∞), got -1"),
+        ("nowhere", ("--certify", "--lr", "inf"), InputError, "--lr: expected a number in (0, ∞), got inf"),
         ("tiny", (*FIT, "--sequences", 1, "--certify"), InputError, "two sequences or more"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "loss after step 1: expected finite numbers"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "Use a lower learning rate"),
@@ -307,17 +303,12 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             SkipError,
             "Known: model.layers.0, mo",
         ),
-        (
-            "some",
-            (*ON_TEXT, "--certify", "--per", "channel"),
-            InputError,
-            "--per layer, as the λ saved in some",
-        ),
+        ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
         ("net.py:Plain", (*ON_TEXT, "--certify"), InputError, "a model that takes its inputs by name"),
         ("net.py:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
     ],
 )
-def test_what_is_refused(
+def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(
     run: Run, tiny: Path, tmp_path: Path, model: str, arguments: tuple, error: type, words: str
 ) -> None:
     (tmp_path / "net.py").write_text(FACTORY)
@@ -328,17 +319,6 @@ def test_what_is_refused(
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
     assert not list((tmp_path / "new").glob("*"))
-
-
-@pytest.mark.parametrize("wrong", [("--a", 1.5), ("--text", "b")], ids=["a", "two texts"])
-def test_nothing_is_loaded_for_what_is_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[object, ...]
-) -> None:
-    loads = called(monkeypatch, load_model, "load_model", Stop())
-    result = run("some", "--learn-on", "text.txt", "--certify", "--out", "new", *wrong)
-    assert isinstance(result.exception, RankwiseError)
-    assert not loads
-    assert not (tmp_path / "new").exists()
 
 
 def test_skips_of_another_model_in_the_folder(run: Run, tiny: Path) -> None:
@@ -354,17 +334,10 @@ def test_skips_of_another_model_in_the_folder(run: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "least"), [("--steps", 0), ("--tokens", 2), ("--sequences", 1), ("--batch-size", 1)]
+    "option", [("--steps", -1), ("--tokens", 1), ("--sequences", 0), ("--batch-size", 0)]
 )
-def test_numbers_have_a_least_value(
-    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, least: int
-) -> None:
-    called(monkeypatch, load_model, "load_model", Stop())
-    assert run("some", "--certify", option, least - 1).exit_code == 2
-    assert isinstance(run("some", "--certify", option, least).exception, Stop)
-
-
-# --- which sequences are learnt from, and which are kept ----------------------------------------------------
+def test_numbers_have_a_least_value(run: Run, option: tuple[str, int]) -> None:
+    assert run("nowhere", "--certify", *option).exit_code == 2
 
 
 def split(batches: list[Any], model: nn.Module | None = None, **how: Any) -> tuple[list[Any], list[Any]]:
@@ -378,14 +351,14 @@ def rows(batches: list[dict[str, Tensor]]) -> list[int]:
 
 
 def sequences(lengths: list[int]) -> list[dict[str, Tensor]]:
-    """One in a batch, told apart by what they hold."""
+    """Return batches of one sequence, whose tokens are the number of the sequence."""
     full = [torch.full((1, length), at) for at, length in enumerate(lengths)]
     return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in full]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("number", [2, 5, 6, 7, 23])
-def test_every_fifth_sequence_is_kept_and_the_others_are_learnt_from(number: int, size: int) -> None:
+def test_every_fifth_sequence_is_held_out_and_the_others_are_fitted(number: int, size: int) -> None:
     learning, held = split(sequences([4] * number), learn=True, batch_size=size)
     assert rows(held) == list(range(0, number, 5))
     assert rows(learning) == [at for at in range(number) if at % 5]
@@ -404,99 +377,34 @@ def test_other_splits() -> None:
     assert {value.device.type for value in held[0].values()} == {"meta"}, "batches go where the model is"
 
 
-# --- every option goes where it belongs ---------------------------------------------------------------------
-
-DEFAULTS = {
-    "revision": None,
-    "dtype": "auto",
-    "device": "cpu",
-    "device_map": None,
-    "offload_folder": None,
-    "trust_remote_code": False,
-    "tokenizer": None,
-}
-
-
 @pytest.mark.parametrize(
-    ("options", "changes"),
+    ("options", "loaded", "read"),
     [
-        ((), {}),
+        (("--text", "text.txt"), ("cpu", "auto", None, False), (128, 40, 4)),
+        (("--learn-on", "text.txt"), ("cpu", "auto", None, False), (128, 40, 1)),
         (
-            ("--revision", "v1", "--dtype", "float16", "--device", "cuda:1", "--trust-remote-code"),
-            {"revision": "v1", "dtype": "float16", "device": "cuda:1", "trust_remote_code": True},
+            (*FIT, "--device", "cpu:0", "--dtype", "float64", "--revision", "v1", "--trust-remote-code"),
+            ("cpu:0", "float64", "v1", True),
+            (16, 6, 1),
         ),
+        (ON_TEXT, ("cpu", "auto", None, False), (16, 6, 2)),
     ],
-    ids=["defaults", "all"],
 )
-def test_what_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], changes: dict[str, Any]
+def test_options_reach_the_model_and_the_data(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, loaded: tuple, read: tuple
 ) -> None:
-    calls = called(monkeypatch, load_model, "load_model", Stop())
-    assert isinstance(run("some", "--text", "text.txt", "--certify", *options).exception, Stop)
-    assert calls == [{"spec": "some", **DEFAULTS, **changes}]
-
-
-@pytest.mark.parametrize(
-    ("options", "text", "sizes"),
-    [
-        (("--text", "a"), "a", (128, 40, 4)),
-        (("--learn-on", "a"), "a", (128, 40, 1)),
-        (("--learn-on", "a", *SMALL), "a", (16, 6, 1)),
-        (("--text", "b", *SMALL), "b", (16, 6, 2)),
-    ],
-    ids=["text", "learn", "learn, all", "text, all"],
-)
-def test_what_is_read(
-    run: Run,
-    tiny: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple,
-    text: str,
-    sizes: tuple[int, ...],
-) -> None:
-    from transformers.utils import logging
-
-    calls = called(monkeypatch, load_data, "load_data", Stop())
-    logging.set_verbosity_info()
-    logging.enable_progress_bar()
+    loads = called(monkeypatch, load_model, "load_model")
+    reads = called(monkeypatch, load_data, "load_data", Stop())
     assert isinstance(run(tiny, "--certify", *options).exception, Stop)
-    assert logging.get_verbosity() == logging.ERROR
-    assert not logging.is_progress_bar_enabled()
-    (call,) = calls
-    assert call["text"] == Path(text)
-    assert (call["tokens"], call["sequences"], call["batch_size"]) == sizes
+    (model,), (data,) = loads, reads
+    assert tuple(model[name] for name in ("device", "dtype", "revision", "trust_remote_code")) == loaded
+    assert data["text"] == Path("text.txt")
+    assert tuple(data[name] for name in ("tokens", "sequences", "batch_size")) == read
 
 
-@pytest.mark.parametrize("options", [(), ("--steps", 0, "--lr", 0.5)], ids=["defaults", "all"])
-def test_what_is_fitted_and_measured(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[Any, ...]
+def test_progress_is_printed_on_standard_error_only(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """λ are fitted on what is learnt from; loss and collapse, before and after, are of what is kept."""
-    monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
-    fits = called(monkeypatch, skips, "fit_skips", None if options else Stop())
-    losses = called(monkeypatch, skips, "mean_loss")
-    collapses = called(monkeypatch, skips, "spread_by_layer")
-    certificates = called(monkeypatch, skips, "certify_skip")
-    result = run(tiny, "--learn-on", "text.txt", "--out", "new", *SMALL, *options)
-    (fit,) = fits
-    assert (fit["steps"], fit["lr"], fit["mask_token"]) == ((0, 0.5, None) if options else (50, 0.02, None))
-    assert [len(batch["input_ids"]) for batch in fit["batches"]] == [2, 2]
-    assert {len(call["batches"]) for call in (*losses, *collapses)} == {2}
-    assert not certificates
-    if not options:
-        assert isinstance(result.exception, Stop)
-        return
-    assert (len(losses), len(collapses)) == (2, 2)
-    shown = [rows(call["batches"]) for call in (*losses, *collapses)]
-    assert shown == [shown[0]] * 4
-    fitted = json.loads((tmp_path / "new" / "skips.json").read_text())["fitted"]
-    assert fitted["command"] == "rankwise skip 'a model'"
-    assert fitted["data"] == "text.txt, up to 16 tokens"
-    assert fitted["collapse"][0] == fitted["collapse"][1]  # no step, no change
-    assert not (tmp_path / "new" / "certificate.json").exists()
-
-
-def test_progress_is_no_output(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     result = run(tiny, *FIT, "--certify")
     assert result.exit_code == 0, result.output
@@ -505,7 +413,7 @@ def test_progress_is_no_output(run: Run, tiny: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_factory_of_a_model_of_transformers(run: Run, tiny: Path, tmp_path: Path) -> None:
-    """It has no tiny: no saved skips are its own, and no weights are written."""
+    """A factory's model has no folder: saved skips are not applied, and weights are not written."""
     saved(tiny)
     for path in (tmp_path / "some").glob("skips.*"):
         path.rename(tmp_path / path.name)
@@ -515,7 +423,7 @@ def test_a_factory_of_a_model_of_transformers(run: Run, tiny: Path, tmp_path: Pa
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"skips.json", "skips.safetensors"}
 
 
-def test_the_tokenizer_is_that_of_the_revision_and_goes_with_the_model(
+def test_the_tokenizer_of_the_revision_is_saved_with_the_model(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""Who of several processes this is, and what is made of what all of them say."""
+"""Ranks of torchrun processes, and the merging of their errors and statistics."""
 
 import math
 import pickle
@@ -24,17 +24,17 @@ from rankwise.cli.torchrun import (
 from rankwise.errors import InputError, RankwiseError
 
 
-@pytest.mark.parametrize("items", range(9))
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_are_all_of_it_in_order_and_the_first_is_never_short(items, world) -> None:
-    shares = [Shard(rank, world).of(range(items)) for rank in range(world)]
-    assert [item for share in shares for item in share] == list(range(items))
-    lengths = [len(share) for share in shares]
-    assert max(lengths) - min(lengths) <= 1
-    assert lengths[0] == math.ceil(items / world)
+def test_shards_partition_the_items_in_order(world: int) -> None:
+    for items in range(9):
+        shares = [Shard(rank, world).of(range(items)) for rank in range(world)]
+        assert [item for share in shares for item in share] == list(range(items))
+        lengths = [len(share) for share in shares]
+        assert max(lengths) - min(lengths) <= 1
+        assert lengths[0] == math.ceil(items / world)
 
 
-def test_what_torchrun_sets_is_read(monkeypatch) -> None:
+def test_variables_of_torchrun_are_read(monkeypatch) -> None:
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     found = from_environment()
@@ -65,7 +65,7 @@ def test_an_error_that_all_have_names_no_process() -> None:
 
 
 def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
-    """Its keys have one channel of four; scores are large enough that it counts."""
+    """Set three of four channels of the keys to 0, and scale scores so that the channels matter."""
     with torch.no_grad():
         layer.self_attn.in_proj_weight[:16] *= 5
         layer.self_attn.in_proj_weight[13:16] = 0
@@ -93,7 +93,7 @@ def test_shares_of_processes_become_an_audit() -> None:
     whole = rw.audit(layer, batches)
     assert compared(audit, whole, of_all=set()) == []
     [finding] = [finding for finding in audit.findings if finding.code == "OVERSIZED_HEADS"]
-    assert finding.heads == [1], "of both together alone there are tokens enough for each channel"
+    assert finding.heads == [1], "only both shares together have enough tokens per channel"
     alone = rw.Audit.from_statistics(shares[0].statistics)
     assert "OVERSIZED_HEADS" not in {finding.code for finding in alone.findings}
     assert NO_WIDTH not in audit.provenance.notes
@@ -115,7 +115,7 @@ def test_a_share_that_failed_or_was_interrupted_leaves_an_incomplete_audit() -> 
     assert merged(gone)[1] is None
 
 
-def test_the_baseline_of_shares_is_that_of_all_sequences() -> None:
+def test_merged_baselines_equal_the_baseline_on_all_sequences() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     batches = [torch.randn(2, length, 8) for length in (9, 9, 12)]

@@ -17,8 +17,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for module in (audit, compare, plan, skip, compress, convert):
-    # Rich keeps line breaks in paragraphs, so that a narrow terminal would break lines a second time.
-    paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", module.HELP)
+    # Rich keeps line breaks: only examples (indented) should have them, as terminals can be narrow.
+    paragraphs = re.sub(r"(?<!\n)\n(?![\n ])", " ", module.HELP)
     name = module.__name__.rpartition(".")[2]
     app.command(name, help=paragraphs, cls=OptionalValues)(module.command)
 

@@ -1,30 +1,18 @@
 """Command `rankwise audit`: audit one model, several models, or one model in several processes."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankwise.cli.options import (
-    BatchSize,
-    Dataset,
-    Dtype,
-    Images,
-    Revision,
-    Sequences,
-    Text,
-    Tokens,
-    TrustRemoteCode,
-)
+from rankwise.cli import options
 from rankwise.errors import InputError, RankwiseError, one_of
 
 if TYPE_CHECKING:
     from rankwise.auditing import Audit
-    from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.torchrun import Processes
     from rankwise.importance import ImportanceSettings
 
 HELP = """Measure the rank of every head and the collapse of token states through depth.
@@ -39,30 +27,19 @@ index.html shows curves over the models. Under torchrun, several processes share
 [bold]Examples[/bold]
 
   rankwise audit
-
   rankwise audit gpt2 --text book.txt --tokens 512
-
   rankwise audit ./my-bert --dataset imdb:test:text --sequences 32 --baseline
-
   rankwise audit google/vit-base-patch16-224 --images photos/
-
   rankwise audit gpt2 --text book.txt --importance exact --importance-tolerance 0.02
-
   rankwise audit model.py:build --text book.txt --fail-on COLLAPSE --fail-on NONFINITE
-
   rankwise audit run/checkpoint-* --text book.txt --out run-audits --resume
-
   rankwise audit EleutherAI/pythia-70m@step1000 EleutherAI/pythia-70m@step143000 --text book.txt --ray
-
   rankwise audit meta-llama/Llama-3.1-70B --text book.txt --device-map auto --offload-folder offload/
-
   torchrun --nproc-per-node gpu -m rankwise audit gpt2 --text book.txt --sequences 4096 --device cuda
-
   rankwise audit --merge first/audit.json second/audit.json --out both
 """
 FOUND = 3
 """Exit status of the command if an audit has a finding of --fail-on."""
-INTERRUPTED = 130
 
 
 def command(
@@ -74,12 +51,12 @@ def command(
             "default. With --merge, saved audits.",
         ),
     ] = None,
-    text: Text = None,
-    images: Images = None,
-    dataset: Dataset = None,
-    tokens: Tokens = 256,
-    sequences: Sequences = 8,
-    batch_size: BatchSize = 4,
+    text: options.Text = None,
+    images: options.Images = None,
+    dataset: options.Dataset = None,
+    tokens: options.Tokens = 256,
+    sequences: options.Sequences = 8,
+    batch_size: options.BatchSize = 4,
     delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
     method: Annotated[
         str,
@@ -141,8 +118,8 @@ def command(
     offload_folder: Annotated[
         Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
     ] = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
+    dtype: options.Dtype = "auto",
+    revision: options.Revision = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of a tokenizer, for models without one.")
     ] = None,
@@ -176,7 +153,7 @@ def command(
         list[str] | None,
         typer.Option(help=f"Exit with status {FOUND} if this code is found; can be repeated."),
     ] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     merge: Annotated[
         bool,
         typer.Option("--merge", help="Merge saved audits of one model on different data into one."),
@@ -186,117 +163,95 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_job import AuditJob
-    from rankwise.cli.load_model import DTYPES
-    from rankwise.cli.output import command_line, quiet_libraries
+    from rankwise.cli.audit_many import audit_many, jobs_of, run_here
+    from rankwise.cli.load_data import check_data
+    from rankwise.cli.load_model import DTYPES, demo_model, demo_text
+    from rankwise.cli.output import command_line, quiet_libraries, show_progress
+    from rankwise.cli.ray_jobs import run_on_ray
     from rankwise.cli.torchrun import audit_shards, from_environment
 
     models = models or []
     processes = from_environment()
-    single = {"--device-map": device_map, "--ray": ray, "--resume": resume or None}
-    _check_processes(processes, models, single)
+    single = {"several models": len(models) > 1, "--device-map": device_map, "--ray": ray, "--resume": resume}
+    for name in (name for name, value in single.items() if processes.several and value not in (None, False)):
+        several, fix = f"{processes.world} processes", "Start this command without torchrun."
+        raise InputError(several, expected=f"an audit without {name}", got=name, fix=fix)
     codes = check_codes(fail_on or [])
     ranks = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
-    is_demo = not models and not merge
-    source, text = _demo(text, images, dataset) if is_demo else ("", text)
     one_of("--dtype", dtype, ["auto", *DTYPES])
-    _check_data(text, images, dataset)
-    costs = _importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
+    is_demo = not models and not merge
+    if is_demo and images is not None:
+        expected, fix = "a model that reads pictures", "Name the model first."
+        raise InputError("--images", expected=expected, got="the text demo", fix=fix)
+    if not check_data(text, images, dataset) and is_demo:
+        text = demo_text()
     job = AuditJob(
-        model=source, revision=revision, text=text, images=images, dataset=dataset, tokens=tokens,
-        sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
-        matrices="all" if is_demo and matrices is None else matrices, importance=costs,
+        model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
+        dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
+        matrices="all" if is_demo and matrices is None else matrices,
+        importance=_importance(
+            importance, is_demo, importance_tolerance, importance_ablation, importance_loss
+        ),
         baseline=baseline_seeds or baseline or is_demo, device=device, device_map=device_map,
         offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    _check_ray_options(ray, cpus, gpus, job)
-    if merge:
-        _refuse_with_merge([*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume])
-        _fail_on([merge_files(models, out)], codes)
-        return
-    quiet_libraries()
-    if len(models) > 1 or resume or ray is not None:
-        each = models or [source]
-        audits, error = _audit_many(job, each, out, resume=resume, ray=ray, cpus=cpus, gpus=gpus)
-        _fail_on(audits, codes, error)
-        return
-    if processes.is_main:
-        writable_folder(out)
-    with processes.process_group():
-        one = job.for_model(models[0]) if models else job
-        audit, error = audit_shards(one, out, processes, {"command": command_line()})
-    _fail_on([audit], codes, error)
-
-
-def _check_processes(processes: "Processes", models: Sequence[str], options: Mapping[str, object]) -> None:
-    """Raise if torchrun started several processes, but the arguments are for a single process."""
-    given = ["several models"] * (len(models) > 1)
-    given += [name for name, value in options.items() if value is not None]
-    if processes.several and given:
-        several, expected = f"{processes.world} processes", f"an audit without {given[0]}"
-        raise InputError(several, expected=expected, got=given[0], fix="Start this command without torchrun.")
-
-
-def _check_data(text: Path | None, images: Path | None, dataset: str | None) -> None:
-    """Raise if several sources of data are named, or if the name of a data set cannot be parsed."""
-    from rankwise.cli.load_data import parse_dataset
-
-    given = {"--text": text, "--images": images, "--dataset": dataset}
-    chosen = [name for name, value in given.items() if value is not None]
-    if len(chosen) > 1:
-        expected, got = f"one of {', '.join(given)}", " and ".join(chosen)
-        raise InputError("data", expected=expected, got=got, fix="Audit one after the other, and merge.")
-    if dataset is not None:
-        parse_dataset(dataset)
-
-
-def _check_ray_options(ray: str | None, cpus: float | None, gpus: float | None, job: "AuditJob") -> None:
-    """Raise if --cpus or --gpus reserve processors that no Ray task would use."""
     for option, value in (("--cpus", cpus), ("--gpus", gpus)):
         if value is not None and ray is None:
             fix = "Add --ray, or leave it out: models then run one after the other."
             raise InputError(f"{option} {value:g}", expected="--ray next to it", got="no --ray", fix=fix)
-    if gpus and job.device_map is None and (job.device or "cpu").startswith("cpu"):
-        got, fix = f"--device {job.device or 'cpu'}", "Pass --device cuda, or leave --gpus out."
+    if gpus and device_map is None and (device or "cpu").startswith("cpu"):
+        got, fix = f"--device {device or 'cpu'}", "Pass --device cuda, or leave --gpus out."
         raise InputError(f"--gpus {gpus:g}", expected="audits that use their GPUs", got=got, fix=fix)
+    error: Exception | None = None
+    if merge:
+        if options := [*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume]:
+            expected, got = "saved audits and --out, without options of an audit", ", ".join(options)
+            fix = "Leave it out: audits are merged as they were measured."
+            raise InputError("--merge", expected=expected, got=got, fix=fix)
+        audits = [merge_files(models, out)]
+    elif len(models) > 1 or resume or ray is not None:
+        quiet_libraries()
+        if gpus is None:
+            gpus = float((device or "").startswith("cuda"))
+        with show_progress() as say:
+            on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
+            runner = partial(run_here, say=say) if ray is None else on_ray
+            jobs = jobs_of(job, models or [job.model])
+            by_folder, error = audit_many(jobs, out, runner, resume=resume)
+        audits = [*by_folder.values()]
+    else:
+        quiet_libraries()
+        if processes.is_main:
+            writable_folder(out)
+        with processes.process_group():
+            one = job.for_model(models[0]) if models else job
+            audit, error = audit_shards(one, out, processes, {"command": command_line()})
+        audits = [audit]
+    found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
+    if found and isinstance(error, RankwiseError):
+        print(f"rankwise: {error}", file=sys.stderr)
+    if found:
+        print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
+        raise typer.Exit(FOUND)
+    if error is not None:
+        raise error
 
 
-def _audit_many(
-    job: "AuditJob", models: Sequence[str], out: Path, *, resume: bool, ray: str | None, cpus: float | None,
-    gpus: float | None,
-) -> "tuple[list[Audit], Exception | None]":  # fmt: skip
-    """Audit each model into its own folder; return all audits and what to raise if a model failed."""
-    from rankwise.cli.audit_many import audit_many, jobs_of, run_here
-    from rankwise.cli.output import new_folder, show_progress
-    from rankwise.cli.ray_jobs import run_on_ray
+def _importance(
+    how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
+) -> "ImportanceSettings | Literal[False]":
+    """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
+    from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
 
-    if gpus is None:
-        gpus = float((job.device or "").startswith("cuda"))
-    if (out / "audit.json").exists():
-        expected, got = "a folder for one audit per model", "the audit of one model"
-        fix = "Choose another folder, or audit one model without --resume and --ray."
-        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
-    with new_folder(out), show_progress() as say:
-        on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
-        runner = partial(run_here, say=say) if ray is None else on_ray
-        outcome = audit_many(jobs_of(job, models), out, runner, resume=resume)
-        if outcome.interrupted:
-            print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED)
-        if not outcome.audits and not outcome.partial:
-            raise outcome.failures[0]
-    new = len(outcome.audits) - outcome.kept
-    if outcome.audits:
-        print(f"audited {new}, kept {outcome.kept}, failed {len(outcome.failures)}: {out}")
-    error = typer.Exit(1) if outcome.audits else outcome.failures[0]
-    return [*outcome.audits.values(), *outcome.partial], error if outcome.failures else None
-
-
-def _refuse_with_merge(options: Sequence[str]) -> None:
-    """Raise if options of an audit are combined with --merge, which does not measure anything again."""
-    if options:
-        expected, got = "saved audits and --out, without options of an audit", ", ".join(options)
-        fix = "Leave it out: audits are merged as they were measured."
-        raise InputError("--merge", expected=expected, got=got, fix=fix)
+    if how is not None:
+        one_of("--importance", how, ("auto", "estimate", "exact", "none"))
+    settings = ImportanceSettings(
+        exact=how == "exact" or (how in (None, "auto") and is_demo),
+        tolerance=tolerance,
+        ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
+        loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
+    )
+    return False if how == "none" or (how is None and not is_demo) else settings
 
 
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
@@ -319,43 +274,3 @@ def merge_files(paths: Sequence[str], out: Path) -> "Audit":
         merged = Audit.merge(audits, [str(path) for path in paths])
         write_report(merged, out)
     return merged
-
-
-def _importance(
-    how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
-) -> "ImportanceSettings | Literal[False]":
-    """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""
-    from rankwise.errors import one_of
-    from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
-
-    if how is not None:
-        one_of("--importance", how, ("auto", "estimate", "exact", "none"))
-    settings = ImportanceSettings(
-        exact=how == "exact" or (how in (None, "auto") and is_demo),
-        tolerance=tolerance,
-        ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
-        loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
-    )
-    return False if how == "none" or (how is None and not is_demo) else settings
-
-
-def _demo(text: Path | None, images: Path | None, dataset: str | None) -> tuple[str, Path | None]:
-    """Return the folder of the demo model, and the demo's text unless the user named other data."""
-    from rankwise.cli.load_model import demo_model, demo_text
-
-    if images is not None:
-        expected, fix = "a model that reads pictures", "Name the model first."
-        raise InputError("--images", expected=expected, got="the text demo", fix=fix)
-    return str(demo_model()), demo_text() if text is None and dataset is None else text
-
-
-def _fail_on(audits: "Sequence[Audit]", codes: Sequence[str], error: Exception | None = None) -> None:
-    """Exit with status `FOUND` if an audit has a finding with one of these codes; else raise the error."""
-    found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
-    if found:
-        if isinstance(error, RankwiseError):
-            print(f"rankwise: {error}", file=sys.stderr)
-        print(f"rankwise: found {', '.join(found)} (--fail-on)", file=sys.stderr)
-        raise typer.Exit(FOUND)
-    if error is not None:
-        raise error

@@ -2,7 +2,7 @@
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain, islice
@@ -140,10 +140,7 @@ class LoadedJob(NamedTuple):
 
 
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
-    """Load the model of a job with its saved λ-skips, and open the data of one shard.
-
-    Raise `InputError` if the model or the data cannot be loaded.
-    """
+    """Load the model of a job with its saved λ-skips, and open the data of one shard."""
     from rankwise.skips import apply_saved_skips
 
     model = load_model(
@@ -173,10 +170,7 @@ def run(
     provenance: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, str], None] | None = None,
 ) -> "AuditStatistics":
-    """Measure the model of a loaded job on its data; raise the same errors as `rankwise.audit`.
-
-    Entries of `provenance` replace entries that are derived from the job, such as the command.
-    """
+    """Measure the model of a loaded job on its data; entries of `provenance` replace those of the job."""
     from rankwise.auditing import AuditSettings
     from rankwise.auditing.provenance import weights_digest
     from rankwise.auditing.run import collect
@@ -196,14 +190,13 @@ def run(
         importance=job.importance, tokenizer=loaded.data.tokenizer,
         provenance=known | dict(provenance or {}), on_progress=on_progress,
     )  # fmt: skip
-    return collect(model.model, _keep_first(loaded.data.batches, loaded.first), settings)
 
+    def batches() -> Iterator[Any]:
+        for batch in loaded.data.batches:
+            loaded.first[:] = loaded.first or [batch]  # the model may run on the first batch again
+            yield batch
 
-def _keep_first(batches: Iterable[Any], first: list[Any]) -> Iterator[Any]:
-    """Yield batches, and store the first batch in the list `first`, because the model may run on it again."""
-    for batch in batches:
-        first[:] = first or [batch]
-        yield batch
+    return collect(model.model, batches(), settings)
 
 
 def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[Audit, bool]":
@@ -233,8 +226,7 @@ def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[
 def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
     """Load and run a job; return the complete audit, with digests of the files that the job read.
 
-    Raise `RankwiseError` for every failure, because Ray can send it between processes. Raise
-    `KeyboardInterrupt` if Ctrl-C stopped the audit.
+    Raise `RankwiseError` for each failure, which Ray can send between processes.
     """
     try:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes

@@ -3,32 +3,21 @@
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+
+import typer
 
 from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.auditing.history import folder_name
 from rankwise.cli.audit_job import AuditJob, Say, run_job
-from rankwise.cli.output import print_results, write_report
+from rankwise.cli.output import INTERRUPTED, new_folder, print_results, write_report
 from rankwise.errors import InputError, RankwiseError, RecordError
 
 Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
 """Generator of pairs (job, its audit or error), in the order in which jobs finish."""
 Runner = Callable[[Sequence[AuditJob]], Results]
-
-
-@dataclass
-class Outcome:
-    """Audits and errors of `audit_many`."""
-
-    audits: dict[str, Audit] = field(default_factory=dict)
-    """Finished audits, new and kept, by the name of their folder, in the order of the jobs."""
-    kept: int = 0
-    failures: list[RankwiseError] = field(default_factory=list)
-    partial: list[Audit] = field(default_factory=list)
-    """Incomplete audits of models that failed."""
-    interrupted: bool = False
 
 
 def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
@@ -66,51 +55,68 @@ def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
         yield job, result
 
 
-def audit_many(jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool) -> Outcome:
+def audit_many(
+    jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool
+) -> tuple[dict[str, Audit], Exception | None]:
     """Write each audit to ``OUT/NAME`` as soon as it finishes, then the history of all audits.
 
-    A failed job is printed, its finished part is written as incomplete, and the other jobs go on. Ctrl-C
-    stops all jobs; the history then contains the finished audits. With `resume`, a job is skipped if any
-    folder in `out` has its finished audit.
+    Return the audits by NAME, and what to raise if a model failed. A failed job is printed, its finished part
+    is written as incomplete, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
+    finished audits. With `resume`, a job is skipped if any folder in `out` has its finished audit.
     """
-    saved = _saved_audits(out) if resume else {}
+    from rankwise.report import write_page
+    from rankwise.report.comparison_report import history_document
+
+    if (out / "audit.json").exists():
+        expected, got = "a folder for one audit per model", "the audit of one model"
+        fix = "Choose another folder, or audit one model without --resume and --ray."
+        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
+    saved: dict[str, Audit] = {}
+    for path in sorted(out.glob("*/audit.json")) if resume else ():
+        try:
+            saved[path.parent.name] = Audit.load(path)
+        except (InputError, RecordError) as error:
+            print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
     folders = {job: folder for job in jobs if saved and (folder := _find(job, saved))}
-    pending = [job for job in jobs if job not in folders]
+    kept, pending = len(folders), [job for job in jobs if job not in folders]
     models = {job.model for job in pending}
     others = {folder for folder, audit in saved.items() if audit.provenance.model not in models}
     folders |= _new_folders(pending, {*folders.values(), *others})
     audits = {job: saved[folder] for job, folder in folders.items() if job not in pending}
-    outcome = Outcome(kept=len(audits))
-    try:
-        with closing(runner(pending)) as results:
-            for job, result in results if pending else ():
-                if isinstance(result, RankwiseError):
-                    outcome.failures.append(result)
+    partial: dict[str, Audit] = {}
+    failures: list[RankwiseError] = []
+    interrupted = False
+    with new_folder(out):
+        try:
+            with closing(runner(pending)) as results:
+                for job, result in results if pending else ():
+                    if not isinstance(result, RankwiseError):
+                        write_report(result, out / folders[job], brief=True)
+                        audits[job] = result
+                        continue
+                    failures.append(result)
                     print(f"rankwise: {folders[job]}: {result}", file=sys.stderr)
                     if isinstance(result, AuditError) and result.audit is not None:
-                        partial = result.audit.model_copy(update={"complete": False})  # --resume repeats it
-                        write_report(partial, out / folders[job], brief=True)
-                        outcome.partial.append(partial)
-                else:
-                    write_report(result, out / folders[job], brief=True)
-                    audits[job] = result
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    outcome.audits = {folders[job]: audits[job] for job in jobs if job in audits}
-    if audits:
-        _write_history(outcome.audits, out)
-    return outcome
-
-
-def _saved_audits(out: Path) -> dict[str, Audit]:
-    """Return the readable audits in subfolders of `out`, by the name of their folder."""
-    found: dict[str, Audit] = {}
-    for path in sorted(out.glob("*/audit.json")):
-        try:
-            found[path.parent.name] = Audit.load(path)
-        except (InputError, RecordError) as error:
-            print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
-    return found
+                        cut = result.audit.model_copy(update={"complete": False})  # --resume repeats it
+                        write_report(cut, out / folders[job], brief=True)
+                        partial[folders[job]] = cut
+        except KeyboardInterrupt:
+            interrupted = True
+        finished = {folders[job]: audits[job] for job in jobs if job in audits}
+        if finished:
+            history = History.of(list(finished.values()), list(finished))
+            document = history_document(history, {folder: f"{folder}/index.html" for folder in finished})
+            page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
+            print_results(document, [("history", page), ("table", table)])
+        if interrupted:
+            print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED)
+        if not finished and not partial:
+            raise failures[0]
+    if not finished:
+        return partial, failures[0]
+    print(f"audited {len(finished) - kept}, kept {kept}, failed {len(failures)}: {out}")
+    return finished | partial, typer.Exit(1) if failures else None
 
 
 def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
@@ -143,14 +149,3 @@ def _new_folders(jobs: Sequence[AuditJob], taken: set[str]) -> dict[AuditJob, st
             return dict(zip(jobs, folders, strict=True))
     free = (number for number in count() if not any(name.startswith(f"{number:03d}-") for name in lower))
     return {job: f"{number:03d}-{name}" for job, number, name in zip(jobs, free, folders, strict=False)}
-
-
-def _write_history(audits: Mapping[str, Audit], out: Path) -> None:
-    """Print how the audits change from model to model, and write the history as a page and a table."""
-    from rankwise.report import write_page
-    from rankwise.report.comparison_report import history_document
-
-    history = History.of(list(audits.values()), list(audits))
-    document = history_document(history, {folder: f"{folder}/index.html" for folder in audits})
-    page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
-    print_results(document, [("history", page), ("table", table)])

@@ -14,9 +14,7 @@ and with --out a page of curves.
 [bold]Examples[/bold]
 
   rankwise compare before/ after/ --out changes.html
-
   rankwise compare run/audits --out history.html
-
   rankwise compare small/ medium/ large/
 """
 

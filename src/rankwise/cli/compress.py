@@ -7,24 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from rankwise.cli.options import (
-    BatchSize,
-    Device,
-    Dtype,
-    Images,
-    Revision,
-    Seed,
-    Text,
-    Tokens,
-    TrustRemoteCode,
-)  # fmt: skip
-
-if TYPE_CHECKING:
-    from rankwise.compression import Compression
+from rankwise.cli import options
+from rankwise.errors import CompressionError, InputError
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -43,19 +31,16 @@ keeps the finished layers.
 [bold]Examples[/bold]
 
   rankwise compress gpt2 --text book.txt --keep 0.5 --out gpt2-half
-
   rankwise compress ./my-bert --text train.jsonl --tolerance 0.01 --calibrate 200
-
   rankwise compress ./my-llama --text book.txt --keep heads=0.9 --keep kv=0.5
-
   rankwise compress ./my-vit --images photos/ --keep 0.75
 """
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
-    text: Text = None,
-    images: Images = None,
+    text: options.Text = None,
+    images: options.Images = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,27 +62,27 @@ def command(
     calibrate: Annotated[
         int, typer.Option(help="Steps of Adam per layer of qk and rotary, such as 200.")
     ] = 0,
-    tokens: Tokens = 256,
+    tokens: options.Tokens = 256,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences for calibration; as many are held out.")
     ] = 32,
-    batch_size: BatchSize = 8,
+    batch_size: options.BatchSize = 8,
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
-    revision: Revision = None,
-    trust_remote_code: TrustRemoteCode = False,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Compress a model; `HELP` describes the command."""
+    from rankwise.cli import output
     from rankwise.cli.load_model import load_model
-    from rankwise.cli.output import check_unused, command_line, new_folder, quiet_libraries, show_progress
     from rankwise.compression.run import compress, part_targets
     from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
-    from rankwise.errors import CompressionError, InputError
+    from rankwise.report.compression_report import compression_document
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
@@ -107,30 +92,22 @@ def command(
         )  # fmt: skip
     names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
     part_targets(names, shares, tolerances)
-    check_unused(out)
-    with new_folder(out):
-        quiet_libraries()
+    output.check_unused(out)
+    with output.new_folder(out):
+        output.quiet_libraries()
         subject = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
-        with show_progress() as on_step, warnings.catch_warnings():
+        with output.show_progress() as on_step, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*became slower")  # the record notes it as well
             record = compress(
-                subject.model,
-                batches,
-                shares,
-                tolerances,
-                names,
-                calibrate=calibrate,
-                held_out=held_out or None,
-                time=time,
-                seed=seed,
-                on_step=on_step,
-            )
+                subject.model, batches, shares, tolerances, names, calibrate=calibrate,
+                held_out=held_out or None, time=time, seed=seed, on_step=on_step,
+            )  # fmt: skip
         about = {
             **record.about,
-            "command": command_line(),
+            "command": output.command_line(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "source": subject.name,
             "folder": str(out),
@@ -145,28 +122,27 @@ def command(
         if hasattr(config, "use_cache"):
             config.use_cache = True  # `load_model` turned the cache off
         if not structure_of(subject.model).changes:
-            _show(record, [])
-            raise CompressionError(
-                f"model {subject.name}",
-                expected="something to remove",
-                got="nothing, at the given targets",
-                fix="Raise --tolerance, lower --keep, or choose other --parts. Nothing was written.",
+            document = compression_document(record)
+            output.print_results(
+                replace(document, sections=[x for x in document.sections if x.name != "next"])
             )
+            got = "nothing, at the given targets"
+            fix = "Raise --tolerance, lower --keep, or choose other --parts. Nothing was written."
+            raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
         save_compressed(subject.model, out, record)
         if subject.source:
             modules = _copy_side_files(subject.source, subject.revision or "main", out)
             copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
             record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
-        _show(record, [("model", out), ("page", record.to_html(out / "index.html"))])
+        written = [("model", out), ("page", record.to_html(out / "index.html"))]
+        output.print_results(compression_document(record), written)
         if not record.complete:
-            raise typer.Exit(130)
+            raise typer.Exit(output.INTERRUPTED)
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
     """Return the number of an option, or a dict of its numbers per part; None if the option is not used."""
-    from rankwise.errors import InputError
-
     numbers: dict[str, float] = {}
     for value in values or ():
         part, _, number = value.rpartition("=")
@@ -204,26 +180,22 @@ def _data(
     return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
-def _show(record: "Compression", written: list[tuple[str, Path]]) -> None:
-    """Print the report of a compression; without the next steps if no model was written."""
-    from rankwise.cli.output import print_results
-    from rankwise.report.compression_report import compression_document
-
-    document = compression_document(record)
-    if not written:
-        document = replace(document, sections=[x for x in document.sections if x.name != "next"])
-    print_results(document, written)
-
-
 def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     """Copy tokenizer, image processor and sentence-transformers modules; return the module names."""
     from transformers import AutoImageProcessor, AutoTokenizer
+    from transformers.utils import cached_file
+
+    def copy(name: str) -> None:
+        with suppress(OSError):
+            found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+            if found:
+                shutil.copyfile(found, folder / name)
 
     for kind in (AutoTokenizer, AutoImageProcessor):
         with suppress(Exception):  # a model has at most one of the two
             kind.from_pretrained(source, revision=revision).save_pretrained(folder)
     for name in SENTENCE_FILES:
-        _copy(source, revision, name, folder)
+        copy(name)
     modules = folder / "modules.json"
     if not modules.exists():
         return []
@@ -232,15 +204,5 @@ def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     for name in inside:
         (folder / name).mkdir(exist_ok=True)  # modules without files, such as normalization, have a folder
         for file in MODULE_FILES:
-            _copy(source, revision, f"{name}/{file}", folder)
+            copy(f"{name}/{file}")
     return inside
-
-
-def _copy(source: str, revision: str, name: str, folder: Path) -> None:
-    """Copy one file of a model into a folder, if the model has the file."""
-    from transformers.utils import cached_file
-
-    with suppress(OSError):
-        found = cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False)
-        if found:
-            shutil.copyfile(found, folder / name)

@@ -35,6 +35,18 @@ class LoadedData:
     tokenizer: Any = None
 
 
+def check_data(text: Path | None, images: Path | None, dataset: str | None) -> bool:
+    """Return True if data are named; raise `InputError` if several are, or a data set cannot be parsed."""
+    given = {"--text": text, "--images": images, "--dataset": dataset}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        expected, got = f"one of {', '.join(given)}", " and ".join(named)
+        raise InputError("data", expected=expected, got=got, fix="Run the command once for each.")
+    if dataset is not None:
+        parse_dataset(dataset)
+    return bool(named)
+
+
 def load_data(
     loaded: LoadedModel,
     *,
@@ -46,37 +58,25 @@ def load_data(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> LoadedData:
-    """Return a text, pictures or a data set as batches in the form that the model reads.
-
-    If no data are named, the batches of the model's factory are used. Each of several processes reads one
-    shard of the sequences.
-
-    Raises:
-        InputError: if no data or several are named, they cannot be read, or the model cannot read them.
-    """
-    given = {"--text": text, "--images": images, "--dataset": dataset}
-    chosen = [name for name, value in given.items() if value is not None]
-    if not chosen and loaded.batches is not None:
+    """Return a text, pictures or a data set, or a factory's own batches, in the form that the model reads."""
+    sees, reads = loaded.input_name == "pixel_values", loaded.input_name
+    fix = "Pass --images DIR." if sees else "Pass --text FILE."
+    if not check_data(text, images, dataset):
+        if loaded.batches is None:
+            expected = "one of --text FILE, --images DIR, --dataset NAME[:split:column]"
+            raise InputError("data", expected=expected, got="none", fix=fix)
         dealt = islice(loaded.batches, shard.rank, None, shard.world)
         return LoadedData(loaded.batches if shard == ALL else dealt, f"batches of {loaded.name}")
-    fix = "Pass --images DIR." if loaded.input_name == "pixel_values" else "Pass --text FILE."
-    if len(chosen) != 1:
-        expected = "one of --text FILE, --images DIR, --dataset NAME[:split:column]"
-        raise InputError("data", expected=expected, got=" and ".join(chosen) or "none", fix=fix)
-    reads_text = loaded.input_name == "input_ids"
-    if images is not None and loaded.source and reads_text:
-        expected = "a model that reads pictures"
-        raise InputError(f"model {loaded.name}", expected=expected, got="one that reads text", fix=fix)
-    sizes = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
+    sizes: dict[str, Any] = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
     if images is not None:
+        if loaded.source and reads == "input_ids":
+            expected, got = "a model that reads pictures", "a model that reads text"
+            raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
         return _load_pictures(loaded, images, **sizes)
-    if not reads_text:
-        raise InputError(
-            f"model {loaded.name}",
-            expected="a model that reads token ids",
-            got=f"one that reads {loaded.input_name}",
-            fix=fix if loaded.input_name == "pixel_values" else "Use module.py:factory with batches.",
-        )
+    if reads != "input_ids":
+        expected, got = "a model that reads token ids", f"a model that reads {reads}"
+        fix = fix if sees else "Use module.py:factory with batches."
+        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
     texts = load_text(text) if text is not None else dataset_texts(str(dataset))
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
@@ -86,18 +86,17 @@ def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedDat
 
     config = getattr(loaded.model, "config", None)
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-    if not loaded.source:
-        processor = plain_processor({"size": 224}, len(mode))
+    batches: Iterable[Any]
+    if loaded.source:
+        processor, note = load_image_processor(
+            loaded.source, config=config, revision=loaded.revision or None,
+            trust_remote_code=loaded.trust_remote_code,
+        )  # fmt: skip
         batches = read_images(images, processor, mode=mode, **sizes)
+    else:
         note = "pictures resized to 224×224, mean and std 0.5"
-        return LoadedData((batch["pixel_values"] for batch in batches), f"{images} (pictures)", (note,))
-    processor, note = load_image_processor(
-        loaded.source,
-        config=config,
-        revision=loaded.revision or None,
-        trust_remote_code=loaded.trust_remote_code,
-    )
-    batches = read_images(images, processor, mode=mode, **sizes)
+        made = read_images(images, plain_processor({"size": 224}, len(mode)), mode=mode, **sizes)
+        batches = (batch["pixel_values"] for batch in made)
     return LoadedData(batches, f"{images} (pictures)", (note,) if note else ())
 
 
@@ -153,14 +152,7 @@ class ByteTokenizer:
 
 
 def load_text(path: str | Path) -> str | list[str]:
-    """Read one continuous text; from a `.jsonl` or `.jsonl.gz` file, return one text per row.
-
-    Examples:
-        >>> load_text("missing.txt")
-        Traceback (most recent call last):
-        ...
-        rankwise.errors.InputError: missing.txt: expected a text file, got no such file. Check the path.
-    """
+    """Read one continuous text; from a `.jsonl` or `.jsonl.gz` file, return one text per row."""
     return _read_rows(path) if str(path).lower().endswith((".jsonl", ".jsonl.gz")) else read_text(path)
 
 
@@ -185,40 +177,30 @@ def _read_rows(path: str | Path) -> list[str]:
     texts: list[str] = []
     expected, fix = 'a JSON object such as {"text": "Once upon a time"}', "Write one object per line."
     for number, line in enumerate(_decode(raw, path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        row: Any = None
         try:
-            texts += [_row_text(line)] if line.strip() else []
+            row = parse_json(line)
+            got = f"the fields {', '.join(map(repr, row))}" if isinstance(row, dict) else type(row).__name__
         except ValueError as error:
-            raise InputError(f"{path}, line {number}", expected=expected, got=str(error), fix=fix) from error
+            got = f"no JSON ({error})"
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise InputError(f"{path}, line {number}", expected=expected, got=got, fix=fix)
+        texts.append(row["text"])
     if not texts:
         raise InputError(str(path), expected=expected, got="an empty file", fix=fix)
     return texts
-
-
-def _row_text(line: str) -> str:
-    """Return the field `text` of a row; raise `ValueError` with a description of the row if it has none."""
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"no JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"type {type(row).__name__}")
-    if "text" not in row:
-        raise ValueError(f"the fields {', '.join(map(repr, row)) or 'none'}")
-    if not isinstance(row["text"], str):
-        raise ValueError(f"type {type(row['text']).__name__} in 'text'")
-    return row["text"]
 
 
 def _decode(raw: bytes, path: str | Path) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The decoder counts offsets from the end of the byte order mark, which has 3 bytes.
-        offset = error.start + (3 if raw.startswith(b"\xef\xbb\xbf") else 0)
-        line = raw.count(b"\n", 0, offset) + 1
-        got = f"byte 0x{raw[offset]:02X} at offset {offset} (line {line})"
-        quoted = shlex.quote(str(path))
+        line = error.object.count(b"\n", 0, error.start) + 1
+        got = f"byte 0x{error.object[error.start]:02X} in line {line}"
         encoding = "UTF-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "LATIN1"
+        quoted = shlex.quote(str(path))
         fix = f"Convert it, for instance: iconv -f {encoding} -t UTF-8 {quoted} > utf8.txt"
         if raw.startswith(GZIP):
             fix = f"It is a gzip file; unpack it: gunzip -k {quoted}"
@@ -264,10 +246,6 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
     """Return at most `rows` texts of a data set, evenly spaced over its rows; missing texts are empty.
 
     The data set is a name on the Hugging Face Hub, a folder that `datasets` reads or has written, or a file.
-    The file ends in .json, .jsonl, .csv (each of these can be gzipped), .parquet or .txt.
-
-    Raises:
-        InputError: if `datasets` is not installed, or the data set, split or column cannot be read.
     """
     name, config, split, column = parse_dataset(spec)
     need_package("datasets", "--dataset", "data")
@@ -329,17 +307,11 @@ def _preferred_split(names: Iterable[str]) -> str:
 
 
 def split_held_out(batches: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return two halves of each batch, as copies: sequences 0, 2, 4, … and sequences 1, 3, 5, ….
-
-    Both halves then cover all of the text. A batch of one sequence is only in the first half.
-    """
+    """Return copies of the sequences 0, 2, 4, … and 1, 3, 5, … of each batch: both cover all of the text."""
 
     def half(batch: Any, first: int) -> Any:
-        sequences = batch_size(batch)
-        return map_tensors(
-            batch,
-            lambda x: (x[first::2] if x.dim() > 0 and x.shape[0] == sequences else x).clone(),
-        )
+        size = batch_size(batch)
+        return map_tensors(batch, lambda x: (x[first::2] if x.dim() and len(x) == size else x).clone())
 
     own, others = ([half(x, first) for x in batches if batch_size(x) > first] for first in (0, 1))
     return own, others

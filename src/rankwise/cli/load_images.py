@@ -33,9 +33,6 @@ def read_images(
 
     Pictures are evenly spaced in the sorted paths, because folders are often sorted by class. `mode` is
     Pillow's name for the channels: "RGB", or "L" for one channel. A picture is opened when its batch is made.
-
-    Raises:
-        InputError: at the call, for a wrong number or folder; later, for a picture that cannot be read.
     """
     whole_number("`sequences`", sequences)
     whole_number("`batch_size`", batch_size)
@@ -66,11 +63,7 @@ def find_images(folder: str | Path) -> list[Path]:
 
 
 def open_image(path: Path, mode: str = "RGB") -> Any:
-    """Return the first frame of a picture in `mode` as `PIL.Image.Image`, turned upright by its EXIF data.
-
-    Raises:
-        InputError: if Pillow cannot read the file.
-    """
+    """Return the first frame of a picture in `mode` as `PIL.Image.Image`, turned upright by its EXIF data."""
     from PIL import Image, ImageOps
 
     try:
@@ -103,12 +96,10 @@ def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[
         sizes = sorted({f"{image.width}×{image.height}" for image in images})
         if len(sizes) == 1:
             raise
-        raise InputError(
-            f"the batch that begins with {first}",
-            expected="pictures that the model's image processor makes the same size",
-            got=f"sizes {', '.join(sizes)} ({first_line(error).rstrip('.')})",
-            fix="Use --batch-size 1, or pictures of one size.",
-        ) from error
+        subject, fix = f"the batch that begins with {first}", "Use --batch-size 1, or pictures of one size."
+        expected = "pictures that the model's image processor makes the same size"
+        got = f"sizes {', '.join(sizes)} ({first_line(error).rstrip('.')})"
+        raise InputError(subject, expected=expected, got=got, fix=fix) from error
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
@@ -119,9 +110,6 @@ def load_image_processor(
 
     `plain_processor` is the substitute if transformers has no Pillow class for the settings. If the model has
     no settings, pictures are resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
-
-    Raises:
-        InputError: if Pillow is missing, or if there are neither settings nor an image size.
     """
     need_package("PIL", "pictures", "images")
     from transformers import AutoImageProcessor
@@ -142,24 +130,16 @@ def load_image_processor(
             return plain_processor(settings, channels), note
         size = getattr(getattr(config, "vision_config", config), "image_size", None)
         if size is None:
-            raise InputError(
-                str(model),
-                expected="a model that reads pictures",
-                got="neither preprocessor_config.json nor image_size in its configuration",
-                fix="Pass --text for a language model, or save the image processor with the model.",
-            ) from error
+            got = "neither preprocessor_config.json nor image_size in its configuration"
+            fix = "Pass --text for a language model, or save the image processor with the model."
+            raise InputError(str(model), expected="a model that reads pictures", got=got, fix=fix) from error
         height, width = size if isinstance(size, list | tuple) else (size, size)
         note = f"{model} has no image processor: pictures resized to {height}×{width}, mean and std 0.5"
         return plain_processor({"size": size}, channels), note
 
 
 def plain_processor(settings: dict[str, Any], channels: int = 3) -> ImageProcessor:
-    """Return CLIP's image processor with settings of a `preprocessor_config.json`; defaults are ViT's.
-
-    Examples:
-        >>> plain_processor({"size": {"shortest_edge": 256}, "crop_size": 224}).do_center_crop
-        True
-    """
+    """Return CLIP's image processor with settings of a `preprocessor_config.json`; defaults are ViT's."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     size = settings.get("size", 224)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.files import writable_folder
-from rankwise.errors import InputError, did_you_mean, first_line, need_package, one_of
+from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -79,9 +79,6 @@ def load_model(
 
     A factory takes no arguments. It returns a module, or a module and its batches. The default device is the
     CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON such as `{"module": "device", …}`.
-
-    Raises:
-        InputError: if there is no such model, or it cannot be loaded with these options.
     """
     target = check_device(device or "cpu")
     placement = _placement(spec, device, device_map, offload_folder)
@@ -115,8 +112,7 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         module_spec.loader.exec_module(module)
-        factory = getattr(module, name, None)
-        if not callable(factory):
+        if not callable(factory := getattr(module, name, None)):
             known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
             fix = did_you_mean(name, known)
             raise InputError(subject, expected="a function of that name", got="none", fix=fix)
@@ -124,22 +120,20 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(
-            subject,
-            expected="a factory that takes nothing and returns a module",
-            got=f"{type(error).__name__}: {error}",
-            fix=f"`python {path}` shows where it fails; code of a script belongs under __main__.",
-        ) from error
+        expected, got = (
+            "a factory that takes nothing and returns a module",
+            f"{type(error).__name__}: {error}",
+        )
+        fix = f"`python {path}` shows where it fails; code of a script belongs under __main__."
+        raise InputError(subject, expected=expected, got=got, fix=fix) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
     model, batches = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            subject,
-            expected="a torch.nn.Module, or a pair of one and its batches",
-            got=type(result).__name__,
-            fix="Return the model itself from the factory.",
-        )
+    expected, fix = (
+        "a torch.nn.Module, or a pair of one and its batches",
+        "Return the model from the factory.",
+    )
+    instance_of(subject, model, nn.Module, expected, fix=fix)
     return LoadedModel(model, f"{path}:{name}", batches=batches)
 
 
@@ -193,25 +187,14 @@ def _loading_fix(spec: str, error: str) -> str:
     if "token" in error.lower() and ("gated" in error.lower() or "401" in error):
         return "Log in with `hf auth login` after its owners have granted access."
     if "couldn't connect" in error and constants.is_offline_mode():
-        return (
-            "HF_HUB_OFFLINE is set and this model was not downloaded before: unset it to download, or pass "
-            "the path of a folder."
-        )
+        return "HF_HUB_OFFLINE is set: unset it to download the model, or pass the path of a folder."
     if Path(spec).exists():
         return "Save the model again with `model.save_pretrained(folder)`, or pass module.py:factory."
-    return (
-        "Check the name; offline, pass the path of a downloaded model; for a model of your own, "
-        "module.py:factory."
-    )
+    return "Check the name; offline, pass the path of a downloaded model, or module.py:factory."
 
 
 def check_device(name: str, option: str = "--device") -> torch.device:
-    """Return a device if torch finds it, without allocating memory on it; raise `InputError` otherwise.
-
-    Examples:
-        >>> check_device("cpu")
-        device(type='cpu')
-    """
+    """Return a device if torch finds it, without allocating memory on it; raise `InputError` otherwise."""
     available = ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -220,12 +203,9 @@ def check_device(name: str, option: str = "--device") -> torch.device:
         device = torch.device(name)
         if device.type == "cpu" or f"{device.type}:{device.index or 0}" in available:
             return device
-    raise InputError(
-        f"{option} {name}",
-        expected="a device that torch sees",
-        got=f"only {', '.join(available)} (torch {torch.__version__})",
-        fix="Use cpu, or install torch for your accelerator.",
-    )
+    expected, got = "a device that torch sees", f"only {', '.join(available)} (torch {torch.__version__})"
+    fix = "Use cpu, or install torch for your accelerator."
+    raise InputError(f"{option} {name}", expected=expected, got=got, fix=fix)
 
 
 def _placement(
@@ -241,14 +221,19 @@ def _placement(
     if device is not None:
         raise InputError(option, expected="no --device", got=f"--device {device}", fix="Omit one of them.")
     if model.rpartition(":")[0].endswith(".py"):
-        raise InputError(
-            option,
-            expected="a model that transformers loads",
-            got=f"the factory {model}",
-            fix="Put the model on its devices in the factory.",
-        )
+        expected, fix = "a model that transformers loads", "Put the model on its devices in the factory."
+        raise InputError(option, expected=expected, got=f"the factory {model}", fix=fix)
     need_package("accelerate", option, "accelerate")
-    chosen = _parse_device_map(device_map, option)
+    chosen: str | dict[str, Any] = device_map
+    if device_map.lstrip().startswith("{"):
+        try:
+            chosen = json.loads(device_map)
+        except ValueError as error:
+            example = 'JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}'
+            fix = 'Quote it for the shell: --device-map \'{"": "cpu"}\'.'
+            raise InputError(option, expected=example, got=str(error), fix=fix) from error
+    elif not device_map.startswith(DEVICE_TYPES):
+        one_of("--device-map", device_map, DEVICE_MAPS)
     devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
     for name in devices - {"disk"}:
         check_device(f"cuda:{name}" if isinstance(name, int) else str(name), "--device-map")
@@ -259,20 +244,6 @@ def _placement(
         return {"device_map": chosen}
     writable_folder(offload_folder, "--offload-folder")
     return {"device_map": chosen, "offload_folder": str(offload_folder)}
-
-
-def _parse_device_map(device_map: str, option: str) -> str | dict[str, Any]:
-    if not device_map.lstrip().startswith("{"):
-        if not device_map.startswith(DEVICE_TYPES):
-            one_of("--device-map", device_map, DEVICE_MAPS)
-        return device_map
-    try:
-        parsed: dict[str, Any] = json.loads(device_map)
-    except ValueError as error:
-        example = 'JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}'
-        fix = 'Quote it for the shell: --device-map \'{"": "cpu"}\'.'
-        raise InputError(option, expected=example, got=str(error), fix=fix) from error
-    return parsed
 
 
 def hub_reachable(timeout: float = 5.0) -> bool:
@@ -298,9 +269,6 @@ def need_hub(name: str, *, expected: str, fix: str) -> None:
     from huggingface_hub import constants
 
     if not hub_reachable():
-        raise InputError(
-            name,
-            expected=expected,
-            got=f"no such file or folder, and no answer from {constants.ENDPOINT}",
-            fix=f"{fix} Set HF_HUB_OFFLINE=1 to read what was downloaded before.",
-        )
+        got = f"no such file or folder, and no answer from {constants.ENDPOINT}"
+        fix = f"{fix} Set HF_HUB_OFFLINE=1 to read what was downloaded before."
+        raise InputError(name, expected=expected, got=got, fix=fix)

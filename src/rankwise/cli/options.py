@@ -15,7 +15,7 @@ Text = Annotated[
 Images = Annotated[Path | None, typer.Option(help="Read the pictures in this folder, or this picture.")]
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Read a data set NAME[@config][:split[:column]] from the Hub, a file or a folder."),
+    typer.Option(help=r"Read a data set NAME\[@config][:split[:column]] from the Hub, a file or a folder."),
 ]
 Tokens = Annotated[int, typer.Option(min=2, help="Cut sequences to this number of tokens.")]
 Sequences = Annotated[int, typer.Option(min=1, help="Read this many sequences or pictures in total.")]

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rankwise.auditing import Audit
     from rankwise.report.document import Document
 
-TABLES: tuple[Literal["heads", "layers"], ...] = ("heads", "layers")
-"""Tables of an audit that are written as CSV files."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 
 @contextmanager
@@ -72,11 +72,6 @@ def show_progress(what: str = "running the model", total: int | None = None) -> 
         yield update
 
 
-def print_path(kind: str, path: Path, console: Console) -> None:
-    """Print the path of a written file in one line, so that it can be copied."""
-    console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
-
-
 def print_results(document: "Document | None", written: Iterable[tuple[str, Path]] = ()) -> None:
     """Print a report, then the kind and path of each written file; ignore a closed pipe."""
     from rankwise.report import print_document
@@ -86,7 +81,7 @@ def print_results(document: "Document | None", written: Iterable[tuple[str, Path
         if document is not None:
             print_document(document, console)
         for kind, path in written:
-            print_path(kind, path, console)
+            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def keep_finished(record: Path, complete: bool) -> Path:
@@ -113,7 +108,8 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         written = [
             ("audit", audit.save(folder / "audit.json")),
             ("report", audit.to_html(folder / "index.html")),
-            *(("table", audit.to_csv(folder / f"{kind}.csv", kind)) for kind in TABLES),
+            ("table", audit.to_csv(folder / "heads.csv", "heads")),
+            ("table", audit.to_csv(folder / "layers.csv", "layers")),
         ]
     except InputError as error:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")

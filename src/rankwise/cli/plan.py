@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rankwise.cli.load_model import LoadedModel
-    from rankwise.plan import HeadDimPlan
 
 HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
 
@@ -26,13 +26,9 @@ trained heads require is measured too. Writes plan.json and index.html. Ctrl-C k
 [bold]Examples[/bold]
 
   rankwise plan --tokens 2048 --mask causal --width 768 --heads 12
-
   rankwise plan --tokens 1024 --positions rope --width 512 --heads 8 --kv-heads 2
-
   rankwise plan --tokens 256 --text book.txt --width 256
-
   rankwise plan --tokens 256 --images photos/ --width 384
-
   rankwise plan --tokens 256 --model gpt2 --text book.txt --out gpt2-plan
 """
 SIDE = 224
@@ -79,21 +75,14 @@ def command(
 
     from rankwise import __version__
     from rankwise._internals.files import writable_folder
+    from rankwise.cli import output
     from rankwise.cli.load_model import check_device, load_model
-    from rankwise.cli.output import (
-        check_unused,
-        command_line,
-        keep_finished,
-        print_results,
-        quiet_libraries,
-        show_progress,
-    )
-    from rankwise.plan import plan_head_dim
+    from rankwise.plan import plan_head_dim, trained_widths
     from rankwise.plan.planner import check_arguments, present_head_dim
     from rankwise.report.plan_report import plan_document
 
     if not overwrite:
-        check_unused(out, "Choose another name, or add --overwrite.")
+        output.check_unused(out, "Choose another name, or add --overwrite.")
     if model is not None and text is None and images is None:
         fix = "Pass --text FILE or --images DIR."
         raise InputError("--model", expected="data for the model", got="none", fix=fix)
@@ -110,7 +99,7 @@ def command(
         present_head_dim(**sizes, width=dim, positions=positions or "none")
     check_device(device)
     writable_folder(out)
-    quiet_libraries()
+    output.quiet_libraries()
     loaded, given = None, TokenStates(tokens)
     if model is not None:
         loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
@@ -124,14 +113,14 @@ def command(
         given = text_states(text, width or DIM, tokens, sequences, seed)
     elif images is not None:
         given = picture_states(images, width or DIM, tokens, sequences, seed)
-    with show_progress("drawing random heads", trials) as show:
+    with output.show_progress("drawing random heads", trials) as show:
         plan = plan_head_dim(
             given.states, mask or "full", tolerance, **sizes,
             width=width if model is None and heads is not None else None, positions=positions or "none",
             temperature=temperature, trials=trials, seed=seed, on_trial=lambda done: show(done=done),
         )  # fmt: skip
     about = {
-        "command": command_line(), "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": output.command_line(), "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "rankwise": __version__, "torch": torch.__version__,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
     }  # fmt: skip
@@ -139,40 +128,29 @@ def command(
     plan = plan.model_copy(update={"about": about, "inputs": inputs, "notes": [*plan.notes, *given.notes]})
     if plan.complete and loaded is not None:
         try:
-            plan = _with_trained(plan, loaded, given.batches)
+            trained = trained_widths(loaded.model, given.batches, plan.tolerance)
+            required = [head.required for head in trained if head.required >= 0]  # not NaN
+            note = "No softmax attention was captured in the model: the width its heads require is unknown."
+            if required:
+                wider, average = sum(width > plan.head_dim for width in required), fmean(required)
+                note = (
+                    f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of "
+                    f"their width at {plan.tolerance:g} nats, {average:.1f} on average. K* is where random "
+                    "heads stop gaining rank; the required width is what these heads have learned to use."
+                )
+            plan = plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
         except KeyboardInterrupt:
             notes = [*plan.notes, "Interrupted before the trained heads were measured."]
             plan = plan.model_copy(update={"complete": False, "notes": notes})
-    out = keep_finished(out / "plan.json", plan.complete)
+    out = output.keep_finished(out / "plan.json", plan.complete)
     written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
-    print_results(plan_document(plan), written)
+    output.print_results(plan_document(plan), written)
     if not plan.complete:
-        raise typer.Exit(130)
-
-
-def _with_trained(plan: "HeadDimPlan", loaded: "LoadedModel", batches: Sequence[Any]) -> "HeadDimPlan":
-    """Return the plan with the widths that trained heads require, and a note that compares them with K*."""
-    from rankwise.plan import trained_widths
-
-    trained = trained_widths(loaded.model, batches, plan.tolerance)
-    required = [head.required for head in trained if head.required >= 0]  # not NaN
-    note = "No softmax attention was captured in the model: the width its heads require is unknown."
-    if required:
-        wider = sum(width > plan.head_dim for width in required)
-        note = (
-            f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of their width "
-            f"at {plan.tolerance:g} nats, {sum(required) / len(required):.1f} on average. K* is where random "
-            "heads stop gaining rank; the required width is what these heads have learned to use."
-        )
-    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
+        raise typer.Exit(output.INTERRUPTED)
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
-    """Return heads, widths, positions and mask of a model, according to its configuration.
-
-    Raise `InputError` if the model has no heads, has one latent for keys and values, has layers of different
-    sizes, or does not have `width`.
-    """
+    """Return heads, widths, positions and mask of a model by its configuration; raise if unusable."""
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kind, subject = type(config).__name__, f"model {loaded.name}"
@@ -220,10 +198,7 @@ class TokenStates(NamedTuple):
 def model_states(
     loaded: "LoadedModel", text: Path | None, images: Path | None, tokens: int, sequences: int
 ) -> TokenStates:
-    """Return the states that the first block reads: real tokens of the longest sequences only.
-
-    Raise `InputError` if the text is too short, or the model cannot read the data.
-    """
+    """Return the states that the first block reads: real tokens of the longest sequences only."""
     import torch
 
     from rankwise._internals.forward import run_model
@@ -260,7 +235,6 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     text = load_text(path)
     names: dict[str, int] = {}
     rows: list[list[int]] = []
-    words: list[str] = []
     for passage in [text] if isinstance(text, str) else text:
         words = re.findall(r"\w+|[^\w\s]", passage.lower())
         ids = [names.setdefault(word, len(names)) for word in words]
@@ -268,12 +242,11 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
         if len(rows) >= 16 * sequences:
             break
     if not rows:
-        got = str(len(words)) if isinstance(text, str) else "only shorter texts"
         expected, fix = (
             f"a text of at least {tokens} words and signs",
             "Pass a longer text, or fewer --tokens.",
         )
-        raise InputError(f"--text {path}", expected=expected, got=got, fix=fix)
+        raise InputError(f"--text {path}", expected=expected, got=str(len(ids)), fix=fix)
     chosen = torch.tensor(rows[:: max(1, len(rows) // sequences)][:sequences])
     different = sum(len(row.unique()) for row in chosen) / chosen.numel()
     known, places = chosen.unique(return_inverse=True)

@@ -20,9 +20,7 @@ def run_on_ray(
     """Run jobs as Ray tasks with reserved CPUs and GPUs, and yield each result as soon as it is finished.
 
     Without an address, Ray uses RAY_ADDRESS, a running cluster, or a new cluster on this machine (also if the
-    address is ``local``). Ray repeats a task up to three times if its worker or machine died, but not if the
-    audit failed. Raise `InputError` if Ray is missing, no cluster answers, or a local cluster is too small
-    for a job.
+    address is ``local``). Ray repeats a task if its worker or machine died, but not if the audit failed.
     """
     ray: Any = need_package("ray", "--ray", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray sends statistics over the network

@@ -22,9 +22,7 @@ unchanged, with skips.json and skips.safetensors, which `rankwise audit` reads.
 [bold]Examples[/bold]
 
   rankwise skip gpt2 --init 1 --learn-on book.txt --steps 100 --out gpt2-skips
-
   rankwise skip gpt2-skips --text book.txt --certify
-
   rankwise skip ./my-bert --init 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
 """
 CERTIFICATE = ("certificate.json", "certificate.html")
@@ -63,25 +61,35 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_data import load_data
     from rankwise.cli.load_model import load_model
-    from rankwise.cli.output import command_line, print_results, quiet_libraries
+    from rankwise.cli.output import command_line, print_results, quiet_libraries, show_progress
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
-    from rankwise.skips import certify_skip, load_skips, mean_loss, skips_of, spread_by_layer
+    from rankwise.skips import certify_skip, fit_skips, load_skips, mean_loss, skips_of, spread_by_layer
+    from rankwise.skips.certify import check_share
+    from rankwise.skips.fit import RATE
 
-    _check(out, certify, per, lr, share, learn_on, text)
+    in_range("--lr", lr, "(0, inf)", fix=RATE)
+    check_share(share)
+    if per is not None:
+        one_of("--per", per, ("layer", "channel"))
+    if learn_on is not None and text is not None:
+        raise InputError(
+            f"--learn-on {learn_on} --text {text}",
+            expected="one of the two: a fit is measured on every fifth sequence of what it learns from",
+            got="both",
+            fix="Omit --text; to measure on it, run again on the folder of --out, with --text alone.",
+        )
+    if out is None and not certify:
+        expected, fix = "--out DIR, --certify, or both", "Add one of them."
+        raise InputError("what to do", expected=expected, got="neither", fix=fix)
     if out is not None:
         writable_folder(out)
     quiet_libraries()
     loaded = load_model(
         model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
-    inputs = load_data(
-        loaded,
-        text=learn_on or text,
-        tokens=tokens,
-        sequences=sequences,
-        batch_size=1 if learn_on else batch_size,
-    )
+    size = 1 if learn_on else batch_size
+    inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
     learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
     skips = _add_skips(loaded, init, per, sites)
     report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
@@ -90,7 +98,12 @@ def command(
     report["collapse"] = [spread_by_layer(loaded.model, held)]
     if learn_on is not None:
         report["loss"] = [mean_loss(loaded.model, held, mask)]
-        report["scales"] = _fit(loaded, learning, steps, lr, mask)
+        with show_progress("fitting λ", steps) as show:
+
+            def update(step: int, loss: float) -> None:
+                show(f"fitting λ: loss {loss:.3f}", step)
+
+            report["scales"] = fit_skips(loaded.model, learning, steps, lr, mask, update).scales
         report["loss"].append(mean_loss(loaded.model, held, mask))
         report["collapse"].append(spread_by_layer(loaded.model, held))
     current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
@@ -109,35 +122,6 @@ def command(
         print_results(None, [("wrote", path) for path in written])
 
 
-def _check(
-    out: Path | None,
-    certify: bool,
-    per: str | None,
-    lr: float,
-    share: float,
-    learn_on: Path | None,
-    text: Path | None,
-) -> None:
-    """Raise if options are wrong, before the model is loaded."""
-    from rankwise.skips.certify import check_share
-    from rankwise.skips.fit import RATE
-
-    in_range("--lr", lr, "(0, inf)", fix=RATE)
-    check_share(share)
-    if per is not None:
-        one_of("--per", per, ("layer", "channel"))
-    if learn_on is not None and text is not None:
-        raise InputError(
-            f"--learn-on {learn_on} --text {text}",
-            expected="one of the two: a fit is measured on every fifth sequence of what it learns from",
-            got="both",
-            fix="Omit --text; to measure on it, run again on the folder of --out, with --text alone.",
-        )
-    if out is None and not certify:
-        expected, fix = "--out DIR, --certify, or both", "Add one of them."
-        raise InputError("what to do", expected=expected, got="neither", fix=fix)
-
-
 def _split(
     inputs: "LoadedData", loaded: "LoadedModel", learn: bool, batch_size: int
 ) -> tuple[list[Any], list[Any]]:
@@ -147,12 +131,9 @@ def _split(
     device = next(loaded.model.parameters()).device
     given = list(inputs.batches)
     if not all(isinstance(batch, Mapping) for batch in given):
-        raise InputError(
-            f"model {loaded.name}",
-            expected="a model that takes its inputs by name, as in transformers",
-            got="one that takes a tensor",
-            fix="Add λ-skips with `rw.add_lambda_skip(model, example=batch)`.",
-        )
+        expected, got = "a model that takes its inputs by name, as in transformers", "one that takes a tensor"
+        fix = "Add λ-skips with `rw.add_lambda_skip(model, example=batch)`."
+        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
     batches = [{name: value.to(device) for name, value in batch.items()} for batch in given]
     if not learn:
         return [], batches
@@ -182,22 +163,15 @@ def _add_skips(
 
     saved = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
     if saved is None:
-        return add_lambda_skip(
-            loaded.model,
-            init=1.0 if init is None else init,
-            per="channel" if per == "channel" else "layer",
-            sites=sites,
-        )
-    kind: Literal["channel", "layer"] = (
-        "channel" if any(value.numel() > 1 for value in saved.values()) else "layer"
-    )
+        start = 1.0 if init is None else init
+        return add_lambda_skip(loaded.model, init=start, per=per or "layer", sites=sites)  # type: ignore[arg-type]
+    kind: Literal["channel", "layer"] = "layer"
+    if any(value.numel() > 1 for value in saved.values()):
+        kind = "channel"
     if per not in (None, kind):
-        raise InputError(
-            f"--per {per}",
-            expected=f"--per {kind}, as the λ saved in {loaded.source}",
-            got=str(per),
-            fix="Omit it, or delete skips.json and skips.safetensors to start anew.",
-        )
+        expected = f"--per {kind}, as the λ saved in {loaded.source}"
+        fix = "Omit it, or delete skips.json and skips.safetensors to start anew."
+        raise InputError(f"--per {per}", expected=expected, got=str(per), fix=fix)
     if sites is not None:
         saved = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=True)
     chosen = {site.name for site in match_sites(list(saved.sites.values()), sites)}
@@ -209,20 +183,6 @@ def _add_skips(
     for name, parameter in saved.items():
         parameter.requires_grad_(name in chosen)
     return saved
-
-
-def _fit(
-    loaded: "LoadedModel", batches: list[Any], steps: int, lr: float, mask: int | None
-) -> dict[str, list[float]]:
-    from rankwise.cli.output import show_progress
-    from rankwise.skips import fit_skips
-
-    with show_progress("fitting λ", steps) as show:
-
-        def update(step: int, loss: float) -> None:
-            show(f"fitting λ: loss {loss:.3f}", step)
-
-        return fit_skips(loaded.model, batches, steps, lr, mask, update).scales
 
 
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:

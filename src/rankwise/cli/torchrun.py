@@ -20,8 +20,6 @@ import typer
 from rankwise.errors import InputError, RankwiseError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from rankwise.auditing import Audit
     from rankwise.auditing.statistics import AuditStatistics
     from rankwise.cli.audit_job import AuditJob, LoadedJob
@@ -33,7 +31,6 @@ TIMEOUT = timedelta(days=7)
 """Time that processes wait for the slowest one: shards can differ by hours. A dead process shows at once."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of modules that wait for other processes in each forward pass."""
-INTERRUPTED = 130
 
 
 @dataclass
@@ -59,10 +56,7 @@ class Processes:
         return self.rank == 0
 
     def device(self, name: str | None) -> str | None:
-        """Return the device of this process; for ``cuda``, the GPU whose number is the local rank.
-
-        Raise `InputError` if there are fewer GPUs than processes.
-        """
+        """Return the device of this process; for ``cuda``, the GPU whose number is the local rank."""
         if not self.several or name != "cuda":
             return name
         import torch
@@ -83,8 +77,7 @@ class Processes:
         import torch
         from torch import distributed as dist
 
-        own = not dist.is_initialized()
-        if own:
+        if own := not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=TIMEOUT)
         if threading.current_thread() is threading.main_thread():
@@ -110,10 +103,7 @@ class Processes:
             raise first
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values (small ones) of all processes, ordered by rank, in every process.
-
-        Raise `RankwiseError` if a process has ended.
-        """
+        """Return the values (small ones) of all processes, ordered by rank; raise if a process has ended."""
         if not self.several:
             return [value]
         from torch import distributed as dist
@@ -125,10 +115,7 @@ class Processes:
         return found
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank, in the main process; an empty list in the others.
-
-        Raise `RankwiseError` if a process has ended.
-        """
+        """Return what `all_gather` returns in the main process, and an empty list in the others."""
         if not self.several:
             return [value]
         from torch import distributed as dist
@@ -151,12 +138,7 @@ class Processes:
 
 
 def from_environment() -> Processes:
-    """Return this process by torchrun's environment variables; raise `InputError` if they are invalid.
-
-    Examples:
-        >>> from_environment()
-        Processes(rank=0, local_rank=0, world=1, interrupted=False)
-    """
+    """Return this process by torchrun's environment variables; raise `InputError` if they are invalid."""
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return Processes()
     found = {name: os.environ.get(name, "") for name in VARIABLES}
@@ -234,18 +216,13 @@ def audit_shards(
 ) -> "tuple[Audit, RankwiseError | None]":
     """Audit one model, each process on its shard of the data; the main process writes the report.
 
-    If a process failed, return the audit of the finished batches and the error, or raise the error if no
-    batch was finished. Raise `typer.Exit` after Ctrl-C, and in all processes except the main process.
+    Return the audit, and the error if a process failed after the first batch. Raise `typer.Exit` after
+    Ctrl-C, and in all processes except the main process.
     """
-    from rankwise.auditing.text_inputs import Shard
-    from rankwise.cli.audit_job import build, load
-    from rankwise.cli.output import show_progress, write_report
+    from rankwise.cli.audit_job import build
+    from rankwise.cli.output import INTERRUPTED, show_progress, write_report
 
-    with processes.raise_together():
-        own = replace(job, device=processes.device(job.device), matrices=_own_matrices(job, processes))
-        loaded = load(own, Shard(processes.rank, processes.world))
-        _check_model(loaded.model.model, processes)
-    _check_weights(loaded, processes)
+    loaded = _load_shard(job, processes)
     with show_progress() as say:
         result = _measure(loaded, processes, provenance, say)
         if processes.several:
@@ -259,37 +236,34 @@ def audit_shards(
     return audit, result.error
 
 
-def _own_matrices(job: "AuditJob", processes: Processes) -> str | None:
-    """Return which matrices this process keeps: none except in the main process, where flagged means all."""
-    if not processes.several or job.matrices is None:
-        return job.matrices
-    flagged = job.matrices.strip().lower() == "flagged"
-    return None if not processes.is_main else "all" if flagged else job.matrices
-
-
-def _check_model(model: "nn.Module", processes: Processes) -> None:
-    """Raise if the forward pass of a model waits for other processes."""
-    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    waiting = sorted(classes.intersection(WRAPPERS))
-    if processes.several and waiting:
-        expected = f"in each of {processes.world} processes a model that runs on its own sequences"
-        got = f"a {waiting[0]}, which waits for all of them to run as many batches"
-        fix = "Return the model itself. If no device holds the model, use one process and --device-map auto."
-        raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
-
-
-def _check_weights(loaded: "LoadedJob", processes: Processes) -> None:
-    """Raise if weights differ between processes, for example if a factory draws them at random."""
+def _load_shard(job: "AuditJob", processes: Processes) -> "LoadedJob":
+    """Load the job in every process; raise if models wait for other processes or have different weights."""
     from rankwise.auditing.provenance import weights_digest
+    from rankwise.auditing.text_inputs import Shard
+    from rankwise.cli.audit_job import load
 
     if not processes.several:
-        return
-    digests = processes.all_gather(weights_digest(loaded.model.model, loaded.model.random_weights))
-    if len(set(filter(None, digests))) > 1:
+        return load(job)
+    if job.matrices and job.matrices.strip().lower() == "flagged":
+        job = replace(job, matrices="all")  # findings are only known after the merge
+    with processes.raise_together():
+        own = replace(job, matrices=job.matrices if processes.is_main else None)
+        own = replace(own, device=processes.device(job.device))
+        loaded = load(own, Shard(processes.rank, processes.world))
+        model = loaded.model.model
+        classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+        if waiting := sorted(classes.intersection(WRAPPERS)):
+            expected = f"in each of {processes.world} processes a model that runs on its own sequences"
+            got = f"a {waiting[0]}, which waits for all of them to run as many batches"
+            fix = "Return the model itself. If no device holds it, use one process and --device-map auto."
+            raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
+    digests = processes.all_gather(weights_digest(model, loaded.model.random_weights))
+    if len(set(filter(None, digests))) > 1:  # for example if a factory draws weights at random
         got = f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}"
         fix = "Set a seed in the factory before the model is built, or load a checkpoint."
         name, expected = f"model {loaded.model.name}", "the same weights in all processes"
         raise InputError(name, expected=expected, got=got, fix=fix)
+    return loaded
 
 
 def _measure(
