@@ -14,6 +14,11 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+BART: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1,
+    "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
+}  # fmt: skip
 Make = Callable[[], nn.Module]
 
 
@@ -165,7 +170,7 @@ def output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def in_steps(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
-    """Logits of a text of which one half is read at once and the rest token by token, and the cache."""
+    """Logits of a text, its first half read at once and the rest token by token, and the cache."""
     found, cache, at = [], None, 0
     tokens = batch["input_ids"].shape[1]
     with torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.compression.compression_cases import (
+    BART,
     GPT,
     SIZES,
     VOCABULARY,
@@ -65,11 +66,6 @@ def removed(model: nn.Module, batch: dict[str, torch.Tensor], plan: list[set[int
     return expected
 
 
-BART: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1,
-    "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
-}  # fmt: skip
 DISTIL: dict[str, Any] = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),

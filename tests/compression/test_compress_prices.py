@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import VOCABULARY, bert, gpt2, ids, opt, sharpened
+from tests.compression.compression_cases import BART, SIZES, VOCABULARY, bert, gpt2, ids, made, opt
 from torch import nn
 from torch.nn import functional
 
@@ -14,16 +14,9 @@ from rankwise.compression.evaluate import log_probabilities, measure_task, outpu
 from rankwise.report.compression_report import compression_document
 
 
-def classifier() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    return sharpened(BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_labels=3, **sizes)))
-
-
-def test_accuracy_of_labels_is_told_before_and_after() -> None:
-    model, batch = classifier(), ids(12, 20, seed=5)
+def test_accuracy_is_measured_before_and_after() -> None:
+    model: Any = made("Bert", "ForSequenceClassification", **SIZES, num_labels=3)
+    batch = ids(12, 20, seed=5)
     with torch.no_grad():
         found = model(**batch).logits.argmax(-1)
     found[:3] = (found[:3] + 1) % 3  # three of twelve wrong
@@ -40,7 +33,7 @@ def test_accuracy_of_labels_is_told_before_and_after() -> None:
     ]
 
 
-def test_accuracy_of_tokens_is_that_of_the_next_and_skips_what_has_no_label() -> None:
+def test_token_accuracy_compares_next_tokens_with_labels() -> None:
     model, batch = gpt2(), ids(2, 10)
     with torch.no_grad():
         best = model(**batch).logits.argmax(-1)
@@ -55,10 +48,11 @@ def test_accuracy_of_tokens_is_that_of_the_next_and_skips_what_has_no_label() ->
     assert without.targets == 18
 
 
-def test_without_labels_there_is_no_metric() -> None:
+def test_without_labels_and_logits_no_metric_and_no_output_kl_is_measured() -> None:
     done = rw.compress(bert(), [ids(6, 30)], keep=2 / 8)
     assert done.metric == ""
     assert math.isnan(done.loss_before)
+    assert math.isnan(done.output_kl)
 
 
 def test_output_kl_is_the_divergence_at_real_tokens() -> None:
@@ -90,10 +84,6 @@ def test_output_kl_is_the_mean_over_the_tokens_of_all_batches_up_to_16_sequences
     assert done.output_kl == pytest.approx(total / tokens, rel=1e-9)
 
 
-def test_without_logits_output_kl_is_not_a_number() -> None:
-    assert math.isnan(rw.compress(bert(), [ids(6, 30)], keep=0.5).output_kl)
-
-
 @pytest.mark.parametrize("keep", [{"qk": 0.5}, {"heads": 0.75, "qk": 0.5}, {"kv": 0.5, "qk": 0.75}])
 def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, float]) -> None:
     batch = ids(6, 30)
@@ -113,7 +103,7 @@ def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, floa
         assert done.cache_bytes_after <= keep["kv"] * done.cache_bytes_before
 
 
-def test_several_parts_do_what_the_same_parts_do_one_by_one() -> None:
+def test_a_part_is_the_same_alone_and_before_other_parts() -> None:
     batch = ids(6, 30)
     both = rw.compress(gpt2(), [batch], keep={"kv": 0.5}, tolerance={"qk": 0.01})
     alone = rw.compress(gpt2(), [batch], tolerance=0.01)
@@ -122,16 +112,8 @@ def test_several_parts_do_what_the_same_parts_do_one_by_one() -> None:
     assert both.cache_bytes_after <= 0.5 * both.cache_bytes_before < alone.cache_bytes_after
 
 
-def test_errors_of_states_are_of_the_own_stack() -> None:
-    """Encoder and decoder number their layers alike."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    ffn = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    config = BartConfig(vocab_size=VOCABULARY, **sizes, **heads, **ffn)
-    model = sharpened(BartForConditionalGeneration(config))
+def test_errors_of_states_distinguish_layers_of_encoder_and_decoder() -> None:
+    model = made("Bart", "ForConditionalGeneration", **{**BART, "encoder_layers": 2, "decoder_layers": 2})
     batch = {**ids(6, 30), "decoder_input_ids": ids(6, 20, seed=2)["input_ids"]}
     states: list[dict[Any, torch.Tensor]] = []
     for compressing in (False, True):
@@ -179,7 +161,7 @@ class TwoWidths(nn.Module):
         return x
 
 
-def test_a_share_of_queries_and_keys_is_of_the_widths_of_all_layers() -> None:
+def test_a_share_counts_the_widths_of_all_layers() -> None:
     torch.manual_seed(0)
     done = rw.compress(TwoWidths().eval(), [torch.randn(6, 30, 32)], keep=0.5)
     assert sum(head.before for head in done.heads) == 4 * (4 + 16)

@@ -1,4 +1,4 @@
-"""What a request to compress is told: refusals that name the cause, and notes where little came of it."""
+"""Refused requests to compress with their remedies, notes, and timing."""
 
 import warnings
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import VOCABULARY, Make, bert, deberta, gpt2, ids, llama, qwen3
+from tests.compression.compression_cases import GPT, Make, bert, deberta, gpt2, ids, llama, made, qwen3
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
@@ -20,14 +20,6 @@ from rankwise.compression.run import slower
 from rankwise.errors import CompressionError, InputError
 
 
-def short_gpt2(positions: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=positions, **sizes)).eval()
-
-
 @pytest.mark.filterwarnings("ignore:.*became slower")
 @pytest.mark.parametrize(
     ("positions", "timed"), [(20, []), (28, []), (48, [20]), (56, [28]), (64, [36]), (112, [1, 84])]
@@ -36,7 +28,8 @@ def test_decoding_is_timed_where_the_context_has_room(
     positions: int, timed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rankwise.compression.evaluate.SECONDS", 0.0)
-    done = rw.compress(short_gpt2(positions), [ids(4, 16)], keep=3 / 8, time=True)
+    model = made("GPT2", "LMHeadModel", **{**GPT, "n_layer": 1}, n_positions=positions)
+    done = rw.compress(model, [ids(4, 16)], keep=3 / 8, time=True)
     assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
     assert sum(one.phase == "prefill" for one in done.latency) == 2
     assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
@@ -60,38 +53,30 @@ def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) 
     assert {timing.phase for timing in done.latency} == {"prefill", "decode"}
 
 
-def test_a_request_that_takes_nothing_away_says_so() -> None:
-    for done in (
-        rw.compress(gpt2(), [ids()], tolerance=1e-12),
-        rw.compress(gpt2(), [ids()], keep=0.9999),
-    ):
-        assert done.parameters_after == done.parameters_before
-        assert any("qk: nothing was narrowed" in note for note in done.notes)
+@pytest.mark.parametrize("target", [{"tolerance": 1e-12}, {"keep": 0.9999}])
+def test_a_target_that_removes_nothing_is_noted(target: dict[str, float]) -> None:
+    done = rw.compress(gpt2(), [ids()], **target)
+    assert done.parameters_after == done.parameters_before
+    assert any("qk: nothing was narrowed" in note for note in done.notes)
+
+
+def test_a_slower_model_is_noted_with_its_savings() -> None:
     done = rw.compress(gpt2(), [ids()], keep=5 / 8)
     assert not any("nothing was narrowed" in note for note in done.notes)
-
-
-def test_slower_says_what_was_won() -> None:
-    done = rw.compress(gpt2(), [ids()], keep=5 / 8)
     late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
     assert "fewer parameters and bytes of the cache, but no time saved" in slower(late, done)
-    same = done.model_copy(
-        update={
-            "parameters_after": done.parameters_before,
-            "cache_bytes_after": done.cache_bytes_before,
-        }
-    )
-    assert "no memory saved either" in slower(late, same)
+    sizes = {"parameters_after": done.parameters_before, "cache_bytes_after": done.cache_bytes_before}
+    assert "no memory saved either" in slower(late, done.model_copy(update=sizes))
 
 
 @pytest.mark.parametrize("part", ["heads", "kv"])
-def test_calibration_that_a_part_does_not_take_is_noted(part: str) -> None:
+def test_calibration_without_effect_on_a_part_is_noted(part: str) -> None:
     model = gpt2() if part == "heads" else llama()
     done = rw.compress(model, [ids()], keep=0.5, parts=part, calibrate=3)
     assert any("for qk and rotary alone" in note for note in done.notes)
 
 
-def test_latents_that_add_parameters_say_so() -> None:
+def test_latents_that_add_parameters_are_noted() -> None:
     done = rw.compress(llama(), [ids(8, 24)], keep=0.9, parts="kv")
     assert done.parameters_after > done.parameters_before
     [said] = [note for note in done.notes if "more parameters" in note]
@@ -154,7 +139,7 @@ def test_a_model_without_data_or_compression_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["batches", "held_out"])
-def test_one_batch_alone_is_named_with_the_cure(name: str) -> None:
+def test_a_single_batch_is_refused_with_its_remedy(name: str) -> None:
     for batch in (ids()["input_ids"], ids()):
         given = {"batches": [ids()], name: batch}
         with pytest.raises(InputError, match=rf"`{name}`.*\[batch\]"):
