@@ -1,5 +1,6 @@
 """Batches and texts are measured as given, or refused with a fix."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from experiments.zoo.transformers import nano_gpt
 from tests.support.modules import OnlyX
 from tests.unchecked import unchecked
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import rankwise as rw
 from rankwise._internals.forward import run_model
@@ -32,6 +33,13 @@ X = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(0))
 def bert(kind: str = "BertModel") -> nn.Module:
     torch.manual_seed(0)
     return getattr(transformers, kind)(transformers.BertConfig(**SIZES)).eval()
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows of ``X``; it has no ``len``."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from X
 
 
 class Strict(OnlyX):
@@ -107,6 +115,7 @@ LEFT_OUT = "labels left out of the batches: the second of two items"
 EQUAL: dict[str, tuple[Any, Any, Any, list[str]]] = {
     "output of a tokenizer": (bert, [ENCODED], [dict(ENCODED)], []),
     "ids alone": (bert, [(IDS,)], NAMED, []),
+    "a stream without a length": (OnlyX, DataLoader(Stream(), batch_size=2), X.split(2), []),
     **{
         f"labels {tuple(y.shape)} of {len(x.shape)} axes": (make, loader(x, y), x.split(2), [LEFT_OUT])
         for make, x in ((OnlyX, X), (bert, IDS))

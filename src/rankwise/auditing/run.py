@@ -137,7 +137,7 @@ def audit(
     if texts is not None and isinstance(model := without_copies(model), nn.Module):
         batches, notes = from_texts(model, batches, texts, tokenizer, tokens=tokens, batch_size=batch_size)
     check_batches(batches if texts is None else ())
-    return build_audit(collect(model, batches or (), settings, notes), settings.maps)
+    return build_audit(collect(model, () if batches is None else batches, settings, notes), settings.maps)
 
 
 def collect(
