@@ -1,97 +1,112 @@
-"""Audits are written whole, read back the same, and refused clearly when they are not what they should be."""
+"""Audits are saved whole and loaded equal; other files are refused."""
 
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from experiments.zoo.transformers import nano_gpt
+from tests.support.modules import token_ids
+from tests.support.records import changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing.records import SCHEMA_VERSION
 from rankwise.errors import InputError, RecordError
 
+Content = dict[str, Any]
+
 
 @pytest.fixture(scope="module")
 def audit() -> rw.Audit:
-    return rw.audit(nano_gpt(), [{"input_ids": torch.randint(0, 60, (2, 10))}])
+    return rw.audit(nano_gpt(), [token_ids()])
 
 
-def test_round_trip(audit: rw.Audit, tmp_path: Path) -> None:
-    path = audit.save(tmp_path / "deep" / "audit.json")
-    again = rw.Audit.load(path)
-    assert again.model_dump_json() == audit.model_dump_json()
-    assert isinstance(again, rw.Audit)
-    assert rw.Audit.load(path.parent).heads[0].head == 0  # a folder will do
-
-
-def test_nan_survives(audit: rw.Audit, tmp_path: Path) -> None:
-    broken = audit.model_copy(
-        update={"heads": [audit.heads[0].model_copy(update={"stable_rank": float("nan")})]}
-    )
-    path = broken.save(tmp_path / "audit.json")
-    assert "NaN" not in path.read_text()  # JSON has no NaN
-    assert rw.Audit.load(path).heads[0].stable_rank != rw.Audit.load(path).heads[0].stable_rank
-
-
-def edited(audit: rw.Audit, path: Path, change: Any) -> Path:
+def edited(audit: rw.Audit, folder: Path, change: Callable[[Content], None]) -> Path:
     content = json.loads(audit.model_dump_json())
     change(content)
-    path.write_text(json.dumps(content))
-    return path
+    (folder / "a.json").write_text(json.dumps(content))
+    return folder / "a.json"
+
+
+def test_a_saved_audit_is_loaded_equal(audit: rw.Audit, tmp_path: Path) -> None:
+    unknown = changed(audit, {0: {"stable_rank": math.nan}})
+    path = unknown.save(tmp_path / "deep" / "audit.json")
+    assert "NaN" not in path.read_text()  # JSON has no NaN
+    for place in (path, path.parent):
+        assert rw.Audit.load(place).model_dump_json() == unknown.model_dump_json()
+    assert math.isnan(rw.Audit.load(path).heads[0].stable_rank)
+
+
+def test_names_that_are_not_text_are_escaped(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    audit = rw.audit(nano_gpt(), [token_ids()], provenance={"data": name, "notes": [name]})
+    assert rw.Audit.load(audit.save(tmp_path / "a.json")).provenance.data == "caf\\udce9.txt"
+    audit.to_html(tmp_path / "a.html")
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "expected JSON"),
+        ("\xff\xfe\x00", "expected JSON"),
         ('{"format": "rankwise-au', "cut short"),
         ("[1, 2]", "other JSON"),
         ('{"model": "bert"}', "other JSON"),
         ('{"format": "rankwise-plan"}', "got .format.: 'rankwise-plan'"),
         ('{"format": "rankwise-audit"}', "schema version"),
+        ('{"format": ' + "9" * 5000 + "}", "expected JSON"),
+        ('{"format": "rankwise-audit", "a": "\\ud800"}', "expected JSON"),
+    ],
+    ids=str,
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "audit.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(RecordError, match=message):
+        rw.Audit.load(tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        rw.Audit.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": SCHEMA_VERSION + 1}, "Upgrade rankwise"),
+        *(({"schema_version": 1, "heads": heads}, "heads") for heads in (3, [3], [{"spread": 3}])),
     ],
 )
-def test_foreign_files(text: str, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "audit.json"
-    path.write_text(text)
-    with pytest.raises(RecordError, match=says):
-        rw.Audit.load(path)
+def test_newer_and_damaged_files_are_refused(
+    audit: rw.Audit, tmp_path: Path, change: Content, message: str
+) -> None:
+    with pytest.raises(RecordError, match=message):
+        rw.Audit.load(edited(audit, tmp_path, lambda content: content.update(change)))
 
 
-def test_newer_versions_and_damaged_fields(audit: rw.Audit, tmp_path: Path) -> None:
-    newer = edited(audit, tmp_path / "a.json", lambda c: c.update(schema_version=SCHEMA_VERSION + 1))
-    with pytest.raises(RecordError, match="Upgrade rankwise"):
-        rw.Audit.load(newer)
-    damaged = edited(audit, tmp_path / "b.json", lambda c: c["heads"][0].update(layer="seven"))
-    with pytest.raises(RecordError, match=r"heads\.0\.layer"):
-        rw.Audit.load(damaged)
-
-
-def as_version_1(content: dict[str, Any]) -> None:
-    content["schema_version"] = 1
-    for record in (*content["heads"], *content["layers"]):
-        record["spread"] = record.pop("std")
-    for head in content["heads"]:
-        del head["band"], head["uniform_rank"]
-        head["z_score"] = 1.5
+@pytest.mark.parametrize("field", [{"layer": "seven"}, {"z_score": 1.0}])
+def test_a_damaged_head_is_refused(audit: rw.Audit, tmp_path: Path, field: Content) -> None:
+    with pytest.raises(RecordError, match=rf"heads\.0\.{next(iter(field))}"):
+        rw.Audit.load(edited(audit, tmp_path, lambda content: content["heads"][0].update(field)))
 
 
 @pytest.mark.parametrize(("varied", "kept"), [(0.0, True), (None, True), (0.4, False)])
 def test_version_1_is_read_without_its_z_score(
     audit: rw.Audit, tmp_path: Path, varied: float | None, kept: bool
 ) -> None:
-    """And without a random rank that was taken at the mean of different lengths."""
+    """A random rank at the mean of different lengths is dropped, too."""
 
-    def change(content: dict[str, Any]) -> None:
-        as_version_1(content)
+    def change(content: Content) -> None:
+        content["schema_version"] = 1
+        for record in (*content["heads"], *content["layers"]):
+            record["spread"] = record.pop("std")
+        for head in content["heads"]:
+            del head["band"], head["uniform_rank"]
+            head["z_score"] = 1.5
         content["heads"][0]["spread"]["null_rank"] = varied
 
-    old = rw.Audit.load(edited(audit, tmp_path / "a.json", change))
+    old = rw.Audit.load(edited(audit, tmp_path, change))
     assert old.heads[0].numerical_rank == audit.heads[0].numerical_rank
     assert (old.heads[0].random_rank == audit.heads[0].random_rank) == kept
     assert math.isnan(old.heads[0].random_rank) == (not kept)
@@ -100,124 +115,54 @@ def test_version_1_is_read_without_its_z_score(
     assert rw.compare(old, audit).changes == []
 
 
-@pytest.mark.parametrize("damage", [{"heads": 3}, {"heads": [3]}, {"heads": [{"spread": 3}]}])
-def test_a_damaged_version_1_is_refused_as_any_other(
-    audit: rw.Audit, tmp_path: Path, damage: dict[str, Any]
-) -> None:
-    path = edited(audit, tmp_path / "a.json", lambda content: content.update(schema_version=1, **damage))
-    with pytest.raises(RecordError, match=r"heads"):
-        rw.Audit.load(path)
-
-
-def test_a_z_score_in_a_file_of_today_is_damage(audit: rw.Audit, tmp_path: Path) -> None:
-    path = edited(audit, tmp_path / "a.json", lambda content: content["heads"][0].update(z_score=1.0))
-    with pytest.raises(RecordError, match="z_score"):
-        rw.Audit.load(path)
-
-
-def test_missing_and_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        rw.Audit.load(tmp_path / "none.json")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecordError, match="expected JSON"):
-        rw.Audit.load(tmp_path / "binary.json")
-
-
-def test_a_place_that_cannot_be_written(audit: rw.Audit, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="can be written"):
-        audit.save(tmp_path / "file" / "audit.json")
-
-
-def test_a_full_disk_leaves_the_old_file(
-    audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = audit.save(tmp_path / "audit.json")
-    before = path.read_text()
-
-    def full(self: Path, *_: Any, **__: Any) -> int:
-        self.touch()
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match="No space left"):
-        audit.save(path)
-    monkeypatch.undo()
-    assert path.read_text() == before
-    assert [other.name for other in tmp_path.iterdir()] == ["audit.json"]
-
-
-def test_frames(audit: rw.Audit) -> None:
-    pytest.importorskip("pandas")
-    heads = audit.to_frame()
-    assert len(heads) == 12
-    assert set(heads.columns) >= {"layer", "head", "numerical_rank", "hardmax_rank"}
-    assert list(audit.to_frame("layers")["layer"]) == [0, 1, 2, 3]
-    empty = audit.model_copy(update={"findings": []}).to_frame("findings")
-    assert len(empty) == 0
-
-
-def test_repr_is_one_line(audit: rw.Audit) -> None:
-    assert str(audit).startswith("Audit(NanoGPT: 12 heads, 4 layers")
-
-
-def test_links_are_followed_and_devices_refused(audit: rw.Audit, tmp_path: Path) -> None:
+def test_links_are_followed_and_other_places_are_refused(audit: rw.Audit, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "real" / "audit.json")
     audit.save(tmp_path / "link.json")
     assert (tmp_path / "link.json").is_symlink()
     assert rw.Audit.load(tmp_path / "real").heads
-    with pytest.raises(InputError, match="a folder or a device"):
-        audit.save("/dev/null")
+    for path, message in (
+        ("/dev/null", "a folder or a device"),
+        (tmp_path / "link.json" / "a.json", "can be written"),
+    ):
+        with pytest.raises(InputError, match=message):
+            audit.save(path)
 
 
-def test_ctrl_c_in_the_middle_leaves_the_old_file_and_nothing_else(
-    audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("method", "error", "raised", "message"),
+    [
+        ("write_text", OSError(28, os.strerror(28)), InputError, "No space left"),
+        ("replace", KeyboardInterrupt(), KeyboardInterrupt, ""),
+    ],
+    ids=["full disk", "Ctrl-C"],
+)
+def test_a_failed_write_keeps_the_earlier_file(audit, tmp_path, monkeypatch, method, error, raised, message):
     path = audit.save(tmp_path / "audit.json")
     before = path.read_text()
 
-    def interrupted(self: Path, *_: Any) -> Path:
-        raise KeyboardInterrupt
+    def fail(self: Path, *_: Any, **__: Any) -> int:
+        self.touch()
+        raise error
 
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        audit.model_copy(update={"heads": []}).save(path)
+    monkeypatch.setattr(Path, method, fail)
+    with pytest.raises(raised, match=message):
+        changed(audit, complete=False).save(path)
+    monkeypatch.undo()
     assert path.read_text() == before
     assert [other.name for other in tmp_path.iterdir()] == ["audit.json"]
 
 
 @pytest.mark.parametrize(
-    "text", ['{"format": ' + "9" * 5000 + "}", '{"format": "rankwise-audit", "a": "\\ud800"}']
-)
-def test_json_that_python_cannot_hold(text: str, tmp_path: Path) -> None:
-    (tmp_path / "audit.json").write_text(text)
-    with pytest.raises(RecordError, match="expected JSON"):
-        rw.Audit.load(tmp_path)
-
-
-def test_names_that_are_no_text_are_written_readably(tmp_path: Path) -> None:
-    name = os.fsdecode(b"caf\xe9.txt")
-    batches = [{"input_ids": torch.randint(0, 60, (1, 9))}]
-    audit = rw.audit(nano_gpt(), batches, provenance={"data": name, "notes": [name]})
-    assert rw.Audit.load(audit.save(tmp_path / "a.json")).provenance.data == "caf\\udce9.txt"
-    audit.to_html(tmp_path / "a.html")
-
-
-@pytest.mark.parametrize(
-    ("audits", "names", "words"),
+    ("call", "message"),
     [
-        (lambda one: [one, one], ["x"], "expected 2 names, got 1"),
-        (lambda one: ["audit.json", one], [], "audit 1 of .* expected an audit, got str"),
-        (lambda one: iter([one, one]), [], "the same in audit 1 and audit 2"),
+        (lambda one: rw.Audit.merge([one, one], ["x"]), "expected 2 names, got 1"),
+        (lambda one: rw.Audit.merge([]), "at least one audit, got none"),
+        (lambda one: rw.Audit.merge(["audit.json", one]), "audit 1 of .* expected an audit, got str"),
+        (lambda one: rw.Audit.merge(iter([one, one])), "the same in audit 1 and audit 2"),
+        (lambda one: rw.compare(one, "a/audit.json"), "audit 2 of `compare`: .* got 'a/audit.json'"),
     ],
 )
-def test_merge_says_what_it_was_given(audit: rw.Audit, audits: Any, names: list[str], words: str) -> None:
-    with pytest.raises((InputError, RecordError), match=words):
-        rw.Audit.merge(audits(audit), names)
-
-
-def test_compare_says_what_it_was_given(audit: rw.Audit) -> None:
-    says = r"audit 2 of `compare`: expected an audit, got 'a/audit\.json'"
-    with unchecked(), pytest.raises(InputError, match=says):
-        rw.compare(audit, "a/audit.json")  # type: ignore[arg-type]
+def test_merge_and_compare_refuse_what_is_not_an_audit(audit: rw.Audit, call: Any, message: str) -> None:
+    with unchecked(), pytest.raises((InputError, RecordError), match=message):
+        call(audit)

@@ -1,0 +1,188 @@
+"""Frames, CSV, lookup of a head, the summary and one-line reprs of an audit."""
+
+import csv
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from experiments.zoo.transformers import nano_gpt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import records
+from tests.support.modules import token_ids
+from tests.support.records import changed
+from tests.unchecked import unchecked
+
+import rankwise as rw
+from rankwise.auditing.frames import COPIES, csv_text, table
+from rankwise.auditing.measure_table import HEAD_MEASURES
+from rankwise.errors import InputError
+
+SMALL = [name for name in records.ALL if name != "large"]
+KINDS = ("heads", "layers", "findings", "uncaptured")
+HOSTILE = ('=HYPERLINK("http://x")', "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", 'a,"b"\nc', records.NASTY, "")
+
+
+ENCODER = records.encoder()
+
+
+@pytest.fixture(scope="module")
+def audit() -> rw.Audit:
+    return rw.audit(nano_gpt(), [token_ids()], importance=True, baseline=2)
+
+
+def cells(path: Path) -> tuple[list[str], list[list[str]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    return head, rows
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_csv_contains_the_table_in_full(name: str, kind: Any, tmp_path: Path) -> None:
+    audit = records.ALL[name]()
+    head, rows = cells(audit.to_csv(tmp_path / "deep" / "a.csv", kind))
+    _, flat = table(kind, getattr(audit, kind))
+    assert len(rows) == len(flat)
+    for row, known in zip(rows, flat, strict=True):
+        for column, cell in zip(head, row, strict=True):
+            value = known[column]
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                assert cell == "" if math.isnan(value) else type(value)(cell) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53))
+@settings(max_examples=50, deadline=None)
+def test_a_number_is_written_in_full(value: float) -> None:
+    text = csv_text(["a"], [{"a": value}]).splitlines()[1]
+    assert type(value)(text) == value
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_cell_does_not_begin_like_a_formula(name: str, tmp_path: Path) -> None:
+    audit = changed(ENCODER, every={"site": name, "std": {name: 0.5}})
+    head, rows = cells(audit.to_csv(tmp_path / "a.csv"))
+    texts = [*head, *(row[head.index(column)] for row in rows for column in ("site", "stack", "kind"))]
+    assert not [text for text in texts if text.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    assert {row[head.index("site")].removeprefix("'") for row in rows} == {name}
+
+
+def test_a_negative_number_is_not_a_formula(tmp_path: Path) -> None:
+    layers = [layer.model_copy(update={"mean_cosine": -0.25}) for layer in ENCODER.layers]
+    head, rows = cells(changed(ENCODER, layers=layers).to_csv(tmp_path, "layers"))
+    assert {row[head.index("mean_cosine")] for row in rows} == {"-0.25"}
+    assert (tmp_path / "layers.csv").exists()
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_has_the_columns_of_the_csv_and_a_value_per_cell(
+    name: str, kind: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("pandas")
+    audit = records.ALL[name]()
+    frame = audit.to_frame(kind)
+    assert list(frame) == cells(audit.to_csv(tmp_path / "a.csv", kind))[0]
+    assert len(set(frame.columns)) == len(frame.columns)
+    found = {type(value) for column in frame for value in frame[column].tolist()}
+    assert found <= {float, int, str, bool, type(None)}
+
+
+def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
+    columns, _ = table("heads", audit.heads)
+    measures = [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES]
+    assert not set(columns) & set(COPIES)  # they are there once, as importance_… and baseline_…
+    assert [name for name in columns if name in measures] == measures
+    for name in audit.heads[0].std:
+        assert columns[columns.index(name) + 1] == f"{name}_std"
+    assert columns[:4] == ["stack", "site", "layer", "head"]
+    assert table("heads", audit.heads[::-1])[0] == table("heads", audit.heads[:1])[0] == columns
+
+
+def test_numbers_of_a_frame_equal_the_records(audit: rw.Audit) -> None:
+    pytest.importorskip("pandas")
+    frame = audit.to_frame()
+    for at, head in enumerate(audit.heads):
+        assert frame["numerical_rank"][at] == head.numerical_rank
+        assert frame["stable_rank_std"][at] == head.std["stable_rank"]
+        assert frame["baseline_stable_rank"][at] == head.baseline.mean["stable_rank"]
+        assert frame["baseline_stable_rank_std"][at] == head.baseline.std["stable_rank"]
+        assert frame["baseline_stable_rank_seed_std"][at] == head.baseline.seed_std["stable_rank"]
+        assert frame["importance_gradient"][at] == head.importance.gradient
+    assert list(audit.to_frame("layers")["layer"]) == [0, 1, 2, 3]
+    assert len(changed(audit, findings=[]).to_frame("findings")) == 0
+
+
+def test_other_records_are_refused(audit: rw.Audit, tmp_path: Path) -> None:
+    for call in (audit.to_frame, lambda kind: audit.to_csv(tmp_path / "a.csv", kind)):
+        with unchecked(), pytest.raises(InputError, match="Did you mean heads"):
+            call("head")
+
+
+def test_a_csv_needs_no_pandas(audit: rw.Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert len(cells(audit.to_csv(tmp_path))[1]) == len(audit.heads)
+    with pytest.raises(InputError, match=r"`to_frame`: .*frames"):
+        audit.to_frame()
+
+
+@pytest.mark.parametrize("name", ["encoder", "large", "memberships"])
+def test_a_head_is_found_by_its_numbers(name: str) -> None:
+    audit = records.ALL[name]()
+    for head in audit.heads[:: max(1, len(audit.heads) // 20)]:
+        assert audit.head(head.layer, head.head, stack=head.stack) == head
+
+
+DECODER = {"stack": "decoder.block"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "head", "where", "message"),
+    [
+        ("encoder", 99, 0, {}, "got no layer 99. Known: 0, 1, 2, 3, 4, 5"),
+        ("encoder", 0, 99, {}, "no head 99. It has 12 of them, 0 to 11"),
+        ("encoder", -1, 0, {}, "no layer -1"),
+        ("encoder_decoder", 0, 0, {"stack": "h"}, "no stack 'h'. Known: 'encoder.block', 'decoder.block'"),
+        ("encoder_decoder", 0, 0, {}, "got 3. Say which: stack='encoder.block', stack='decoder.block'"),
+        ("encoder_decoder", 0, 0, DECODER, "Say which: site='decoder.block.0.layer.0"),
+        ("no_heads", 0, 0, {}, "no mixing operator was captured"),
+    ],
+)
+def test_numbers_of_no_or_several_heads_are_refused(
+    name: str, layer: int, head: int, where: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        records.ALL[name]().head(layer, head, **where)
+
+
+def test_a_summary_is_plain_text_of_the_given_width(audit: rw.Audit) -> None:
+    audit = changed(audit, findings=[])  # lines of commands are not broken
+    text = audit.summary()
+    assert text.startswith("Rankwise audit  NanoGPT")
+    assert "\x1b" not in text
+    assert max(map(len, audit.summary(width=60).splitlines())) <= max(60, len(audit.provenance.model_class))
+
+
+@pytest.mark.parametrize("name", ["encoder", "nasty", "only_nan", "estimated"])
+def test_a_record_is_shown_on_one_line(name: str) -> None:
+    audit = changed(records.ALL[name](), {0: {"site": "a\nb", "kind": "c\r\nd"}})
+    broken = records.finding(code="A\nB", meaning="one\ntwo")
+    for record in [*audit.heads, *audit.layers, *audit.findings, *audit.uncaptured, audit, broken]:
+        for text in (repr(record), str(record)):
+            assert text.startswith(type(record).__name__) or not text.startswith(("HeadRecord", "Finding"))
+            assert len(text.splitlines()) == 1
+            assert len(text) < 1000
+            assert text.isprintable()
+
+
+def test_sites_of_a_trace_are_shown_on_one_line() -> None:
+    model = nano_gpt()
+    with rw.capture(model) as trace:
+        model(**token_ids())
+    heads = trace.mixers[0].operator.shape[1]
+    assert repr(trace.mixers[0]).endswith(f"layer 0, softmax, operator (2, {heads}, 12, 12))")
+    assert repr(trace.states[0]).startswith(f"StateSite({trace.states[0].name!r}, layer 0, tokens (2, 12, ")
+    assert len(repr(trace).splitlines()) == 1
