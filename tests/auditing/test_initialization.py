@@ -4,14 +4,16 @@ import copy
 
 import pytest
 import torch
-from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, nano_gpt
+from experiments.zoo.transformers import FAMILIES
+from experiments.zoo.transformers import BERT, hugging_face, nano_gpt
+from tests.support.untouched import untouched
 from torch import nn
 
 from rankwise.auditing import InitializationError, reinitialized
 
 
 class Positions(nn.Module):
-    """A weight of its own that no method draws."""
+    """Has a weight that no method draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +27,7 @@ class Drawn(Positions):
 
 
 class Applied(Positions):
-    """As in nanoGPT: one method for all modules, for `apply`."""
+    """One method draws the weights of all modules, through `apply` as in nanoGPT."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Positions):
@@ -35,7 +37,7 @@ class Applied(Positions):
 
 
 class Wrapped(nn.Module):
-    """A transformers model inside a module that is none."""
+    """Transformers model inside another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,10 +53,9 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-LAYER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 MODELS = {
     "encoder of torch": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
     ),
     "transformer of torch": lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
     "own reset": Drawn,
@@ -66,29 +67,21 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_matrices_are_drawn_anew_and_the_model_is_left_alone(name: str) -> None:
+def test_matrices_are_drawn_by_the_seed_and_the_model_is_untouched(name: str) -> None:
     model = MODELS[name]()
-    before, random = state(model), torch.random.get_rng_state()
-    fresh = reinitialized(model, seed=3)
-    assert equal(state(model), before)
-    assert torch.equal(torch.random.get_rng_state(), random)
-    for at, weight in fresh.named_parameters():
+    before = state(model)
+    with untouched(model):
+        drawn, again, other = (reinitialized(model, seed=seed) for seed in (1, 1, 2))
+    assert equal(state(drawn), state(again))
+    assert not equal(state(drawn), state(other))
+    for at, weight in drawn.named_parameters():
         assert bool(weight.isfinite().all()), at
         if weight.dim() > 1:
             assert not torch.equal(weight, before[at]), at
-    shared = {one.data_ptr() for one in model.parameters()} & {one.data_ptr() for one in fresh.parameters()}
-    assert not shared
+    assert not {one.data_ptr() for one in model.parameters()} & {one.data_ptr() for one in drawn.parameters()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_seed_tells_the_weights(name: str) -> None:
-    model = MODELS[name]()
-    one, again, other = (state(reinitialized(model, seed=seed)) for seed in (1, 1, 2))
-    assert equal(one, again)
-    assert not equal(one, other)
-
-
-def test_what_trained_weights_were_does_not_matter() -> None:
+def test_drawn_weights_do_not_depend_on_trained_weights() -> None:
     model, trained = (MODELS["encoder of torch"]() for _ in range(2))
     with torch.no_grad():
         for weight in trained.parameters():
@@ -96,31 +89,59 @@ def test_what_trained_weights_were_does_not_matter() -> None:
     assert equal(state(reinitialized(model, seed=1)), state(reinitialized(trained, seed=1)))
 
 
-def test_the_last_word_is_the_model_s() -> None:
+def test_the_method_of_the_model_is_called_last() -> None:
     fresh = reinitialized(Applied())
     assert bool((fresh.table == 3).all())
     assert float(fresh.linear.weight.detach().std()) > 3
 
 
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    class Sharded(nn.Linear):
-        def __deepcopy__(self, memo: object) -> None:
-            raise AssertionError("FSDP does not support deepcopy")
+class Sharded(nn.Linear):
+    """Cannot be copied."""
 
-    with pytest.raises(InitializationError, match=r"can be copied, got .*deepcopy.*factory=build"):
-        reinitialized(Sharded(2, 2))
+    def __deepcopy__(self, memo: object) -> None:
+        raise AssertionError("FSDP does not support deepcopy")
 
 
-@pytest.mark.parametrize("weights", ["named first", "and others"])
-def test_a_weight_that_no_method_draws_is_refused_by_name(weights: str) -> None:
+def more() -> nn.Module:
     model = Positions()
-    if weights == "and others":
-        model.more = nn.Parameter(torch.zeros(2))
-    with pytest.raises(InitializationError, match=r"'table'.*factory=build"):
-        reinitialized(model)
+    model.more = nn.Parameter(torch.zeros(2))
+    return model
 
 
-def test_a_factory_builds_what_no_method_draws_and_is_seeded() -> None:
+def other_configuration() -> nn.Module:
+    model = MODELS["transformers"]()
+    model.encoder.layer[0].attention.register_parameter("skip", nn.Parameter(torch.ones(1)))
+    return model
+
+
+def integers() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def quantized() -> nn.Module:
+    model = MODELS["transformers"]().eval()
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Sharded(2, 2), r"can be copied, got .*deepcopy.*factory=build"),
+        (Positions, r"'table'.*factory=build"),
+        (more, r"'table'.*factory=build"),
+        (other_configuration, r"no weight|'encoder.layer.0.attention.skip'"),
+        (integers, "int8"),
+        (quantized, r"got quantized layers, such as '.*query'"),
+    ],
+)
+def test_a_model_with_weights_that_cannot_be_drawn_is_refused(build, message: str) -> None:
+    with pytest.raises(InitializationError, match=message):
+        reinitialized(build())
+
+
+def test_a_factory_draws_weights_by_the_seed() -> None:
     model = Positions()
     one, again, other = (reinitialized(model, seed, Positions) for seed in (1, 1, 2))
     assert equal(state(one), state(again))
@@ -140,28 +161,6 @@ def test_a_factory_of_another_model_is_refused(factory, message: str) -> None:
         reinitialized(Positions(), factory=factory)
 
 
-def test_a_configuration_that_builds_another_model_is_refused() -> None:
-    model = MODELS["transformers"]()
-    model.encoder.layer[0].attention.register_parameter("skip", nn.Parameter(torch.ones(1)))
-    with pytest.raises(InitializationError, match=r"no weight|'encoder.layer.0.attention.skip'"):
-        reinitialized(model)
-
-
-def test_quantized_weights_are_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(InitializationError, match="int8"):
-        reinitialized(model)
-
-
-def test_layers_that_hide_their_weights_are_called_quantized() -> None:
-    model = torch.ao.quantization.quantize_dynamic(
-        hugging_face("BertModel", **BERT)().eval(), {nn.Linear}, dtype=torch.qint8
-    )
-    with pytest.raises(InitializationError, match=r"got quantized layers, such as '.*query'"):
-        reinitialized(model)
-
-
 def test_dtypes_modes_and_shared_weights_stay() -> None:
     model = hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=8, n_head=2, n_layer=1, vocab_size=64)()
     model.transformer.h[0].bfloat16().train()
@@ -173,7 +172,7 @@ def test_dtypes_modes_and_shared_weights_stay() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family_has_fresh_weights_and_still_runs(family) -> None:
+def test_every_family_is_reinitialized_and_runs(family) -> None:
     model = family.build(family.implementations[0])
     fresh = reinitialized(copy.deepcopy(model), seed=0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Reference ranks of heads: masks are named block by block, and a finding is against all references."""
+"""Reference ranks are those of random, hardmax and uniform heads under the mask, at each threshold."""
 
 import math
 
@@ -6,25 +6,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.measures.measure_cases import matrices, normal
+from tests.support.modules import GivenAttention, GivenOperator, sites_of
+from tests.support.records import audit
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.auditing import reference_ranks
+from rankwise.auditing.findings import rank_code
+from rankwise.auditing.measure import measure_heads, sampled
+from rankwise.auditing.measure_table import HEAD_MEASURES
+from rankwise.auditing.records import Baseline, BaselineAt
 from rankwise.auditing.reference_ranks import Mask, hardmax_rank, masks_of
 from rankwise.errors import ShapeError
-from rankwise.operators import DenseMixing
+from rankwise.measures import estimate_spectrum, rank_summary
+from rankwise.operators import DenseMixing, MixingOperator
+from rankwise.report import document_text
+from rankwise.report.audit_report import audit_document
 from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
+from rankwise.tracing import MixerSite
 
 
-class Attention(nn.Module):
-    """Attention of queries and keys that are given."""
-
-    def __init__(self, is_causal: bool = False) -> None:
-        super().__init__()
-        self.is_causal = is_causal
-
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, k, is_causal=self.is_causal)
+def band(tokens: int, sources: int, low: int, high: int) -> Tensor:
+    offset = torch.arange(sources) - torch.arange(tokens)[:, None]
+    return (offset >= low) & (offset <= high)
 
 
 def random_heads(tokens: int, sources: int | None = None, heads: int = 4, width: int = 8, seed: int = 0):
@@ -34,27 +39,27 @@ def random_heads(tokens: int, sources: int | None = None, heads: int = 4, width:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_that_are_the_null_have_its_rank_whatever_their_lengths(is_causal):
-    """The rank of random heads is a concave function of the length: it may not be taken at a mean length."""
+def test_random_heads_have_the_random_rank_at_all_lengths(is_causal):
+    """The rank of random heads is a concave function of the length: a mean length has another rank."""
     batches = [random_heads(tokens, seed=seed) for tokens in (16, 512) for seed in range(4)]
-    heads = rw.audit(Attention(is_causal), batches).heads
+    heads = rw.audit(GivenAttention(is_causal=is_causal), batches).heads
     # One matrix's rank varies by less than 4 % of it at these sizes; the mean of 8 of them, less than 1.5 %,
     # against the mean of 8 simulated at each length, as much: 5 % is beyond two standard errors of both.
     assert [head.numerical_rank / head.random_rank for head in heads] == pytest.approx([1] * 4, abs=0.05)
 
 
-def test_cross_attention_has_the_null_of_each_pair_of_lengths():
-    """At the mean lengths (68, 68) both sides would be as long, as no sequence is."""
+def test_cross_attention_has_the_random_rank_of_each_pair_of_lengths():
+    """No pair is near the mean lengths (68, 68)."""
     batches = [random_heads(*pair, seed=seed) for pair in ((8, 128), (128, 8)) for seed in range(4)]
-    for head in rw.audit(Attention(), batches).heads:
+    for head in rw.audit(GivenAttention(), batches).heads:
         assert head.numerical_rank / head.random_rank == pytest.approx(1, abs=0.05)
 
 
-def test_a_null_that_one_sequence_lacks_is_not_the_mean_of_the_others(monkeypatch):
+def test_a_random_rank_is_unknown_if_one_sequence_has_none(monkeypatch):
     monkeypatch.setattr("rankwise.theory.random_rank.MAX_ENTRIES", 64 * 64)
     batches = [random_heads(16), random_heads(65)]
-    assert all(math.isnan(head.random_rank) for head in rw.audit(Attention(), batches).heads)
-    assert all(head.random_rank > 1 for head in rw.audit(Attention(), batches[:1]).heads)
+    assert all(math.isnan(head.random_rank) for head in rw.audit(GivenAttention(), batches).heads)
+    assert all(head.random_rank > 1 for head in rw.audit(GivenAttention(), batches[:1]).heads)
 
 
 def beyond(model: nn.Module, batch: tuple[Tensor, ...], delta: float = 1e-2) -> list[str]:
@@ -64,113 +69,91 @@ def beyond(model: nn.Module, batch: tuple[Tensor, ...], delta: float = 1e-2) -> 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("delta", [1e-4, 1e-3, 1e-2, 1e-1])
-def test_random_heads_at_another_temperature_are_not_beyond_the_nulls(is_causal, delta):
-    """Between equal weights and hardmax lies nothing that was learnt, at whatever δ somebody may ask."""
+def test_random_heads_at_another_temperature_are_not_beyond_the_references(is_causal, delta):
+    """A temperature between equal weights and hardmax is not learned, at any δ."""
     for sharpness in (0.0, 0.03, 0.1, 0.3, 3.0, 10.0, 100.0):
         query, key = random_heads(128, heads=2, width=16)
-        assert beyond(Attention(is_causal), (sharpness * query, key), delta) == []
-
-
-class Kept(nn.Module):
-    """A layer whose operator is told by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x)
+        assert beyond(GivenAttention(is_causal=is_causal), (sharpness * query, key), delta) == []
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])
-def test_a_causal_mask_alone_is_neither_above_nor_below_chance(tokens):
-    """Equal weights on all tokens up to each one: rank 0.94 T at T = 64, 0.15 T at 1,024."""
+def test_equal_weights_under_a_causal_mask_are_not_beyond_the_references(tokens):
+    """Their rank is 0.94 T at T = 64 and 0.15 T at T = 1,024."""
     even = torch.ones(tokens, tokens).tril() / torch.arange(1, tokens + 1)[:, None]
-    sites = {"mix": lambda module, args, kwargs, output: rw.operators.DenseMixing(even[None, None])}
-    audit = rw.audit(Kept(), [torch.ones(1, tokens, 4)], sites=sites)
-    head = audit.heads[0]
+    sites = sites_of(DenseMixing(even[None, None]))
+    even = rw.audit(GivenOperator(), [torch.ones(1, tokens, 4)], sites=sites)
+    head = even.heads[0]
     assert (head.mask, head.numerical_rank) == ("causal", head.uniform_rank)
     assert [point.numerical_rank for point in head.band] == [point.uniform_rank for point in head.band]
-    assert [finding.code for finding in audit.findings if finding.code in ("HIGH_RANK", "LOW_RANK")] == []
+    assert [finding.code for finding in even.findings if finding.code in ("HIGH_RANK", "LOW_RANK")] == []
 
 
-def test_what_is_beyond_every_null_is_found():
+def test_ranks_beyond_all_references_are_found():
     key = nn.functional.normalize(random_heads(256, heads=1, width=4)[0], dim=-1)
-    # attention to the next token: full rank, of four features, of which random ones give 0.7 T at δ/√10
-    assert beyond(Attention(), (1000 * key.roll(1, -2), key)) == ["HIGH_RANK"]
+    # attention to the next token has full rank; four random features have rank 0.7 T at δ/√10
+    assert beyond(GivenAttention(), (1000 * key.roll(1, -2), key)) == ["HIGH_RANK"]
     first = torch.zeros(1, 1, 64, 8)
-    first[..., 0, :] = 9.0  # all look at the first token: rank 1
-    assert beyond(Attention(is_causal=True), (torch.ones_like(first), first)) == ["LOW_RANK"]
+    first[..., 0, :] = 9.0  # all rows attend to the first token: rank 1
+    assert beyond(GivenAttention(is_causal=True), (torch.ones_like(first), first)) == ["LOW_RANK"]
 
 
 @pytest.mark.parametrize("method", ["exact", "estimate"])
-def test_the_band_holds_the_ranks_at_its_thresholds(method):
+def test_the_band_contains_the_ranks_at_its_thresholds(method):
     query, key = random_heads(100, heads=2)
     sigma = rw.measures.singular_values(rw.operators.SoftmaxMixing(query, key, is_causal=True))[0]
-    audit = rw.audit(Attention(is_causal=True), [(query, key)], method=method)
-    for head, values in zip(audit.heads, sigma, strict=True):
+    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], method=method).heads
+    for head, values in zip(heads, sigma, strict=True):
         assert [point.delta for point in head.band] == pytest.approx(
             [0.01 * 10 ** (step / 4) for step in (-2, -1, 0, 1, 2)]
         )
         for point in head.band:
-            # 16·64 probes span everything here: an estimate is the count too
+            # 16·64 probes span the whole space: an estimate is exact
             assert point.numerical_rank == point.rank_low == point.rank_high == (values >= point.delta).sum()
             assert point.hardmax_rank == head.hardmax_rank
-            assert (
-                point.random_rank
-                == random_head_rank(100, 8, "causal", delta=point.delta, interpolate=True).mean
-            )
+            drawn = random_head_rank(100, 8, "causal", delta=point.delta, interpolate=True)
+            assert point.random_rank == drawn.mean
             assert point.uniform_rank == uniform_rank(100, "causal", delta=point.delta)
         middle = head.band[2]
         for name in ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank"):
             assert getattr(middle, name) == getattr(head, name)
 
 
-def test_the_hardmax_null_is_not_known_above_one():
-    """A column that wins one row has the singular value 1."""
-    head = rw.audit(Attention(), [random_heads(20)], delta=0.5).heads[0]
+def test_the_hardmax_rank_is_unknown_above_one() -> None:
+    """A column that one row selects has the singular value 1."""
+    head = rw.audit(GivenAttention(), [random_heads(20)], delta=0.5).heads[0]
     assert [math.isnan(point.hardmax_rank) for point in head.band] == [False] * 4 + [True]
-    assert math.isnan(rw.audit(Attention(), [random_heads(20)], delta=1.1).heads[0].hardmax_rank)
+    assert math.isnan(rw.audit(GivenAttention(), [random_heads(20)], delta=1.1).heads[0].hardmax_rank)
 
 
-@pytest.mark.parametrize("sizes", [(12, 30), (30, 12)])
-def test_a_window_over_another_sequence_has_one_null(sizes):
-    class Near(nn.Module):
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            away = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
-            return nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=away.abs() < 5)
+WINDOW = torch.ones(40, 40, dtype=torch.bool).tril().triu(-9)
+UNNAMED = WINDOW.clone()
+UNNAMED[20, 30] = True
 
-    [head] = rw.audit(Near(), [random_heads(*sizes, heads=1)]).heads
-    assert (head.mask, math.isnan(head.uniform_rank), math.isnan(head.random_rank)) == ("window", True, True)
+
+@pytest.mark.parametrize(
+    ("mask", "name", "uniform"),
+    [
+        (band(12, 30, -4, 4), "window", None),
+        (band(30, 12, -4, 4), "window", None),
+        (WINDOW, "window", 10),
+        (UNNAMED, "other", None),
+    ],
+)
+def test_references_are_known_for_named_masks_of_square_attention(mask, name, uniform) -> None:
+    [head] = rw.audit(GivenAttention(mask), [random_heads(*mask.shape, heads=1)]).heads
+    assert head.mask == name
     assert head.hardmax_rank > 1
-
-
-def test_a_window_has_all_its_nulls_and_a_mask_without_a_name_one():
-    class Masked(nn.Module):
-        def __init__(self, mask: Tensor) -> None:
-            super().__init__()
-            self.mask = mask
-
-        def forward(self, q: Tensor, k: Tensor) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=self.mask)
-
-    near = torch.ones(40, 40, dtype=torch.bool).tril().triu(-9)
-    [head] = rw.audit(Masked(near), [random_heads(40, heads=1)]).heads
-    assert head.uniform_rank == uniform_rank(40, "causal", window=10)
-    assert head.random_rank == random_head_rank(40, 8, "causal", window=10, interpolate=True).mean
-    near[20, 30] = True
-    [head] = rw.audit(Masked(near), [random_heads(40, heads=1)]).heads
-    assert (head.mask, math.isnan(head.uniform_rank), math.isnan(head.random_rank)) == ("other", True, True)
-    assert head.hardmax_rank > 1
+    if uniform is None:
+        assert math.isnan(head.uniform_rank)
+        assert math.isnan(head.random_rank)
+    else:
+        assert head.uniform_rank == uniform_rank(40, "causal", window=uniform)
+        drawn = random_head_rank(40, 8, "causal", window=uniform, interpolate=True)
+        assert head.random_rank == drawn.mean
 
 
 def operator(mask: Tensor) -> DenseMixing:
     return DenseMixing(torch.ones(mask.shape), mask)
-
-
-def band(tokens: int, sources: int, low: int, high: int) -> Tensor:
-    offset = torch.arange(sources) - torch.arange(tokens)[:, None]
-    return (offset >= low) & (offset <= high)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +162,7 @@ def band(tokens: int, sources: int, low: int, high: int) -> Tensor:
         (band(6, 6, -6, 6), Mask("full")),
         (band(6, 4, -6, 6), Mask("full")),
         (band(6, 6, -6, 0), Mask("causal")),
-        (band(4, 9, -9, 5), Mask("causal")),  # the rows are the last of more columns
+        (band(4, 9, -9, 5), Mask("causal")),  # rows are the last tokens of the columns
         (band(6, 6, -2, 0), Mask("window", "causal", 3)),
         (band(6, 6, -2, 2), Mask("window", "full", 3)),
         (band(6, 6, -1, 2), Mask("window", "", 2)),
@@ -190,7 +173,7 @@ def band(tokens: int, sources: int, low: int, high: int) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("entries", [1, 10, 10**6])
-def test_names(monkeypatch, mask, pattern, entries):
+def test_masks_are_named_block_by_block(monkeypatch, mask, pattern, entries):
     monkeypatch.setattr(reference_ranks, "BLOCK_ENTRIES", entries)
     assert masks_of(operator(mask[None, None])) == [[pattern]]
 
@@ -202,7 +185,7 @@ def test_names(monkeypatch, mask, pattern, entries):
     share=st.floats(0, 1),
     entries=st.integers(1, 60),
 )
-def test_the_barrier_is_that_of_the_whole_mask(size, seed, share, entries):
+def test_the_hardmax_rank_of_blocks_equals_the_rank_of_the_whole_mask(size, seed, share, entries):
     seen = torch.rand(size, generator=torch.Generator().manual_seed(seed)) <= share
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_ranks, "BLOCK_ENTRIES", entries)
@@ -210,12 +193,96 @@ def test_the_barrier_is_that_of_the_whole_mask(size, seed, share, entries):
     torch.testing.assert_close(got, rw.theory.rank_barrier(size[2], mask=seen), rtol=1e-12, atol=1e-12)
 
 
-def test_heads_may_see_differently():
+def test_each_head_has_its_own_mask():
     both = torch.stack([band(5, 5, -5, 0), band(5, 5, -5, 5)])[None]
     assert masks_of(operator(both)) == [[Mask("causal"), Mask("full")]]
     assert hardmax_rank(operator(both)).tolist()[0] == pytest.approx([3.0, rw.theory.rank_barrier(5)])
 
 
-def test_no_rows_are_refused():
+def test_a_mask_without_rows_is_refused():
     with pytest.raises(ShapeError, match="at least one block"):
         rank_barrier_of_rows([])
+
+
+RANK = next(one for one in HEAD_MEASURES if one.name == "numerical_rank")
+
+
+@given(m=matrices(batch=(3,)), power=st.integers(-60, 60))
+def test_the_relative_rank_counts_singular_values_of_the_matrix_over_its_norm(m, power):
+    sigma = torch.linalg.svdvals(m)
+    counted = (sigma >= 0.05 * sigma[:, :1]).sum(-1).double()
+    near = ((sigma / sigma[:, :1] - 0.05).abs() < 1e-9).any(-1) | (sigma[:, 0] == 0)
+    found = rank_summary(m * 2.0**power, 0.05, relative=True).relative_rank
+    assert found[~near].equal(counted[~near])
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 37.0])
+def test_the_relative_rank_by_eigenvalues_equals_the_svd(scale):
+    m = scale * normal(4, 130, 130) @ torch.diag(torch.logspace(0, -5, 130, dtype=torch.float64))
+    sigma = torch.linalg.svdvals(m)
+    for delta in (1e-2, 1e-4):
+        wanted = (sigma >= delta * sigma[:, :1]).sum(-1).double()
+        assert rank_summary(m, delta, relative=True).relative_rank.equal(wanted)
+
+
+def test_a_singular_value_at_the_relative_threshold_needs_the_svd():
+    values = torch.ones(120, dtype=torch.float64)
+    values[60:] = 0.01
+    left = torch.linalg.qr(normal(120, 120, seed=1))[0]
+    m = (left * values) @ torch.linalg.qr(normal(120, 120, seed=2))[0]
+    summary = rank_summary(8 * m[None], 0.01, also_at=(0.5,), relative=True)
+    assert summary.used_svd.item() == 1
+
+
+def test_the_relative_rank_of_zero_is_zero_and_of_nan_is_nan():
+    m = torch.zeros(2, 100, 100, dtype=torch.float64)
+    m[1, 0, 0] = math.nan
+    found = rank_summary(m, relative=True).relative_rank
+    assert found[0] == 0
+    assert found[1].isnan()
+
+
+def test_the_interval_of_an_estimate_contains_the_relative_rank():
+    m = 50 * normal(2, 90, 90) @ torch.diag(torch.logspace(0, -4, 90, dtype=torch.float64))
+    exact = rank_summary(m, 0.01, relative=True).relative_rank
+    found = estimate_spectrum(m, 8, 30).relative_count(0.01)
+    assert ((found.low <= exact) & (exact <= found.high)).all()
+
+
+def record(kind: str, operator: MixingOperator, method: str = "auto"):
+    valid = torch.ones(operator.shape[0], operator.shape[-1], dtype=torch.bool)
+    site = MixerSite("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s")
+    return measure_heads(*sampled(site), 0.01, method).to_records(0.01)[0]
+
+
+@pytest.mark.parametrize("method", ["exact", "estimate"])
+def test_mixers_with_signs_are_shown_by_relative_rank_and_softmax_by_numerical_rank(method):
+    matrix = normal(1, 1, 40, 40) @ torch.diag(torch.logspace(0, -3, 40, dtype=torch.float64))
+    small, large = (record("selective", DenseMixing(scale * matrix), method) for scale in (1e-4, 1e3))
+    assert small.relative_rank == large.relative_rank > 0
+    assert small.numerical_rank < large.numerical_rank
+    assert RANK.value(small) == RANK.value(large) == small.relative_rank / 40
+    softmax = record("softmax", DenseMixing(1e-4 * matrix), method)
+    assert RANK.value(softmax) == softmax.numerical_rank / 40
+
+
+def test_old_files_show_the_numerical_rank() -> None:
+    old = record("selective", DenseMixing(normal(1, 1, 20, 20)))
+    old = old.model_copy(update={"relative_rank": math.nan})
+    assert RANK.value(old) == old.numerical_rank / 20
+
+
+@pytest.mark.parametrize(("kind", "code"), [("selective", None), ("softmax", "HIGH_RANK")])
+def test_a_mixer_with_signs_is_not_judged_by_its_numerical_rank(kind, code) -> None:
+    head = record(kind, DenseMixing(normal(1, 1, 20, 20)))
+    assert ("δ relative to σ₁" in document_text(audit_document(audit([head])))) == (code is None)
+    differences = {"difference_low": 9, "difference_high": 9, "margin": 1, "pairs": 9}
+    at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, seed_std=0.1, **differences)
+    drawn = Baseline(seeds=3, mean={}, seed_std={}, std={}, band=[at])
+    assert rank_code(head.model_copy(update={"baseline": drawn})) == code
+
+
+def test_the_relative_rank_is_at_most_the_numerical_rank_if_sigma_max_is_at_least_one():
+    operator = rw.operators.SoftmaxMixing(normal(2, 3, 120, 8), normal(2, 3, 120, 8, seed=1))
+    summary = rank_summary(operator, 0.01)
+    assert (summary.relative_rank <= summary.numerical_rank).all()

@@ -1,4 +1,4 @@
-"""Options of an audit mean the same to the function, the command and the monitor, and are checked first."""
+"""Options mean the same to `audit`, the command and the monitor, and are checked before the model runs."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from rankwise.importance import ImportanceSettings
 DATA = {"model", "batches", "texts", "tokens", "batch_size"}
 WRONG = [
     ({"delta": "x"}, r"`delta`: expected a number in \(0, ∞\), got 'x'"),
-    ({"method": "fast"}, "`method`"),
+    ({"method": "estimated"}, r"`method`: expected one of auto, exact, estimate, got .*mean"),
     ({"sites": ["layers.0"]}, "`sites`"),
     ({"sites": {"layers.0": 3}}, "`sites`"),
     ({"blocks": 3}, "`blocks`"),
@@ -49,7 +49,7 @@ def test_wrong_options_are_refused_before_the_model_runs(options, says) -> None:
             build()
 
 
-def test_an_option_that_is_not_one_is_named() -> None:
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
         RankwiseError, match=r"option of `rankwise.audit`: .*got .metod.\. Did you mean method"
     ):
@@ -74,14 +74,14 @@ def test_options_are_the_arguments_of_an_audit() -> None:
         ([(3, 7), (5, 0)], {(3, 7), (5, 0)}, False),
     ],
 )
-def test_heads_are_chosen_by_words_text_or_pairs(matrices, heads, flagged) -> None:
+def test_maps_are_chosen_by_a_word_text_or_pairs(matrices, heads, flagged) -> None:
     chosen = chosen_heads(matrices)
     assert (chosen.heads, chosen.flagged) == (heads, flagged)
     assert chosen.includes(3, 7)
     assert chosen.includes(0, 0) == (not heads)
 
 
-def test_importance_and_baseline_may_be_short_or_in_full() -> None:
+def test_importance_and_baseline_may_be_words_numbers_or_settings() -> None:
     assert AuditSettings.of(importance=True).importance == ImportanceSettings()
     assert AuditSettings.of(importance="exact").importance == ImportanceSettings(exact=True)
     own = ImportanceSettings(mask_token=3)
@@ -92,7 +92,7 @@ def test_importance_and_baseline_may_be_short_or_in_full() -> None:
     assert AuditSettings.of(baseline=build).baseline == BaselineSettings(3, build)
 
 
-def test_the_mask_token_is_the_tokenizers() -> None:
+def test_the_mask_token_comes_from_the_tokenizer_unless_it_is_set() -> None:
     class Words:
         mask_token_id = 7
 

@@ -119,7 +119,7 @@ class GivenAttention(nn.Module):
 
 
 class GivenOperator(nn.Module):
-    """Module ``mix`` without an operation; a test passes its operator, as ``sites=given(operator)``."""
+    """Module ``mix`` without an operation; a test passes its operator, as ``sites=sites_of(operator)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class GivenOperator(nn.Module):
         return self.mix(x)
 
 
-def given(make: MixingOperator | Callable[[Tensor], MixingOperator]) -> dict[str, Callable[..., Any]]:
+def sites_of(make: MixingOperator | Callable[[Tensor], MixingOperator]) -> dict[str, Callable[..., Any]]:
     """Return ``sites`` by which `GivenOperator` has an operator: always the same, or made of its input."""
 
     def adapter(module: nn.Module, args: tuple[Tensor, ...], kwargs: Any, output: Any) -> MixingOperator:
