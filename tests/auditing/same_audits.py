@@ -1,4 +1,4 @@
-"""Whether two audits say the same, within the rounding of sums over sequences."""
+"""Differences of two audits beyond the rounding of sums over sequences."""
 
 import math
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import rankwise as rw
 
 OF_THE_FIRST = {"attention_map", "second_attention_map", "spectrum", "membership_map", "membership_grid"}
-"""Fields that are of the first sequence."""
+"""Fields of the first sequence alone."""
 OF_ALL = {"required_head_dim"}
-"""Fields that need all sequences at once, or moments that are kept beside audits."""
+"""Fields that need all sequences at once, or moments that files do not contain."""
 TOLD = {"created", "command", "notes", "audits", "batches", "parts"}
-"""What is said of how an audit was made, and differs with it."""
+"""Fields about the making of an audit."""
 
 
 def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = frozenset()) -> list[str]:
-    """Where two records differ by more than the rounding of a sum over sequences.
+    """Return the fields in which two records differ by more than the rounding of a sum over sequences.
 
     Standard deviations are square roots of sums of squares: their error is √ε of the values that vary.
     """
@@ -37,9 +37,6 @@ def differences(first: Any, other: Any, at: str = "", without: frozenset[str] = 
 def compared(
     first: rw.Audit, other: rw.Audit, without: set[str] = frozenset(), of_all: set[str] = OF_ALL
 ) -> list[str]:
-    """Where two audits differ by more than rounding.
-
-    What is of the first sequence is left out, and what is told of how they were made.
-    """
+    """Return differences of two audits, except fields of the first sequence and about their making."""
     left_out = frozenset(OF_THE_FIRST | of_all | TOLD | without)
     return differences(first.model_dump(), other.model_dump(), without=left_out)

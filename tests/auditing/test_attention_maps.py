@@ -1,4 +1,4 @@
-"""Attention maps are the matrices, averaged, of the heads that were chosen."""
+"""Attention maps are block averages of the matrices of the chosen heads."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.auditing.test_examples import Words
 from tests.support import records
+from tests.support.modules import token_ids
 
 import rankwise as rw
 from rankwise.auditing import AttentionMap
@@ -21,7 +22,7 @@ from rankwise.report.audit_report import audit_document
 
 
 def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:
-    """Block means by loops."""
+    """Return block means, computed by loops."""
     tokens, sources = matrix.shape
     rows, columns = min(tokens, side), min(sources, side)
     out = torch.zeros(rows, columns, dtype=matrix.dtype)
@@ -35,13 +36,13 @@ def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 13), st.integers(1, 13), st.integers(1, 6))
-def test_a_picture_holds_the_means_of_blocks(tokens: int, sources: int, side: int) -> None:
+def test_a_map_contains_the_means_of_blocks(tokens: int, sources: int, side: int) -> None:
     matrix = torch.randn(tokens, sources, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     picture = block_averages(DenseMixing(matrix), side)
     torch.testing.assert_close(picture, by_hand(matrix, side), rtol=1e-12, atol=1e-14)
 
 
-def test_products_give_what_the_matrix_gives_padding_left_out() -> None:
+def test_a_map_of_products_equals_the_map_of_the_matrix_without_padding() -> None:
     query, key = torch.randn(2, 1, 3, 40, 8, generator=torch.Generator().manual_seed(1)).double()
     real = torch.arange(40) >= 5
     part = IndexedMixing(SoftmaxMixing(query, key, is_causal=True), real, real)
@@ -50,7 +51,7 @@ def test_products_give_what_the_matrix_gives_padding_left_out() -> None:
         torch.testing.assert_close(block_averages(part, 9)[0, head], by_hand(dense[head], 9))
 
 
-def test_a_hundred_thousand_tokens_form_no_matrix() -> None:
+def test_a_map_of_a_hundred_thousand_tokens_needs_no_matrix() -> None:
     query, key = torch.rand(2, 1, 1, 100_000, 4, generator=torch.Generator().manual_seed(2))
     picture = block_averages(LinearAttentionMixing(query, key, normalized=True))[0, 0]
     assert picture.shape == (128, 128)
@@ -60,9 +61,7 @@ def test_a_hundred_thousand_tokens_form_no_matrix() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([0.0, 1e-30, 1.0, 1e30]), st.booleans())
-def test_what_is_kept_is_the_picture_to_half_precision(
-    rows: int, columns: int, size: float, gap: bool
-) -> None:
+def test_a_map_is_saved_in_half_precision(rows: int, columns: int, size: float, gap: bool) -> None:
     picture = size * np.random.default_rng(rows).normal(size=(rows, columns)).astype(np.float32)
     picture[0, 0] = np.nan if gap else picture[0, 0]
     kept = AttentionMap.of(picture, tokens=rows, sources=columns)
@@ -75,18 +74,15 @@ def test_what_is_kept_is_the_picture_to_half_precision(
 @pytest.mark.parametrize(
     "change", [{"values": "AAAA"}, {"values": "é"}, {"rows": 3}, {"rows": 129}, {"largest": None}]
 )
-def test_a_damaged_picture_is_refused(change: dict[str, object]) -> None:
+def test_a_damaged_map_is_refused(change: dict[str, object]) -> None:
     kept = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
     with pytest.raises(ValidationError):
         AttentionMap.model_validate(kept.model_dump() | change)
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_audit_keeps_the_matrices_of_two_sequences_as_the_model_applied_them(
-    tmp_path, apart: bool
-) -> None:
-    model = hugging_face("BertModel", **BERT)()
-    ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+def test_an_audit_keeps_the_matrices_of_two_sequences(tmp_path, apart: bool) -> None:
+    model, ids = hugging_face("BertModel", **BERT)(), token_ids()["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
     batch = {"input_ids": ids, "attention_mask": mask}
@@ -97,22 +93,19 @@ def test_an_audit_keeps_the_matrices_of_two_sequences_as_the_model_applied_them(
         model(**batch)
     words = [[f"w{number}" for number in row.tolist()] for row in ids]
     assert audit.texts == {"input_ids": words[0][:9], "input_ids of sequence 2": words[1]}
-    # Alone and in a batch a sequence goes through other products: float32 rounding of both.
+    # A sequence alone and in a batch has other products: float32 rounding of both.
     rounding = 2**-18 if apart else 0
     for head in audit.heads:
-        for at, picture, tokens in ((0, head.attention_map, 9), (1, head.second_attention_map, 12)):
-            assert (picture.tokens, picture.sources, picture.rows, picture.columns) == (tokens,) * 4
-            assert audit.texts[picture.row_tokens] == audit.texts[picture.column_tokens] == words[at][:tokens]
+        for at, kept, tokens in ((0, head.attention_map, 9), (1, head.second_attention_map, 12)):
+            assert (kept.tokens, kept.sources, kept.rows, kept.columns) == (tokens,) * 4
+            assert audit.texts[kept.row_tokens] == audit.texts[kept.column_tokens] == words[at][:tokens]
             matrix = trace.mixers[head.layer].operator[at, head.head].dense()[:tokens, :tokens]
-            np.testing.assert_allclose(
-                picture.matrix(), matrix, rtol=2**-11 + rounding, atol=2**-24 + rounding
-            )
+            np.testing.assert_allclose(kept.matrix(), matrix, 2**-11 + rounding, 2**-24 + rounding)
 
 
-def test_chosen_heads_have_pictures_and_no_others() -> None:
+def test_chosen_heads_have_maps() -> None:
     model = hugging_face("LlamaModel", **LLAMA)()
-    batch = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(3))}
-    audit = rw.audit(model, [batch], matrices="1:2, 0:0,9:9")
+    audit = rw.audit(model, [token_ids(1)], matrices="1:2, 0:0,9:9")
     assert {(h.layer, h.head) for h in audit.heads if h.attention_map} == {(0, 0), (1, 2)}
     assert "no such head to keep the matrix of: 9:9" in audit.provenance.notes
     runs = []
@@ -120,30 +113,33 @@ def test_chosen_heads_have_pictures_and_no_others() -> None:
         model.register_forward_hook(lambda *_: runs.append(1)),
         pytest.raises(InputError, match=r"layers 0–\d, numbers 0–3, got 9:9") as refused,
     ):
-        rw.audit(model, [batch, batch], matrices="9:9")
+        rw.audit(model, [token_ids(1)] * 2, matrices="9:9")
     assert len(runs) == 1
     assert not hasattr(refused.value, "audit")
-    assert all(h.attention_map is None for h in rw.audit(model, [batch]).heads)
-    flagged = {f.where.head for f in rw.audit(model, [batch]).findings if f.where.head is not None}
-    kept = rw.audit(model, [batch], matrices="flagged")
+    plain, kept = (rw.audit(model, [token_ids(1)], matrices=matrices) for matrices in (None, "flagged"))
+    assert all(h.attention_map is None for h in plain.heads)
+    flagged = {f.where.head for f in plain.findings if f.where.head is not None}
     assert bool(flagged) == any(h.attention_map for h in kept.heads)
 
 
-def test_flagged_heads_are_those_that_findings_name_and_their_twins() -> None:
-    picture = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
-    both = {"attention_map": picture, "second_attention_map": picture}
-    heads = [head.model_copy(update=both) for head in records.grid(2, 4)]
-    place = records.place(1, 2)
-    twins = records.finding(
-        "DUPLICATE_HEADS", where=place, evidence={"nearest_head": 3.0, "nearest_distance": 0.01}
-    )
-    kept = only_flagged(heads, [twins.model_copy(update={"heads": [2, 3]})])
-    assert [(h.layer, h.head) for h in kept if h.attention_map] == [(1, 2), (1, 3)]
-    assert [(h.layer, h.head) for h in kept if h.second_attention_map] == [(1, 2), (1, 3)]
+def test_flagged_heads_are_all_heads_of_a_finding_in_all_their_calls() -> None:
+    kept = AttentionMap.of(np.eye(2, dtype=np.float32), tokens=2, sources=2)
+    both = {"attention_map": kept, "second_attention_map": kept}
+    places = [records.place(layer, head) for layer in range(2) for head in range(4)]
+    heads = [
+        records.head(stack=at.stack, site=at.site, layer=at.layer, head=at.head, call=call, **both)
+        for at in places
+        for call in range(2)
+    ]
+    twins = records.finding("DUPLICATE_HEADS", where=records.place(1, 2), heads=[2, 3])
+    found = only_flagged(heads, [twins])
+    for name in both:
+        mapped = [(h.layer, h.head, h.call) for h in found if getattr(h, name)]
+        assert mapped == [(1, 2, 0), (1, 2, 1), (1, 3, 0), (1, 3, 1)]
 
 
 @pytest.mark.parametrize(("mass", "named"), [(0.5, "[CLS]"), (0.49, ""), (0.02, ""), (float("nan"), "")])
-def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass: float, named: str) -> None:
+def test_a_peak_is_named_on_the_page_if_it_has_half_of_the_weight(mass: float, named: str) -> None:
     (head,) = records.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
     about = records.provenance()
     audit = Audit(provenance=about, heads=[head], layers=[], findings=[])
@@ -151,14 +147,15 @@ def test_a_peak_is_named_on_the_page_only_where_it_gets_half_of_all_weight(mass:
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 
 
-def test_a_sink_names_its_token_and_how_often() -> None:
-    (head,) = records.grid(1, 1)
-    sink = head.model_copy(
-        update={"max_token_mass": 0.93, "max_token": "the first token", "max_token_sequences": 64}
-    )
-    (found,) = diagnose([sink], [], [])
-    assert found.meaning.startswith("The first token takes 93% of a row on average")
-    sink = sink.model_copy(update={"max_token": "[SEP]", "max_token_sequences": 60})
-    assert diagnose([sink], [], [])[0].meaning.startswith("[SEP] (in 60 of 64 sequences) takes 93%")
-    sink = sink.model_copy(update={"max_token": "", "max_token_sequences": 0})
-    assert diagnose([sink], [], [])[0].meaning.startswith("One token takes 93%")
+@pytest.mark.parametrize(
+    ("token", "sequences", "meaning"),
+    [
+        ("the first token", 64, "The first token takes 93% of a row on average"),
+        ("[SEP]", 60, "[SEP] (in 60 of 64 sequences) takes 93%"),
+        ("", 0, "One token takes 93%"),
+    ],
+)
+def test_a_sink_names_its_token_and_the_number_of_sequences(token: str, sequences: int, meaning: str) -> None:
+    peak = {"max_token_mass": 0.93, "max_token": token, "max_token_sequences": sequences}
+    (found,) = diagnose(records.grid(1, 1, **peak), [], [])
+    assert found.meaning.startswith(meaning)

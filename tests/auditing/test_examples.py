@@ -1,4 +1,4 @@
-"""Tokens are named by text and place; patches of an image form its grid, or none."""
+"""Tokens are named by text and position, and patches of an image form a grid."""
 
 from types import SimpleNamespace
 
@@ -25,11 +25,11 @@ class Words:
         return "".join("[CLS]" if one == 0 else f" w{one}" for one in ids)
 
 
-def test_a_tokenizer_that_cannot_decode_gives_ids() -> None:
+def test_a_tokenizer_without_decode_names_tokens_by_id() -> None:
     assert TokenNames(lambda texts: {}).text(4) == "id 4"
 
 
-def test_tokens_are_called_by_text_and_place() -> None:
+def test_tokens_are_named_by_text_and_position() -> None:
     names = TokenNames(Words())
     assert peak_name(names, torch.tensor([0, 5, 6]), 0, 3)[0] == "[CLS], the first token"
     assert peak_name(names, torch.tensor([0, 5, 6]), 2, 3) == ["w6, the last token", "the last token", "w6"]
@@ -44,7 +44,7 @@ def of_most(named: list[list[str]]) -> tuple[str, int]:
     return examples.peak(0)
 
 
-def test_the_commonest_name_is_the_most_telling_of_equals() -> None:
+def test_the_most_frequent_name_wins_and_among_equals_the_longest() -> None:
     same = [["[CLS], the first token", "the first token", "[CLS]"]] * 2
     assert of_most(same) == ("[CLS], the first token", 2)
     words = [[f"w{n}, the first token", "the first token", f"w{n}"] for n in range(3)]
@@ -67,17 +67,17 @@ def test_a_grid_of_patches_is_found(rows: int, columns: int, patch: int) -> None
 
 
 @given(st.integers(1, 2000), st.tuples(st.integers(1, 100), st.integers(1, 100)))
-def test_a_grid_holds_every_token(tokens: int, picture: tuple[int, int]) -> None:
+def test_a_grid_contains_every_token(tokens: int, picture: tuple[int, int]) -> None:
     grid = patch_grid(tokens, picture)
     assert grid is None or grid[0] * grid[1] == tokens
 
 
-def test_three_rows_of_ten_patches_are_no_grid() -> None:
+def test_ten_patches_of_a_square_picture_are_not_a_grid() -> None:
     assert patch_grid(10, (9, 10)) is None
 
 
 @pytest.mark.parametrize(("pixels", "grid"), [(8, (4, 4)), (12, None)])
-def test_the_first_tokens_of_a_large_picture_are_not_drawn_as_one(
+def test_a_part_of_the_tokens_of_a_picture_is_not_a_grid(
     pixels: int, grid: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "MAP_TOKENS", 16)

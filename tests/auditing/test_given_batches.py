@@ -296,7 +296,15 @@ class Training(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = OnlyX().layer
+        self.parts, self.net = nn.ModuleList(), OnlyX().layer
+
+
+class PlainTraining(nn.Module):
+    """The same without the class of Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.net = nn.ModuleList(), OnlyX().layer
 
 
 def patched() -> nn.Module:
@@ -308,7 +316,13 @@ def patched() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "missing"),
-    [(Training(), True), (Unready(), False), (torch.compile(Unready()), False), (patched(), False)],
+    [
+        (Training(), True),
+        (PlainTraining(), True),
+        (Unready(), False),
+        (torch.compile(Unready()), False),
+        (patched(), False),
+    ],
 )
 def test_a_missing_forward_is_distinguished_from_one_that_raises(model: nn.Module, missing: bool) -> None:
     with pytest.raises(AuditError) as caught:

@@ -19,7 +19,7 @@ LETTERS = "abcdefgh"
 
 
 def letter_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerFast:
-    """A token a letter; ``template`` says what stands around a text. 0 is [UNK], then [CLS], [SEP], [END]."""
+    """Return a tokenizer of letters with special tokens around a text by ``template``; [UNK] is token 0."""
     vocabulary = {token: i for i, token in enumerate(("[UNK]", "[CLS]", "[SEP]", "[END]", *LETTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +42,7 @@ sizes = st.integers(1, 12)
 
 
 def rows_of(batches) -> list[list[int]]:
-    """Ids of every sequence without its padding."""
+    """Return the ids of every sequence without its padding."""
     return [
         ids[mask.bool()].tolist()
         for batch in batches
@@ -70,7 +70,7 @@ def test_windows_are_disjoint_in_order_and_cover_the_text(
         assert row[tokens - len(after) :] == after
     joined = list(chain.from_iterable(row[len(before) : tokens - len(after)] for row in rows))
     assert joined == ids[: len(joined)]
-    assert len(ids) - len(joined) < room  # what is left over would not fill a window
+    assert len(ids) - len(joined) < room  # the rest does not fill a window
 
 
 @given(text=texts, tokens=st.integers(2, 12), sequences=sizes)
@@ -127,14 +127,14 @@ def test_each_text_is_one_sequence_cut_and_padded_on_the_right(
     assert (mask.diff(dim=1) <= 0).all()  # ones, then zeros
 
 
-def test_blank_texts_take_no_place_of_others() -> None:
+def test_blank_texts_are_skipped() -> None:
     rows = rows_of(text_batches([" ", "a", "\n", "b"], BYTES, sequences=2))
     assert rows == [[100, 1], [101, 1]]
 
 
 @KINDS
 @pytest.mark.parametrize("source", ["abcdef", ["abc", "d"]], ids=["text", "texts"])
-def test_one_token_is_a_token_of_text(tokenizer, before, after, source) -> None:
+def test_a_sequence_of_one_token_has_no_special_token(tokenizer, before, after, source) -> None:
     rows = rows_of(text_batches(source, tokenizer, tokens=1, sequences=2))
     first = [bare(tokenizer, letter) for letter in ("ad" if isinstance(source, str) else ["a", "d"])]
     assert rows == first
@@ -145,96 +145,70 @@ def test_one_token_is_a_token_of_text(tokenizer, before, after, source) -> None:
     [({"pad_token": "[SEP]", "eos_token": "[END]"}, 2), ({"eos_token": "[END]"}, 3), ({}, 0)],
     ids=["its own", "end of text", "none"],
 )
-def test_padding_token(special: dict[str, str], pad: int) -> None:
+def test_padding_uses_the_token_of_the_tokenizer_or_its_end(special: dict[str, str], pad: int) -> None:
     tokenizer = letter_tokenizer(**special)
     [batch] = text_batches(["abc", "d"], tokenizer, tokens=8)
     assert batch["input_ids"][1].tolist() == [*bare(tokenizer, "d"), pad, pad]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert {value.dtype for value in batch.values()} == {torch.int64}
 
 
-def test_padding_side_of_the_tokenizer_is_not_followed() -> None:
+def test_padding_side_and_truncation_of_the_tokenizer_are_ignored() -> None:
     tokenizer = letter_tokenizer(pad_token="[UNK]", padding_side="left")
-    [batch] = text_batches(["abc", "d"], tokenizer, tokens=8)
-    assert batch["attention_mask"][1].tolist() == [1, 0, 0]
-
-
-def test_saved_truncation_and_padding_of_the_tokenizer_are_not_followed() -> None:
-    tokenizer = letter_tokenizer(pad_token="[UNK]")
     tokenizer("abc", truncation=True, max_length=2, padding="max_length")
+    [batch] = text_batches(["abc", "d"], tokenizer, tokens=8)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert len(rows_of(text_batches("abcdefgh", tokenizer, tokens=4, sequences=9))) == 2
 
 
-def test_a_text_that_looks_like_a_special_token_does_not_hide_the_frame() -> None:
+def test_a_text_like_a_special_token_does_not_hide_special_tokens() -> None:
     rows = rows_of(text_batches("</s>" * 9, BYTES, tokens=4, sequences=1))
     assert rows == [[1, 1, 1, 1]]
     assert rows_of(text_batches("ab</s>", BYTES, tokens=4, sequences=1)) == [[100, 101, 1, 1]]
 
 
-@pytest.fixture
-def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-
-    def note(message: str, *rest: object) -> None:
-        said.append(message)
-
-    monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", note)
-    return said
-
-
 @pytest.mark.parametrize("source", ["abcdefgh" * 4, ["abcdefgh" * 4]], ids=["text", "texts"])
 @pytest.mark.parametrize("make", [letter_tokenizer, lambda: ByT5Tokenizer(model_max_length=4)])
-def test_long_texts_raise_no_warning(source, make: Callable, warned: list[str]) -> None:
+def test_long_texts_cause_no_warning(source, make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    logger = transformers.tokenization_utils_base.logger
+    monkeypatch.setattr(logger, "warning", lambda message, *rest: warnings.append(message))
     list(text_batches(source, make(), tokens=3))
-    assert warned == []
-    make()("abcdefgh")  # what would be said otherwise
-    assert any("longer than the specified maximum" in message for message in warned)
-
-
-def test_batches_are_int64_tensors() -> None:
-    [batch] = text_batches("abcdefgh", BYTES, tokens=4, sequences=2)
-    assert set(batch) == {"input_ids", "attention_mask"}
-    assert {value.dtype for value in batch.values()} == {torch.int64}
+    assert warnings == []
+    make()("abcdefgh")  # the tokenizer alone warns
+    assert any("longer than the specified maximum" in message for message in warnings)
 
 
 @KINDS
-def test_text_shorter_than_a_window_says_what_would_work(tokenizer, before, after) -> None:
+def test_a_text_shorter_than_a_window_is_refused_with_its_length(tokenizer, before, after) -> None:
     total = 5 + len(before) + len(after)
-    with pytest.raises(
-        InputError, match=rf"expected 9 tokens for one window, got {total} tokens\. Use --tokens {total} "
-    ):
+    message = rf"expected 9 tokens for one window, got {total} tokens\. Use --tokens {total} "
+    with pytest.raises(InputError, match=message):
         text_batches("abcde", tokenizer, tokens=9)
     assert len(rows_of(text_batches("abcde", tokenizer, tokens=total))) == 1
 
 
-@pytest.mark.parametrize("name", ["tokens", "sequences", "batch_size"])
-def test_numbers_below_one(name: str) -> None:
-    with pytest.raises(InputError, match=f"`{name}`: expected a whole number of at least 1, got 0"):
-        text_batches("abc", BYTES, **{"tokens": 1, name: 0})
-
-
-def test_text_without_a_token() -> None:
-    with pytest.raises(InputError, match=r"got 0 tokens\. Use another text or tokenizer"):
-        text_batches(" ", BARE, tokens=2)
-
-
-@pytest.mark.parametrize("rows", [[], ["", " \n"]])
-def test_texts_without_a_token(rows: list[str]) -> None:
-    with pytest.raises(
-        InputError, match=rf"expected at least one with a token, got {len(rows)} without a token"
-    ):
-        text_batches(rows, BARE)
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        *(
+            ("abc", {name: 0}, f"`{name}`.*at least 1, got 0")
+            for name in ("tokens", "sequences", "batch_size")
+        ),
+        (" ", {"tokens": 2}, r"got 0 tokens\. Use another text or tokenizer"),
+        ([], {}, "at least one with a token, got 0 without a token"),
+        (["", " \n"], {}, "at least one with a token, got 2 without a token"),
+    ],
+)
+def test_numbers_below_one_and_texts_without_a_token_are_refused(source, options, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        text_batches(source, BARE, **{"tokens": 1} | options)
 
 
 @given(st.integers(0, 500), st.integers(1, 500))
-def test_takes_as_many_as_wanted_or_all_in_order_and_within(count: int, wanted: int) -> None:
+def test_sequences_are_chosen_at_even_spacing(count: int, wanted: int) -> None:
     taken = evenly(count, wanted)
     assert len(taken) == min(count, wanted)
-    assert taken == sorted(set(taken))
-    assert all(0 <= i < count for i in taken)
-
-
-@given(st.integers(1, 500), st.integers(1, 500))
-def test_gaps_differ_by_one_at_most(count: int, wanted: int) -> None:
-    ends = [*evenly(count, wanted), count]
-    gaps = [b - a for a, b in pairwise(ends)]
-    assert max(gaps) - min(gaps) <= 1
+    assert taken == sorted(set(taken) & set(range(count)))
+    gaps = [b - a for a, b in pairwise([*taken, count])]
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1

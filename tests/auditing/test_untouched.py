@@ -1,4 +1,4 @@
-"""An audit only measures: each batch runs once, and the model is afterwards what it was, bit for bit."""
+"""An audit runs each batch once and leaves the model unchanged, bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, hugging_face, nano_gpt
+from tests.support.modules import token_ids
 from tests.support.untouched import untouched
 from torch import Tensor, nn
 
@@ -14,11 +15,11 @@ from rankwise.auditing import AuditError
 
 
 def ids() -> list[dict[str, Tensor]]:
-    return [{"input_ids": torch.randint(3, 60, (2, 12))} for _ in range(3)]
+    return [token_ids(seed=seed) for seed in range(3)]
 
 
 def collapsing() -> nn.Module:
-    """Every token gets the mean of all, many times over."""
+    """Return a BERT in which every token gets a multiple of the mean."""
     model = hugging_face("BertModel", **BERT)()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -36,7 +37,7 @@ def with_skips() -> nn.Module:
 
 
 def closed() -> nn.Module:
-    """LayerScale of a layer is zero, with the sign that a zero can have."""
+    """Return a DINOv2 with a LayerScale of −0 in a layer."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28}
     model = hugging_face("Dinov2Model", **sizes, patch_size=7)()
     with torch.no_grad():
@@ -78,7 +79,7 @@ def test_each_batch_runs_once_and_nothing_changes(name: str, method: Any) -> Non
     assert not audit.provenance.advised
 
 
-def test_the_models_here_have_what_once_was_looked_at_again() -> None:
+def test_the_models_of_these_tests_collapse_or_have_skips() -> None:
     assert "COLLAPSE" in {one.code for one in rw.audit(collapsing(), ids()).findings}
     assert rw.skips.skips_of(with_skips())
 
@@ -104,7 +105,7 @@ def test_an_audit_that_stops_leaves_the_model_alone(error: BaseException) -> Non
                 rw.audit(model, batches)
 
 
-def test_a_record_that_could_not_be_written_is_refused_before_anything_runs() -> None:
+def test_an_invalid_provenance_is_refused_before_the_model_runs() -> None:
     runs: list[int] = []
     model = nano_gpt()
     model.register_forward_pre_hook(lambda *_: runs.append(1))

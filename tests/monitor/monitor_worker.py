@@ -1,6 +1,6 @@
-"""One of two processes that train the same small model, wrapped in several ways, with and without a monitor.
+"""Process of a training of a small model, wrapped in several ways, with and without a monitor.
 
-Run by ``python -m torch.distributed.run`` as ``monitor_worker.py FOLDER``: writes what came of each to
+``python -m torch.distributed.run`` runs it twice as ``monitor_worker.py FOLDER``; results are in
 ``FOLDER/RANK.json``.
 """
 
@@ -29,7 +29,7 @@ PROBE = {"input_ids": DATA[-1, :2]}
 
 
 class Model(nn.Module):
-    """From tokens to logits; FSDP gathers embedding and head with the model, its layer by itself."""
+    """Compute logits of tokens; FSDP gathers the layer separately from embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ class Model(nn.Module):
 
 
 def whole() -> nn.Module:
-    """The model as one process trains it."""
+    """Return the model as one process trains it."""
     torch.manual_seed(0)
     return Model()
 
 
 def ddp() -> nn.Module:
-    """Copied to each process."""
+    """Copy the model to each process."""
     return DistributedDataParallel(whole())
 
 
 def fsdp2() -> nn.Module:
-    """Weights shared by the processes, gathered layer by layer."""
+    """Shard the weights, which are gathered per layer."""
     model = whole()
     for layer in model.layers:
         fully_shard(layer)
@@ -63,53 +63,53 @@ def fsdp2() -> nn.Module:
 
 
 def fsdp1() -> nn.Module:
-    """The class before that."""
+    """Shard by the earlier class, which is refused."""
     return FullyShardedDataParallel(whole(), device_id=torch.device("cpu"))
 
 
 def device_map() -> nn.Module:
-    """Dispatched by accelerate, whose hooks move what each part reads."""
+    """Dispatch by accelerate, whose hooks move the inputs of each part."""
     places = dict.fromkeys(("embedding", "layers", "head"), "cpu")
     return dispatch_model(whole(), places, main_device="cpu", force_hooks=True)
 
 
 WAYS = (whole, ddp, fsdp2, fsdp1, device_map)
 SHARES = (ddp, fsdp2, fsdp1)
-"""Those in which each process reads its own half of a batch."""
+"""Wrappers with which each process reads half of a batch."""
 
 
 def trained(make: Any, monitor: rw.RankMonitor | None) -> tuple[dict[str, Tensor], nn.Module]:
-    """Its weights after some steps; audited before there is an optimiser, and between gradients and steps."""
+    """Return weights after some steps, audited before the optimizer exists and between gradient and step."""
     model = make().train()
     if monitor is not None:
         monitor.step(model, 0)
-    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for step, batch in enumerate(DATA[:-1], 1):
         mine = batch.chunk(2)[dist.get_rank()] if make in SHARES else batch
         nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten()).backward()
         if monitor is not None:
             monitor.step(model, step)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     kept = model.state_dict()
     return {name.removeprefix("module."): gathered(weight) for name, weight in kept.items()}, model
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """A copy of the whole of it."""
+    """Return a copy of the whole weight."""
     return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
 
 
 def measured(make: Any, model: nn.Module) -> list[list[Any]]:
-    """An audit by head: where capture sees it, what it measures, and what fresh weights give."""
-    built = (lambda seed: reinitialized(whole(), seed)) if make is fsdp2 else None  # which cannot be copied
+    """Return site, effective rank and effective rank at initialization of each head."""
+    built = (lambda seed: reinitialized(whole(), seed)) if make is fsdp2 else None  # FSDP2 cannot be copied
     copied = BaselineSettings(seeds=1, build=built)
     heads = rw.audit(model.eval(), [PROBE], baseline=copied).heads
     return [[head.site, head.effective_rank, head.baseline.mean["effective_rank"]] for head in heads]
 
 
-def told(make: Any, alone: dict[str, Tensor]) -> dict[str, Any]:
-    """What came of one way to wrap the model."""
+def result(make: Any, alone: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the results for one way to wrap the model."""
     monitor = rw.RankMonitor(PROBE, every=1)
     try:
         watched, model = trained(make, monitor)
@@ -125,7 +125,7 @@ def told(make: Any, alone: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def stopped(broken: int) -> str | None:
-    """What a monitor stops on, where the weights of one process are no numbers."""
+    """Return the code that stops training if the weights of one process are NaN."""
     model = whole()
     if dist.get_rank() == broken:
         nn.init.constant_(model.layers[0].self_attn.in_proj_weight, float("nan"))
@@ -135,13 +135,13 @@ def stopped(broken: int) -> str | None:
 
 
 def main() -> None:
-    """Train in each way."""
+    """Train with each wrapper."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     alone, _ = trained(whole, None)
-    said = {make.__name__: told(make, alone) for make in WAYS}
-    said["stops"] = [stopped(broken) for broken in (0, 1)]
+    found = {make.__name__: result(make, alone) for make in WAYS}
+    found["stops"] = [stopped(broken) for broken in (0, 1)]
     path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
-    path.write_text(json.dumps(said), encoding="utf-8")
+    path.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # results are written; on a busy machine gloo's threads can abort a normal exit
 

@@ -1,10 +1,11 @@
-"""A monitor leaves no trace in a training, keeps what it measured, and stops what it was told to stop."""
+"""A monitor audits its probe at the chosen steps, reports findings and stops training."""
 
 import logging
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.modules import Average
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 
@@ -16,22 +17,9 @@ from rankwise.monitor import scalars
 WIDTH, TOKENS = 16, 10
 
 
-class Weak(nn.Module):
-    """Every token gets the mean of all, beside a weak skip: tokens become alike."""
-
-    def __init__(self, skip: float) -> None:
-        super().__init__()
-        self.attention, self.skip = nn.MultiheadAttention(WIDTH, 2, batch_first=True), skip
-        with torch.no_grad():
-            self.attention.in_proj_weight[: 2 * WIDTH] = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.skip * x + self.attention(x, x, x)[0]
-
-
 def collapsing() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Weak(0.01) for _ in range(3)))
+    return nn.Sequential(*(Average(0.01, width=WIDTH) for _ in range(3)))
 
 
 def encoder() -> nn.Module:
@@ -58,7 +46,7 @@ def test_every_second_step_is_audited():
 
 
 class Counting(nn.Module):
-    """Writes its buffers in evaluation mode too: one in place, one anew, one that autograd keeps."""
+    """Changes its buffers in evaluation mode, too: in place, by assignment, and saved by autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +60,7 @@ class Counting(nn.Module):
         return self.inner(x * self.kept)
 
 
-def test_an_audit_puts_buffers_back_and_spoils_no_backward_pass():
+def test_an_audit_restores_buffers_and_keeps_a_backward_pass_valid():
     model = Counting().train()
     calls, anew = model.calls, model.anew
     loss = model(probe().requires_grad_()).square().mean()
@@ -84,25 +72,22 @@ def test_an_audit_puts_buffers_back_and_spoils_no_backward_pass():
     assert (model.calls.item(), model.anew.item(), anew.item()) == (2, 2, 1)
 
 
-def test_a_module_that_is_frozen_in_evaluation_mode_stays_so():
+def test_an_audit_restores_the_mode_of_each_module():
     model = encoder().train()
     model.layers[0].eval()
     rw.RankMonitor(probe()).step(model, 0)
-    assert model.training
-    assert model.layers[1].training
-    assert not model.layers[0].training
+    assert (model.training, model.layers[0].training, model.layers[1].training) == (True, False, True)
 
 
-def test_an_audit_is_that_of_the_same_probe_in_evaluation_mode():
+def test_a_monitor_audits_the_probe_in_evaluation_mode():
     model = encoder().train()
     found = rw.RankMonitor([probe(), probe()]).step(model, 0)
     wanted = rw.audit(model.eval(), [probe(), probe()])
-    assert found is not None
-    for one, other in zip([*found.heads, *found.layers], [*wanted.heads, *wanted.layers], strict=True):
-        assert one.model_dump_json() == other.model_dump_json()  # NaN is NaN there
+    records = ([one.model_dump_json() for one in (*audit.heads, *audit.layers)] for audit in (found, wanted))
+    assert next(records) == next(records)
 
 
-def test_scalars_name_each_layer_and_hold_means_over_heads():
+def test_scalars_are_means_over_heads_per_layer():
     audit = rw.audit(encoder().eval(), [probe()])
     named = scalars(audit)
     ranks = [head.effective_rank for head in audit.heads if head.layer == 1]
@@ -116,21 +101,16 @@ def test_scalars_name_each_layer_and_hold_means_over_heads():
     assert {name: both[name] for name in named} == named
 
 
-def test_a_probe_is_brought_to_the_device_of_the_model(device):
+def test_a_probe_is_moved_to_the_device_of_the_model(device):
     found = rw.RankMonitor([probe(), probe()]).step(encoder().to(device), 0)
     assert found is not None
     assert all(head.effective_rank >= 1 for head in found.heads)
 
 
-def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):
+def test_a_stop_saves_the_probe_and_the_audit(tmp_path, caplog):
     logged: list[tuple[int, dict[str, float]]] = []
-    monitor = rw.RankMonitor(
-        probe(),
-        1,
-        stop_on=["collapse"],
-        folder=tmp_path,
-        log=lambda values, step: logged.append((step, values)),
-    )
+    log = lambda values, step: logged.append((step, values))  # noqa: E731
+    monitor = rw.RankMonitor(probe(), 1, stop_on=["collapse"], folder=tmp_path, log=log)
     with caplog.at_level(logging.WARNING, "rankwise.monitor"):
         monitor.step(collapsing(), 0)
     assert monitor.stopped_by is not None
@@ -146,7 +126,7 @@ def test_it_stops_on_a_collapse_and_keeps_probe_and_audit(tmp_path, caplog):
     assert History.load(tmp_path).steps == [0]
 
 
-def test_a_stop_stays_through_clean_audits_and_is_told_once(caplog):
+def test_a_stop_remains_after_clean_audits_and_is_reported_once(caplog):
     monitor, model = rw.RankMonitor(probe(), 1, stop_on=("COLLAPSE",)), collapsing()
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
         for step, skip in enumerate((0.01, 5.0, 0.01)):
@@ -160,7 +140,7 @@ def test_a_stop_stays_through_clean_audits_and_is_told_once(caplog):
     assert caplog.text.count("training stops on COLLAPSE") == 1
 
 
-def test_the_line_of_a_stop_says_what_to_do(caplog):
+def test_the_message_of_a_stop_has_the_verdict_and_an_action(caplog):
     monitor = rw.RankMonitor(probe(), 1, stop_on="COLLAPSE")
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
         audit = monitor.step(collapsing(), 0)
@@ -169,43 +149,40 @@ def test_the_line_of_a_stop_says_what_to_do(caplog):
     assert audit.verdict.actions[0].text in line
 
 
-def test_findings_of_one_code_are_one_line(caplog, monkeypatch):
+def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):
     one, *_ = rw.audit(collapsing().eval(), [probe()]).findings
-    many = [one, one.model_copy(update={"code": "SINK"})]
-    many += [finding.model_copy(update={"where": type(one.where)(stack="", layer=2)}) for finding in many] + [
-        many[1]
-    ]
+    sink, there = one.model_copy(update={"code": "SINK"}), {"where": type(one.where)(stack="", layer=2)}
+    many = [one, sink, one.model_copy(update=there), sink.model_copy(update=there), sink]
     many += [one.model_copy(update={"code": "CONSTANT", "severity": "info"})]
 
     def with_many(*args, **kwargs):
         return rw.audit(*args, **kwargs).model_copy(update={"findings": many})
 
-    told = []
+    found = []
     monkeypatch.setattr("rankwise.monitor.monitor.audit", with_many)
-    monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: told.append(finding))
+    monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: found.append(finding))
     with caplog.at_level(logging.WARNING, "rankwise.monitor"):
         monitor.step(collapsing(), 0)
-    assert told == many
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
+    assert found == many
+    assert [record.getMessage() for record in caplog.records] == [
         f"step 0: COLLAPSE at {one.where} and 1 more: {one.meaning}",
         f"step 0: SINK at {one.where} and 2 more: {one.meaning}",
     ]
 
 
-def test_a_finding_is_told_once_while_it_stays(caplog):
-    told = []
-    monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: told.append((step, finding.code)))
+def test_a_finding_is_reported_once_while_it_remains(caplog):
+    found = []
+    monitor = rw.RankMonitor(probe(), 1, on_finding=lambda step, finding: found.append((step, finding.code)))
     model = collapsing()
     with caplog.at_level(logging.WARNING, "rankwise.monitor"):
         for step in range(3):
             monitor.step(model, step)
-    assert [step for step, code in told if code == "COLLAPSE"] == [0]
+    assert [step for step, code in found if code == "COLLAPSE"] == [0]
     assert caplog.text.count("COLLAPSE") == 1
     assert monitor.stopped_by is None
 
 
-def test_ctrl_c_during_an_audit_reaches_the_training():
+def test_ctrl_c_during_an_audit_interrupts_training():
     class Interrupted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,27 +224,24 @@ def test_wrong_settings_are_refused_before_training(settings, named):
 
 
 @pytest.mark.parametrize("step", ["0", None, 0.0, -1])
-def test_a_step_that_is_no_number_is_refused(step):
+def test_a_step_must_be_a_whole_number(step):
     monitor = rw.RankMonitor(probe())
     with unchecked(), pytest.raises(InputError, match=r"`step`: expected a whole number"):
         monitor.step(encoder(), step)
 
 
-def test_a_probe_may_hold_its_tensors_deeper_in_a_batch():
-    given = ({"x": probe()},)
-    (kept,) = rw.RankMonitor(given).batches
-    assert torch.equal(kept[0]["x"], probe())
-
-
-def test_a_probe_stays_whatever_the_caller_does_to_his_own():
-    mine, model = torch.randn(1, 5, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
-    monitor = rw.RankMonitor(mine, every=1)
+def test_a_probe_may_be_nested_and_is_copied():
+    mine = torch.randn(1, 5, WIDTH)
+    before = mine.clone()
+    (kept,) = rw.RankMonitor(({"x": mine},)).batches
+    monitor, model = rw.RankMonitor(mine, every=1), nn.TransformerEncoderLayer(WIDTH, 2, 8, batch_first=True)
     first = monitor.step(model, 0)
     mine.zero_()
     again = monitor.step(model, 1)
+    assert torch.equal(kept[0]["x"], before)
     assert [head.row_entropy for head in again.heads] == [head.row_entropy for head in first.heads]
 
 
-def test_a_model_that_holds_no_mixer_is_refused_at_its_first_step():
+def test_a_model_without_a_mixer_is_refused_at_its_first_step(tmp_path):
     with pytest.raises(rw.RankwiseError, match="mixing operator"):
-        rw.RankMonitor(probe()).step(nn.Linear(WIDTH, WIDTH), 0)
+        rw.RankMonitor(probe(), folder=tmp_path).step(nn.Linear(WIDTH, WIDTH), 0)

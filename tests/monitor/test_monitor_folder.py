@@ -1,10 +1,9 @@
-"""A monitor's folder holds one training, a full disk ends none, and a monitor serves one."""
+"""The folder of a monitor contains one training, and a full disk does not stop training."""
 
 import logging
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import SafetensorError
 from tests.monitor.test_monitor import collapsing, encoder, probe
 
@@ -15,7 +14,7 @@ from rankwise.errors import InputError
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """A disk that takes no byte more once the list says so."""
+    """Return a list whose entry tells if the disk is full."""
     state, write = [False], Path.write_text
 
     def limited(path: Path, *args: object, **kwargs: object) -> int:
@@ -27,7 +26,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return state
 
 
-def test_a_disk_that_fills_up_is_warned_of_once_and_ends_no_training(tmp_path, caplog, full):
+def test_a_full_disk_causes_one_warning_and_training_continues(tmp_path, caplog, full):
     monitor, model = rw.RankMonitor(probe(), every=1, folder=tmp_path), encoder()
     with caplog.at_level(logging.WARNING, "rankwise.monitor"):
         for step in range(3):
@@ -44,7 +43,7 @@ def test_a_disk_that_fills_up_is_warned_of_once_and_ends_no_training(tmp_path, c
     assert History.load(tmp_path).steps == [0, 1, 2]
 
 
-def test_a_stop_on_a_full_disk_still_stops_and_says_what_is_lost(tmp_path, caplog, full, monkeypatch):
+def test_a_stop_on_a_full_disk_names_unsaved_files(tmp_path, caplog, full, monkeypatch):
     def no_room(*args: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -53,15 +52,8 @@ def test_a_stop_on_a_full_disk_still_stops_and_says_what_is_lost(tmp_path, caplo
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
         monitor.step(collapsing(), 0)
     assert monitor.stopped_by.code == "COLLAPSE"
-    assert (
-        "stops on COLLAPSE; audit not saved (No space left on device) and probe not saved (I/O" in caplog.text
-    )
-
-
-def test_errors_of_an_audit_are_no_matter_of_the_disk(tmp_path):
-    monitor = rw.RankMonitor(probe(), folder=tmp_path)
-    with pytest.raises(rw.RankwiseError, match=r"mixing operator"):
-        monitor.step(torch.nn.Linear(16, 16), 0)
+    unsaved = "audit not saved (No space left on device) and probe not saved (I/O"
+    assert f"stops on COLLAPSE; {unsaved}" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):
@@ -70,10 +62,10 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):
         rw.RankMonitor(probe(), folder=tmp_path / "rank").step(encoder(), 0)
 
 
-def test_another_training_needs_another_monitor():
+def test_a_monitor_watches_one_model_at_increasing_steps():
     monitor, model = rw.RankMonitor(probe(), every=2), encoder()
     assert monitor.step(model, 0) is not None
-    assert monitor.step(model, 0) is None  # hooks ask twice
+    assert monitor.step(model, 0) is None  # hooks may call twice
     with pytest.raises(InputError, match=r"got another model.*new RankMonitor"):
         monitor.step(encoder(), 0)
     assert monitor.step(model, 3) is None
@@ -83,7 +75,7 @@ def test_another_training_needs_another_monitor():
     assert monitor.history.steps == [0, 4]
 
 
-def test_a_folder_holds_one_training(tmp_path):
+def test_a_folder_contains_one_training(tmp_path):
     model = encoder()
     first = rw.RankMonitor(probe(), every=1, folder=tmp_path)
     for step in range(4):
@@ -94,7 +86,7 @@ def test_a_folder_holds_one_training(tmp_path):
     assert again.step(model, 2) is not None  # the checkpoint of step 2
     assert again.history.steps == [0, 1, 2]
     assert History.load(tmp_path).steps == [0, 1, 2]
-    (tmp_path / "probe.safetensors").touch()  # of a stop
+    (tmp_path / "probe.safetensors").touch()  # written by a stop
     anew = rw.RankMonitor(probe(), folder=tmp_path, resume=True)
     anew.step(model, 0)
     assert not (tmp_path / "probe.safetensors").exists()

@@ -1,8 +1,9 @@
-"""A training gives the same bits with a monitor, inside autocast too, and with layers that act on modes."""
+"""Training with a monitor is bit-identical, also in autocast and with layers that act on modes."""
 
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.auditing import AuditError
 from rankwise.monitor.preserve_state import preserve_merged_weights
 
 WIDTH = 8
@@ -26,7 +26,7 @@ def encoder() -> nn.Module:
 
 
 class BringsAutocast(nn.Module):
-    """Enters an autocast that was made before the audit began, as a model prepared by accelerate does."""
+    """Enters an autocast made before the audit, like a model that accelerate prepares."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,30 +37,24 @@ class BringsAutocast(nn.Module):
             return self.inner(x)
 
 
-class Decorated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = encoder()
-
-    @torch.autocast(*BFLOAT16)
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Keeping(nn.Module):
-    """Turns autocast's cache on where it was off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = encoder()
+class Keeping(BringsAutocast):
+    """Enters a new autocast with its cache on."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(*BFLOAT16, cache_enabled=True):
             return self.inner(x)
 
 
+class Decorated(BringsAutocast):
+    """Its ``forward`` is decorated by autocast."""
+
+    @torch.autocast(*BFLOAT16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 class Merging(nn.Linear):
-    """A linear layer beside B A, which it adds to its weight for evaluation, as loralib's does."""
+    """Linear layer with a product B A that it adds to its weight for evaluation, as in loralib."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -76,12 +70,12 @@ class Merging(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.merged != self.training
-        beside = 0 if self.merged else F.linear(x, self.b @ self.a)
-        return F.linear(x, self.weight, self.bias) + beside
+        added = 0 if self.merged else F.linear(x, self.b @ self.a)
+        return F.linear(x, self.weight, self.bias) + added
 
 
 class Passing(Merging):
-    """Passes on what its ``train`` is given, by no name."""
+    """Its ``train`` passes its arguments on without names."""
 
     def train(self, *args: Any, **kwargs: Any) -> "Passing":
         super().train(*args, **kwargs)
@@ -89,29 +83,28 @@ class Passing(Merging):
 
 
 class Otherwise(Merging):
-    """Calls the mode something else."""
+    """Its ``train`` has another name for the mode."""
 
     def train(self, is_train: bool = True) -> "Otherwise":
         super().train(is_train)
         return self
 
 
+def followed_by(*layers: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(encoder(), *(layer() for layer in layers))
+
+
+with_merging, with_passing = partial(followed_by, Merging, Merging), partial(followed_by, Passing, Otherwise)
+
+
 def compiled() -> nn.Module:
     return torch.compile(encoder(), backend="eager")
-
-
-def with_passing() -> nn.Module:
-    return nn.Sequential(encoder(), Passing(), Otherwise())
-
-
-def with_merging() -> nn.Module:
-    return nn.Sequential(encoder(), Merging(), Merging())
 
 
 def trained(
     make: Callable[[], nn.Module], watched: bool, cast: Callable[[], Any] = nullcontext, between: bool = False
 ) -> dict[str, Tensor]:
-    """Weights and random numbers after two steps of two forward passes, audited before or between them."""
+    """Return weights and random numbers after two steps of two passes, audited before or between passes."""
     torch.manual_seed(0)
     model = make().train()
     monitor = rw.RankMonitor(PROBE, every=1)
@@ -152,20 +145,20 @@ def outer() -> torch.autocast:
         (with_passing, nullcontext, True),
     ],
 )
-def test_a_training_is_bit_identical(make: Any, cast: Any, between: bool) -> None:
+def test_training_is_bit_identical_with_a_monitor(make: Any, cast: Any, between: bool) -> None:
     watched, alone = (trained(make, each, cast, between) for each in (True, False))
     assert watched.keys() == alone.keys()
     assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
 def test_an_audit_between_passes_in_autocast_changes_no_more_than_rounding() -> None:
-    """Each pass has casts of its own, whose gradients meet in float32, not in bfloat16."""
+    """Each pass has its own casts, so gradients are added in float32 instead of bfloat16."""
     watched, alone = (trained(encoder, each, outer, between=True) for each in (True, False))
     for name, weight in alone.items():
         torch.testing.assert_close(watched[name], weight, rtol=2**-8, atol=2**-8)
 
 
-def test_an_audit_inside_autocast_leaves_weights_their_gradients() -> None:
+def test_an_audit_in_autocast_does_not_remove_gradients() -> None:
     model = encoder().eval()
     with outer():
         rw.audit(model, [PROBE])
@@ -186,7 +179,7 @@ def test_an_audit_runs_in_the_dtype_of_autocast() -> None:
 
 
 class Caching(nn.Module):
-    """In evaluation mode it fills a buffer that was None, adds one, and drops one."""
+    """In evaluation mode, fills a buffer that was None, adds a buffer and removes a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +196,7 @@ class Caching(nn.Module):
         return self.inner(x)
 
 
-def test_buffers_that_were_none_added_or_dropped_are_as_before() -> None:
+def test_an_audit_restores_filled_added_and_removed_buffers() -> None:
     model = Caching().train()
     names, dropped = list(model.state_dict()), model.dropped
     assert rw.RankMonitor(PROBE).step(model, 0) is not None
@@ -213,26 +206,12 @@ def test_buffers_that_were_none_added_or_dropped_are_as_before() -> None:
     assert model.dropped is dropped
     assert not hasattr(model, "added")
     model.hidden = torch.ones(1)
-    assert "hidden" not in model.state_dict()  # still left out of it
-
-
-def test_a_module_with_a_training_step_alone_is_told_what_to_define() -> None:
-    class Trains(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts, self.inner = nn.ModuleList(), encoder()
-
-        def training_step(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    wanted = r"define `forward`, such as .*return self\.inner\(x\)`, or audit .*`model\.inner`"
-    with pytest.raises(AuditError, match=wanted):
-        rw.RankMonitor(PROBE).step(Trains(), 0)
+    assert "hidden" not in model.state_dict()  # still not persistent
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_casts_of_passes_before_are_not_read(watched: bool) -> None:
-    """Within a block of autocast the first cast of a weight is kept, whatever becomes of the weight."""
+def test_an_audit_ignores_casts_of_earlier_passes(watched: bool) -> None:
+    """A block of autocast keeps the first cast of a weight even if the weight changes."""
 
     def audited(ran: bool) -> list[str]:
         torch.manual_seed(0)
@@ -248,7 +227,7 @@ def test_casts_of_passes_before_are_not_read(watched: bool) -> None:
     assert audited(ran=True) == audited(ran=False) != []
 
 
-def test_weights_are_looked_at_where_a_layer_may_merge_them_and_nowhere_else() -> None:
+def test_only_weights_that_a_layer_may_merge_are_restored() -> None:
     asleep, awake = Merging().eval(), Merging()
     before = [layer.weight.detach().clone() for layer in (asleep, awake)]
     layers, on_meta = nn.ModuleList([asleep, awake]), Merging().to("meta")
@@ -260,7 +239,7 @@ def test_weights_are_looked_at_where_a_layer_may_merge_them_and_nowhere_else() -
 
 
 class Fits(nn.Module):
-    """Its ``train`` fits it to data, and is no switch of modes."""
+    """Its ``train`` fits it to data instead of changing the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +258,7 @@ class Fits(nn.Module):
         return self.inner(x)
 
 
-def test_a_train_that_switches_no_mode_is_not_called() -> None:
+def test_a_train_method_without_a_mode_is_not_called() -> None:
     model = Fits()
     rw.RankMonitor(PROBE).step(model, 0)
     assert model.fitted == 0

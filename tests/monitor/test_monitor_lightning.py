@@ -1,4 +1,4 @@
-"""The monitor inside Lightning, where it is installed; without it, the error says what to install."""
+"""The monitor as a callback of Lightning; if Lightning is missing, an error names the package."""
 
 from importlib.util import find_spec
 
@@ -14,7 +14,7 @@ INSTALLED = find_spec("lightning") is not None or find_spec("pytorch_lightning")
 
 
 @pytest.mark.skipif(INSTALLED, reason="Lightning is installed")
-def test_without_lightning_the_error_says_what_to_install():
+def test_the_error_names_lightning_if_it_is_not_installed():
     with pytest.raises(InputError, match="pip install lightning"):
         rw.RankMonitor(torch.randn(1, 5, 8)).lightning()
 
@@ -49,27 +49,26 @@ def test_lightning_audits_logs_and_stops(tmp_path):
     with pytest.raises(AuditError, match=r"define `forward`.*model\.net"):
         rw.audit(Headless().eval(), [torch.ones(2, 10, 8)])
 
+    def fit(monitor: rw.RankMonitor, model: nn.Module) -> int:
+        trainer = package.Trainer(
+            max_steps=5, accelerator="cpu", default_root_dir=tmp_path, callbacks=[monitor.lightning()],
+            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(torch.randn(10, 10, 8), batch_size=2))
+        return trainer.global_step
+
     monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=2, folder=tmp_path / "rank")
-    trainer = package.Trainer(
-        max_steps=5, accelerator="cpu", default_root_dir=tmp_path, callbacks=[monitor.lightning()],
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(10, 10, 8), batch_size=2))
+    assert fit(monitor, Module()) == 5
     assert monitor.history.steps == [0, 2, 4]
     assert (tmp_path / "rank" / "index.html").is_file()
 
     collapsed = Module()
-    with torch.no_grad():  # every token gets the mean of all, many times over
+    with torch.no_grad():  # every token gets a multiple of the mean
         for layer in collapsed.encoder.layers:
             layer.self_attn.in_proj_weight[:16] = 0
             layer.self_attn.out_proj.weight *= 1000
     before = [weight.clone() for weight in collapsed.parameters()]
     monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=1, stop_on=("COLLAPSE",))
-    trainer = package.Trainer(
-        max_steps=5, accelerator="cpu", default_root_dir=tmp_path, callbacks=[monitor.lightning()],
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, logger=False,
-    )  # fmt: skip
-    trainer.fit(collapsed, torch.utils.data.DataLoader(torch.randn(10, 10, 8), batch_size=2))
+    assert fit(monitor, collapsed) == 0
     assert monitor.stopped_by is not None
-    assert trainer.global_step == 0
     assert all(map(torch.equal, before, collapsed.parameters()))

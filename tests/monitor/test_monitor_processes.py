@@ -1,4 +1,4 @@
-"""Models wrapped for many devices: watched without a trace, and audited as one process audits them."""
+"""Models wrapped for several devices train the same bits with a monitor and have the same audits."""
 
 import json
 import os
@@ -16,8 +16,8 @@ WAYS = ["ddp", "fsdp2", "device_map"]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found, by the way the model was wrapped."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of two processes, by the way the model was wrapped."""
     folder = tmp_path_factory.mktemp("monitored")
     done = subprocess.run(
         [*LAUNCH, str(WORKER), str(folder)],
@@ -28,32 +28,32 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_training_is_the_same_bits_with_and_without_a_monitor(told, way) -> None:
-    for process in told:
+def test_training_is_bit_identical_with_a_monitor(results, way) -> None:
+    for process in results:
         assert process[way]["same_bits"]
         # float32 sums of two halves of a batch, two steps at a learning rate of 1
         assert process[way]["from_alone"] < 1e-5
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_wrapped_model_is_audited_as_the_model_itself(told, way) -> None:
-    alone = told[0]["whole"]
-    for process in told:
+def test_wrapping_does_not_change_the_audit(results, way) -> None:
+    alone = results[0]["whole"]
+    for process in results:
         found = process[way]
         assert len(found["watched"]) == 3
         for audited, expected in zip(found["watched"], alone["watched"], strict=True):
-            # weights of these differ by 1e-5 after training
+            # weights differ by 1e-5 after training
             assert audited == pytest.approx(expected, rel=1e-4)
         for head, expected in zip(found["audit"], alone["audit"], strict=True):
             assert head[0] == expected[0] == "layers.0"
             assert head[1:] == pytest.approx(expected[1:], rel=1e-4)
 
 
-def test_fsdp1_is_refused_with_what_to_do_instead(told) -> None:
-    for process in told:
+def test_fsdp1_is_refused_with_a_fix(results) -> None:
+    for process in results:
         assert "got one wrapped by FSDP1" in process["fsdp1"]["error"]
         assert "Shard it by `torch.distributed.fsdp.fully_shard`" in process["fsdp1"]["error"]
 
 
-def test_all_processes_stop_where_the_first_does(told) -> None:
-    assert [process["stops"] for process in told] == [["NONFINITE", None]] * 2
+def test_the_first_process_decides_to_stop(results) -> None:
+    assert [process["stops"] for process in results] == [["NONFINITE", None]] * 2

@@ -1,4 +1,4 @@
-"""TensorBoard gets the losses of a Trainer and the ranks of its monitor."""
+"""TensorBoard receives the losses of a Trainer and the scalars of its monitor."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The monitor inside Hugging Face's Trainer: logged by it, bit-identical, stopped."""
+"""The monitor as a callback of transformers' Trainer logs, trains the same bits and stops."""
 
 import pytest
 import torch
@@ -11,16 +11,8 @@ pytest.importorskip("accelerate")
 
 def bert() -> BertForMaskedLM:
     torch.manual_seed(0)
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=40,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=32,
-        )
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(vocab_size=40, max_position_embeddings=32, **sizes))
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:
@@ -31,16 +23,9 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
 
 def trainer_of(model: BertForMaskedLM, folder: str) -> Trainer:
     settings = TrainingArguments(
-        folder,
-        max_steps=5,
-        per_device_train_batch_size=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_steps=1,
-        weight_decay=0.1,
-    )
+        folder, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", logging_steps=1, weight_decay=0.1,
+    )  # fmt: skip
     return Trainer(model, settings, train_dataset=rows(10))
 
 
@@ -48,7 +33,7 @@ def probe() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.stack([row["input_ids"] for row in rows(2)])}
 
 
-def test_trainer_logs_its_scalars_and_trains_the_same_bits(tmp_path):
+def test_the_trainer_logs_scalars_and_trains_the_same_bits(tmp_path):
     alone = trainer_of(bert(), str(tmp_path))
     alone.train()
     watched = trainer_of(bert(), str(tmp_path))
@@ -69,9 +54,9 @@ def test_trainer_logs_its_scalars_and_trains_the_same_bits(tmp_path):
     assert (tmp_path / "rank" / "index.html").is_file()
 
 
-def test_trainer_stops_where_a_finding_says_so(tmp_path):
+def test_the_trainer_stops_on_a_finding(tmp_path):
     model = bert()
-    with torch.no_grad():  # every token gets the mean of all, many times over
+    with torch.no_grad():  # every token gets a multiple of the mean
         for name, weight in model.named_parameters():
             if "attention.self.query" in name:
                 weight.zero_()
@@ -84,11 +69,11 @@ def test_trainer_stops_where_a_finding_says_so(tmp_path):
     trainer.train()
     assert monitor.stopped_by is not None
     assert monitor.history.steps[0] == 0
-    assert trainer.state.global_step == 1, "the trainer asks whether to stop at the end of a step"
+    assert trainer.state.global_step == 1, "the trainer stops at the end of a step"
     assert all(map(torch.equal, before, model.parameters())), "a step was taken after the stop"
 
 
-def test_a_trainer_that_is_given_the_monitor_itself_is_told_what_to_be_given(tmp_path):
+def test_a_monitor_passed_as_a_callback_names_the_right_calls(tmp_path):
     monitor = rw.RankMonitor(probe())
     with pytest.raises(AttributeError, match=r"monitor.attach\(trainer\).*monitor.lightning\(\)"):
         Trainer(model=bert(), args=TrainingArguments(str(tmp_path), report_to="none"), callbacks=[monitor])
