@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from experiments.zoo.transformers import FAMILIES
-from experiments.zoo.transformers import BERT, hugging_face, nano_gpt
+from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, nano_gpt
 from tests.support.untouched import untouched
 from torch import nn
 
