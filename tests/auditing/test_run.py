@@ -238,7 +238,7 @@ def test_a_model_of_one_head_reads_one_token() -> None:
 
 
 def test_notes_name_compilation_and_dropout() -> None:
-    for model, note in ((torch.compile(bert()), "uncompiled"), (bert().train(), "dropout was on")):
+    for model, note in ((torch.compile(bert()), "uncompiled"), (bert().train(), "dropout was active")):
         audit = rw.audit(model, [token_ids()])
         assert len(audit.heads) == 12
         assert any(note in one for one in audit.provenance.notes)

@@ -181,7 +181,7 @@ def test_the_operator_reproduces_rwkv():
 def test_a_step_of_rwkv_from_a_state_is_not_captured():
     made, given = rwkv(), {"input_ids": torch.randint(5, 60, (2, 12))}
     state = made(**given, use_cache=True).state
-    refused = pytest.raises(rw.RankwiseError, match="it went on from a cache that holds earlier tokens")
+    refused = pytest.raises(rw.RankwiseError, match="it continued from a cache that holds earlier tokens")
     with refused, rw.capture(made):
         made(input_ids=given["input_ids"][:, :1], state=state, use_cache=True)
 

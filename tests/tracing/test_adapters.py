@@ -140,7 +140,7 @@ def test_a_prefill_is_captured_and_a_step_from_a_cache_is_not(name):
     key = "cache_params" if "cache_params" in output else "past_key_values"
     cache = given.get("past_key_values", output.get(key))
     step = {"input_ids": torch.tensor([[3], [4]]), "use_cache": True, key: cache}
-    reason = "it went on from a cache that holds earlier tokens"
+    reason = "it continued from a cache that holds earlier tokens"
     if "softmax" in STATE_SPACE[name].kinds:
         trace, _ = captured(model, step)
         assert not mixers_without_softmax(trace)
@@ -248,11 +248,11 @@ def test_an_audit_from_end_to_end(name):
     ("model_type", "what"),
     [
         ("mra", "multi-resolution attention: scores are exact in a few blocks"),
-        ("deformable_detr", "deformable attention: each query reads its values at a few places"),
+        ("deformable_detr", "deformable attention: each query reads interpolated values"),
         ("reformer", "hashed attention: tokens are sorted by random hashes"),
-        ("yoso", "its weights are chances that hashes"),
+        ("yoso", "its weights are probabilities that hashes"),
         ("xlstm", "the memory of an mLSTM: products of queries and keys that decay"),
-        ("groupvit", "each of its tokens is given to one group alone"),
+        ("groupvit", "each token is assigned to one group"),
     ],
 )
 @torch.no_grad()

@@ -113,8 +113,11 @@ def test_a_site_of_the_caller_replaces_the_method():
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda self, x, scale: torch.eye(3), r"`mixing_operator` gave Tensor \(3, 3\), expected a Mixing"),
-        (lambda self, x, scale: rw.operators.DenseMixing(torch.eye(3)), r"gave DenseMixing \(3, 3\)"),
+        (
+            lambda self, x, scale: torch.eye(3),
+            r"`mixing_operator` returned Tensor \(3, 3\), expected a Mixing",
+        ),
+        (lambda self, x, scale: rw.operators.DenseMixing(torch.eye(3)), r"returned DenseMixing \(3, 3\)"),
         (lambda self, x, scale: {}["gone"], r"its operator could not be read \(KeyError: 'gone'\)"),
         (lambda self, x: None, r"its operator could not be read \(TypeError"),
     ],

@@ -258,7 +258,7 @@ def next_to_attention(part):
     ("part", "reason"),
     [
         (Router, None),
-        (SoftExperts, "5 things that are no tokens"),
+        (SoftExperts, "5 items that are not tokens"),
         (CodeBook, "5 vectors that are weights of the model"),
     ],
 )

@@ -205,7 +205,7 @@ def test_dropout_is_noted_and_not_part_of_the_operator(fuse):
         captured = model(x)
     assert torch.equal(alone, captured)
     (note,) = trace.notes
-    assert "dropout was on in" in note
+    assert "dropout was active in" in note
     assert "call model.eval()" in note
     for site in trace.mixers:
         assert (site.operator.dense().sum(-1) - 1).abs().max() < 1e-5

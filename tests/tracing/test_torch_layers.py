@@ -279,7 +279,7 @@ def test_gradients_flow_through_captured_layers(training):
     assert not any(site.operator.query.requires_grad for site in trace.mixers)
     captured.sum().backward()
     assert model.layers[0].self_attn.in_proj_weight.grad is not None
-    assert ["dropout was on in" in note for note in trace.notes] == [True] * training
+    assert ["dropout was active in" in note for note in trace.notes] == [True] * training
 
 
 def test_an_unbatched_sequence_is_a_batch_of_one():

@@ -320,7 +320,7 @@ REFUSED = {
     **{
         f"a {type(thing).__name__}": (
             partial(rw.capture, thing),
-            rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*`\.model`",
+            rf"expected a torch\.nn\.Module, got {type(thing).__name__}.*pipeline",
         )
         for thing in ("bert-base-uncased", print, None)
     },

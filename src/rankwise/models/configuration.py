@@ -36,8 +36,8 @@ class ToSTConfig(PreTrainedConfig):
 
     The defaults describe a language model of the released base size, but without LayerScale. The function
     `rankwise.models.preset` returns the released configurations. ``mixer_options`` sets mixer arguments
-    that are not fields, as in ``{"tssa": {"conv_tokens": 4, "features": 16}}``. TSSA stands for token
-    statistics self-attention.
+    that are not fields, as in ``{"tssa": {"conv_tokens": 4, "features": 16}}``. TSSA is token statistics
+    self-attention.
 
     Source: Wu et al., "Token Statistics Transformer: Linear-Time Attention via Variational Rate Reduction",
     and the released code. The fields for norm, skip and gate are options of this package only.
@@ -51,7 +51,7 @@ class ToSTConfig(PreTrainedConfig):
         intermediate_size: width of the feed-forward part; 4 D by default, 0 for no feed-forward part.
         hidden_act: activation of the feed-forward part, as named in transformers.
         max_position_embeddings: largest number of tokens, if positions or a position bias are learned.
-        layer_types: mixer of each layer, by its name in `rankwise.models.MIXERS`. One name applies to all
+        layer_types: mixer of each layer, a name in `rankwise.models.MIXERS`. One name applies to all
             layers; ``tssa`` by default.
         mixer_options: additional arguments of mixers, by mixer name.
         causal: True if each token reads only itself and earlier tokens.
@@ -72,7 +72,7 @@ class ToSTConfig(PreTrainedConfig):
             ``channel`` and layer, or learned and ``shared`` by all layers; ``none`` for no skip connection.
         skip_init: value of a fixed λ, or initial value of a learned λ.
         gate: True to multiply the mixer's output by SiLU of a linear map of the mixer's input.
-        dropout: dropout rate of the embeddings, and of the output of each mixer and feed-forward part.
+        dropout: dropout rate after the embeddings, each mixer and each feed-forward part.
         initializer_range: standard deviation of initial weights.
         use_cache: True to return the decoding state in evaluation mode.
         pooling: vector that a sequence classifier reads: ``last`` (state of the last real token) or ``mean``

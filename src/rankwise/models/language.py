@@ -101,7 +101,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 "`past_key_values`",
                 expected="None",
                 got=f"a {type(past).__name__}",
-                fix="A model with causal=False reads a text as a whole: leave it out.",
+                fix="A model with causal=False reads all tokens of a text in one call: leave the cache out.",
             )
         if past is None:
             if use_cache is None:
@@ -176,7 +176,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
                 "`cache_implementation`",
                 expected="None",
                 got=repr(generation_config.cache_implementation),
-                fix="The model creates its own MixerCache: leave it out.",
+                fix="The model creates its own MixerCache: leave the argument out.",
             )
         super()._prepare_cache_for_generation(generation_config, *others)
 

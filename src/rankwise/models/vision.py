@@ -91,8 +91,9 @@ class FourierPositions(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Softmax attention in which only the first token (class token) has a query; O(T D) time for T tokens.
+    """Softmax attention in which only the first token (class token) reads the T tokens.
 
+    Cost: O(T D) time in addition to the projections of all tokens.
     Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 3.
     """
 

@@ -96,7 +96,7 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
-        """By stack of inner modules: True if they are the blocks, False if the module around them is one."""
+        """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
         self._barren: set[str] = set()
         """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
@@ -291,9 +291,9 @@ class BlockFinder:
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
     """Return a rank for each module name that may be a block; lower ranks take precedence.
 
-    Rank 0: items of a list that holds several modules of their class, or one module; also names that match
-    the user's pattern. Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: items of a
-    list of mixed classes, such as the alternating layers of a hybrid model.
+    Rank 0: items of a list with another item of the same class, or of a list with one item; also names that
+    match the user's pattern. Rank 1: numbered attributes of one class (``block1``, ``block2``). Rank 2: other
+    items of a list, such as one layer of another class in a hybrid model.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if pattern is not None:

@@ -127,7 +127,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if self._entered_once:
             raise CaptureError(
                 "`capture`", expected="one `with` block for each", got="a capture that was started before",
-                fix="Make a new one: `with rw.capture(model) as trace: ...`; captures may be nested.",
+                fix="Start a new capture: `with rw.capture(model) as trace: ...`; captures may be nested.",
             )  # fmt: skip
         self._entered_once = True
         self._trace.notes.extend(model_checks.training_notes(self._model))
@@ -298,7 +298,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return any(call.name in self._sites for call in self._calls.running)
 
     def _mode_ignores(self) -> bool:
-        """Return True outside of the model, and in calls that an adapter or ``sites=`` reads as a whole."""
+        """Return True outside of the model, and in calls that an adapter or a ``sites=`` function reads."""
         return not self._calls.running or self._named_by_hand() or self._reader.inside
 
     def _note(self, note: str) -> None:

@@ -314,7 +314,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         return None
     named = [len(mine.replace("...", "")) for mine in letters]
-    # Number of axes that "..." stands for in each operand.
+    # Number of axes that "..." replaces in each operand.
     hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]
     free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden)]
     first, second = (

@@ -22,7 +22,7 @@ class HeadOutputs:
     """
 
     call_id: CallId
-    """Address of the mixer call, as in its `MixerSite`; in nested PyTorch layers, of the outermost layer."""
+    """Address of the mixer call, equal to ``call_id`` of its `MixerSite`."""
     values: Float[Tensor, "B H T V"]
     valid_tokens: Bool[Tensor, "B T"]
     """True for real tokens, False for padding."""
@@ -79,7 +79,7 @@ class Substitution:
             return
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
-        # Heads are replaced where they are concatenated: in the input of the mixer's output projection.
+        # Heads are replaced in the input of the mixer's output projection, which holds all heads.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
         at = None if mixer is None else _joined_at(mixer)
         if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):

@@ -25,8 +25,8 @@ from rankwise.tracing.head_id import CallId
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
 from rankwise.tracing.trace import MixerSite
 
-ROUTER = "a softmax weighs several values for each token by itself, as a router does"
-STREAMS = "a softmax mixes several vectors of each token by itself, as hyper-connections do"
+ROUTER = "a softmax weighs several values within each token, as a router does"
+STREAMS = "a softmax mixes several vectors within each token, as hyper-connections do"
 WITHIN_TOKENS = (ROUTER, STREAMS)
 """Reasons why a product mixes nothing across tokens; such products are not reported to the user."""
 CROSS_ARGUMENTS = (
@@ -121,13 +121,13 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     if not mixed.compared and _streams_of_each_token(matrix, calls):
         return STREAMS
     if mixed.values_learned:
-        return f"a softmax gives weights to {sources} vectors that are weights of the model, not tokens"
+        return f"a softmax weighs {sources} vectors that are weights of the model, not tokens"
     if not mixed.compared and mixed.values_compared:
-        return "a softmax of queries alone meets a product of keys and values, as linear attention does"
+        return "a softmax of queries alone multiplies a product of keys and values, as in linear attention"
     if tokens == sources and _are_channels(mixed, calls):
         return f"a softmax mixes {sources} channels, not tokens"
     if not mixed.compared and sources not in _lengths(calls):
-        return f"a softmax gives weights to {sources} things that are no tokens of an input"
+        return f"a softmax weighs {sources} items that are not tokens of an input"
     return None
 
 
@@ -145,7 +145,8 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Return True if the columns of a matrix are channels: columns times heads equal the width of an input.
 
-    False if value width times heads equals such a width too, or if the matrix has one row per input token.
+    The columns are tokens if the width of the values times heads also equals an input's width, or if the
+    matrix has one row per input token.
     """
     if _for_each_token(mixed.matrix, calls):
         return False
@@ -251,15 +252,15 @@ def valid_positions(
     """
     batch, _, tokens, sources = operator.shape
     columns = find_token_mask(calls, OTHER_MASK if cross else OWN_MASK, batch, sources)
-    told = columns is not None
-    if not told and operator.may_hide_columns:
+    given = columns is not None
+    if not given and operator.may_hide_columns:
         columns = operator.support().any(-2).any(-2)
     if cross:
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
-    elif tokens == sources and (told or not _has_second_stream(calls[-1])):
+    elif tokens == sources and (given or not _has_second_stream(calls[-1])):
         rows = columns
     elif tokens == sources:
-        # The keys may come from the second stream, so it is unknown which rows are padding.
+        # Keys of the second stream do not show which rows are padding.
         rows = None
     else:
         # With a cache, the rows are the last tokens of the mask.
@@ -286,7 +287,7 @@ def find_token_mask(
         value = calls[at].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
             fits = value.shape[1] >= at_least if at_least else value.shape[1] == length
-            if fits and _speaks_of_tokens(value):
+            if fits and _is_token_mask(value):
                 return value[:, -at_least:].bool() if at_least else value.bool()
         if decodes or (value is None and not past_none):
             return None
@@ -300,7 +301,7 @@ def _runs_decoder(calls: Sequence[ModuleCall], at: int) -> bool:
     return "decoder" in calls[at + 1].name.rpartition(".")[2]
 
 
-def _speaks_of_tokens(mask: Tensor) -> bool:
+def _is_token_mask(mask: Tensor) -> bool:
     """Return True for a 0/1 mask with at least one 1 per sequence; False for an additive bias."""
     return not mask.is_meta and bool(((mask == 0) | (mask == 1)).all() and (mask == 1).any(1).all())
 

@@ -18,18 +18,18 @@ from rankwise.tracing.module_calls import ModuleCalls, holds
 from rankwise.tracing.trace import Trace
 
 NO_STATES = (
-    "no token states were found: no item of a list of modules mixes and gives back (B, T, D) states of the "
-    "shape it read; name the residual blocks in `blocks=` if there are any"
+    "no token states were found: no item of a list of modules mixes tokens and returns (B, T, D) states of "
+    "the shape of its input; name the residual blocks in `blocks=` if there are any"
 )
 OTHER_THREAD = (
     "the model was also called in another thread, which did not enter `capture`; those calls were not "
-    "looked at"
+    "recorded"
 )
 
 
 def check_capturable(model: nn.Module) -> None:
     """Raise `CaptureError` if a model is not a module, or is compiled, scripted or split over processes."""
-    fix = "Pass the model itself; of a pipeline, its `.model`."
+    fix = "Pass the model itself; if it is in a pipeline, pass `pipeline.model`."
     model = instance_of("`capture`", model, nn.Module, "a torch.nn.Module", fix=fix, error=CaptureError)
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
@@ -74,7 +74,7 @@ def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool)
             subject,
             expected="at least one call that ends without an error",
             got="mixers only in calls that raised",
-            fix="Let the error out of the model, or fix its cause.",
+            fix="Do not catch the error inside the model, or fix its cause.",
         )
     if not calls.called and calls.in_other_thread:
         return CaptureError(
@@ -142,12 +142,12 @@ def training_notes(model: nn.Module) -> list[str]:
 def dropout_note(where: str) -> str:
     """Return the text of the note that dropout is active; ``where`` says in which modules."""
     return (
-        f"dropout was on in {where}: operators are shown as they are before it, token states "
-        "as they are after it, so two runs differ; call model.eval() for repeatable numbers"
+        f"dropout was active in {where}: operators are recorded before it and token states after it, so two "
+        "runs differ; call model.eval() for repeatable numbers"
     )
 
 
-SHARD = "it works on sharded tensors (DTensor), of which this process holds a part"
+SHARD = "it works on sharded tensors (DTensor), and this process holds only a part of them"
 
 
 def check_whole(model: nn.Module) -> None:
@@ -164,9 +164,9 @@ def check_whole(model: nn.Module) -> None:
         f"model {type(model).__name__}",
         expected="a model whose layers are whole in each process when they run",
         got=f"layers split over processes by a tensor or pipeline parallel plan: {parts}",
-        fix="A process would report the heads or layers that it holds as all there are. Load the model "
-        "without `tp_plan`, `distributed_config` or `parallelize_module`: on one device, with `device_map=` "
-        "where whole layers lie on several, or under FSDP (`fully_shard`) or DDP.",
+        fix="A process would report the heads or layers that it holds as if they were all. Load the model "
+        "without `tp_plan`, `distributed_config` or `parallelize_module`: on one device, with whole layers "
+        "on several devices (`device_map=`), or under FSDP (`fully_shard`) or DDP.",
     )
 
 
@@ -247,7 +247,7 @@ def sharded_again(model: Any) -> Iterator[None]:
         raise CaptureError(
             f"model {type(model).__name__}",
             expected="a model sharded by FSDP2, if it is sharded",
-            got="one wrapped by FSDP1, which may go on to train with the weights gathered for the audit",
+            got="a model wrapped by FSDP1, which may continue to train with weights gathered for the audit",
             fix="Shard it by `torch.distributed.fsdp.fully_shard` (accelerate: `fsdp_version: 2`), or audit "
             "its saved checkpoints.",
         )

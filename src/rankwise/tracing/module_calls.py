@@ -79,7 +79,7 @@ class ModuleCall:
         return first_tokens(self.tensors, axes=2) if self.tokens is None else self.tokens
 
     def argument(self, name: str) -> Any:
-        """Return an argument by its name in ``forward``; `ABSENT` if the call has no such argument."""
+        """Return the argument called ``name`` in ``forward``; `ABSENT` if the call has no such argument."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = parameter_names(self.module)
@@ -265,7 +265,7 @@ def same(known: Tensor | None, tensor: Tensor) -> bool:
         return False
     try:
         return known.data_ptr() == tensor.data_ptr() and known.stride() == tensor.stride()
-    except RuntimeError:  # sparse tensors and tensors inside torch.vmap have no memory of their own
+    except RuntimeError:  # sparse tensors, and tensors inside torch.vmap, have no data pointer
         return False
 
 

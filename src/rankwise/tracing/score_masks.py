@@ -69,8 +69,8 @@ class Masks:
     """Record of the scores that a model hides between Q Kᵀ and the softmax.
 
     A score is hidden only by an operation: a fill with a very negative number, or an added bias that is not a
-    product of activations. A very negative score alone does not count, because sharp attention has such
-    scores too.
+    product of activations. A score that is very negative without such an operation is not hidden, because
+    sharp attention has such scores too.
     """
 
     def __init__(self) -> None:
@@ -119,10 +119,10 @@ class Masks:
 def hidden_by(bias: Tensor) -> Tensor:
     """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
 
-    An entry of at most −9000 hides its score. An entry also hides its score if it is more than 87.3 below the
-    largest entry of its row and a gap of 43.7 separates such entries from the others. Thus −100 in shifted
-    windows hides scores, but the evenly decreasing bias of ALiBi does not. The second rule never hides a
-    column from every row, because such a column would count as padding.
+    Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
+    87.3 below the largest entry of its row (`NO_WEIGHT`), and a gap of more than half of this separates such
+    entries from the others. Thus −100 in shifted windows hides scores, but the evenly decreasing bias of
+    ALiBi does not. Rule 2 never hides a column from every row, because the column would count as padding.
     """
     bias = bias.detach()
     bias = bias[None] if bias.dim() < 2 else bias

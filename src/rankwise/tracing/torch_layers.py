@@ -42,7 +42,7 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
         return "its `forward` was replaced on the module itself; name it in `sites=` to capture it"
     attention = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
     if any(parameter.is_meta for parameter in attention.parameters()):
-        return "its weights are offloaded and gone when it has run; capture it with the weights on a device"
+        return "its weights are offloaded again once it has run; capture it with all weights on a device"
     if isinstance(module, nn.TransformerEncoderLayer) and called_inside:
         return "it left PyTorch's fast path for an attention of its own; name that in `sites=` to capture it"
     return None
@@ -90,9 +90,9 @@ def attention_by_heads(
 ) -> Any:
     """Run `multi_head_attention_forward` and replace its head outputs (B, H, T, V) by ``change(heads)``.
 
-    The function includes the output projection. So it runs with the identity as projection, which keeps every
-    finite number, and the model's own projection is applied after the replacement. If ``change`` returns
-    None, the heads are kept.
+    The function includes the output projection. It therefore runs with the identity as projection, which
+    keeps every finite number, and the model's own projection is applied after the replacement. If ``change``
+    returns None, the heads are kept.
     """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     weight, bias, heads = given["out_proj_weight"], given["out_proj_bias"], given["num_heads"]

@@ -19,7 +19,7 @@ class MixerSite:
     name: str
     """Name of the module, such as ``encoder.layer.0.attention.self``."""
     layer: int
-    """Index of the block in the stack, from 0; the block reads state ``layer``, writes ``layer + 1``."""
+    """Index of the block in the stack, from 0; it reads state ``layer`` and writes state ``layer + 1``."""
     kind: str
     """Kind of operator, such as softmax, semiseparable, selective, toeplitz, linear or diagonal."""
     operator: MixingOperator

@@ -35,28 +35,28 @@ WITHOUT_OPERATOR = {
 """By pattern of class names, the reason why the operator of such layers is not captured."""
 NO_OPERATOR = {
     "DeformableAttention$": (
-        "deformable attention: each query reads its values at a few places between them, which it chooses "
-        "and weighs from itself alone; no adapter forms the matrix of these interpolations"
+        "deformable attention: each query reads interpolated values at a few places, which are computed from "
+        "the query alone; no adapter forms the matrix of these interpolations"
     ),
     "^MraSelfAttention$": (
-        "multi-resolution attention: scores are exact in a few blocks and one number in each of the others; "
-        "no adapter forms the matrix of both"
+        "multi-resolution attention: scores are exact in a few blocks, and constant within each other block; "
+        "no adapter forms this matrix"
     ),
     "^LSHSelfAttention$": (
         "hashed attention: tokens are sorted by random hashes, attend within chunks, and rounds of hashes "
         "are averaged; no adapter forms the matrix of all rounds"
     ),
     "^YosoSelfAttention$": (
-        "its weights are chances that hashes of queries and keys collide, and its rows are brought to norm 1 "
-        "after the values are weighed; no adapter forms its matrix"
+        "its weights are probabilities that hashes of queries and keys collide, and its output rows are "
+        "scaled to norm 1; no adapter forms its matrix"
     ),
     "^xLSTMBackend$": (
-        "the memory of an mLSTM: products of queries and keys that decay, each row divided by its sum where "
-        "that is large enough; no adapter forms its matrix"
+        "the memory of an mLSTM: products of queries and keys that decay, with each row divided by its sum "
+        "if the sum is large enough; no adapter forms its matrix"
     ),
     "^GroupViTAssignAttention$": (
-        "each of its tokens is given to one group alone, and a group is the mean of its tokens; no adapter "
-        "forms the matrix of this choice"
+        "each token is assigned to one group, and a group is the mean of its tokens; no adapter forms the "
+        "matrix of this assignment"
     ),
 }
 """By pattern of transformers class names, the reason why the token mixing of such layers is not read."""
@@ -191,8 +191,8 @@ def _reason(
     does = [what for other, what in others.items() if holds(name, other)]
     if does:
         return (
-            f"{' and '.join(dict.fromkeys(does))} was seen in it, of which capture makes no operator; "
-            "name it in `sites=` with a function of your own to capture it, or write an adapter "
+            f"{' and '.join(dict.fromkeys(does))} was seen in it, which capture does not turn into an "
+            "operator; name it in `sites=` with a function of your own to capture it, or write an adapter "
             "(CONTRIBUTING.md)"
         )
     return (

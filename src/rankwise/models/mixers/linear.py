@@ -87,8 +87,7 @@ def _with_state(
     """Return queries, keys and values with one source token prepended per feature of the decoding state.
 
     If z_n is the sum of feature n over earlier keys k, the source for feature n has the key z_n e_n (e_n:
-    unit vector) and the value Σ k_n v / z_n. So it adds to every query exactly what the earlier tokens would
-    add.
+    unit vector) and the value Σ k_n v / z_n. Its product with any query equals the sum over earlier tokens.
     """
     summed, weight = state
     seen = weight[..., None] > 0

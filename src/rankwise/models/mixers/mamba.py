@@ -78,7 +78,7 @@ class Mamba(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set rates a to 1 … N, and draw steps Δ at random from [0.001, 0.1], as in the released code."""
+        """Set rates a to 1 … N, and draw steps Δ log-uniformly from [0.001, 0.1], as in the released code."""
         rates = torch.arange(1, self.state_dim + 1, dtype=self.log_rate.dtype, device=self.log_rate.device)
         init.copy_(self.log_rate, rates.log().expand_as(self.log_rate))
         init.uniform_(self.step_proj.weight, -(self.step_rank**-0.5), self.step_rank**-0.5)

@@ -61,7 +61,7 @@ class S4D(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set a_n to −1/2 + iπn; draw steps Δ at random from [0.001, 0.1], and c from a Gaussian."""
+        """Set a_n to −1/2 + iπn; draw steps Δ log-uniformly from [0.001, 0.1], and c from a Gaussian."""
         init.uniform_(self.log_step, *(math.log(step) for step in STEPS))
         init.constant_(self.log_rate, math.log(0.5))
         turns = torch.arange(self.state_dim, dtype=self.frequency.dtype, device=self.frequency.device)

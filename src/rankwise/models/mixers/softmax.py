@@ -16,7 +16,9 @@ class SoftmaxAttention(Mixer):
 
     The mixing matrix is M = softmax(Q Kᵀ / √K_qk), with query width K_qk, and 0 at masked entries. A masked
     token reads itself, so that no row is empty.
-    Cost: O(T S) time and O(T) memory, by fused attention. The state grows with the number of tokens.
+    Cost: O(T S) time per channel for S source tokens. Memory is O(S) per channel in a first call without
+    masked tokens, if PyTorch has a fused kernel for these widths; otherwise it is O(T S) per head. The state
+    grows with the number of tokens.
 
     Args:
         hidden_size: D, the model width.

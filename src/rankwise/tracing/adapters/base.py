@@ -16,13 +16,13 @@ from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, Recor
 from rankwise.tracing.uncaptured import Sightings, why_no_operator
 
 FUSED = (
-    "a fused kernel ran in place of its own inside, so that what it mixed with was not seen; call "
-    "model.eval(), or run it without the kernel"
+    "a fused kernel ran in place of its submodules, so its operator is unknown; call model.eval(), or run it "
+    "without the kernel"
 )
-OFFLOADED = "its weights are offloaded and gone when it has run; capture it with the weights on a device"
-PACKED = "it was told that a row holds several sequences (`seq_idx`); pass each sequence as a row of its own"
+OFFLOADED = "its weights are offloaded again once it has run; capture it with all weights on a device"
+PACKED = "a row holds several sequences, as its arguments say; pass each sequence as a separate row"
 CONTINUED = (
-    "it went on from a cache that holds earlier tokens, which are no columns of its operator; capture the "
+    "it continued from a cache that holds earlier tokens, which are not columns of its operator; capture the "
     "whole sequence in one call"
 )
 
@@ -152,7 +152,7 @@ class ProtocolAdapter(Adapter):
             shape = getattr(operator, "shape", None)
             given = type(operator).__name__ if shape is None else f"{type(operator).__name__} {tuple(shape)}"
             raise NotExactError(
-                f"its `mixing_operator` gave {given}, expected a MixingOperator of shape (B, H, T, S)"
+                f"its `mixing_operator` returned {given}, expected a MixingOperator of shape (B, H, T, S)"
             )
         applied = projected = None
         if values and callable(getattr(module, "mixing_values", None)):
