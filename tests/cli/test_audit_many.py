@@ -3,11 +3,13 @@
 import csv
 import errno
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.nets import NETS
 from torch import nn
 from typer.testing import CliRunner, Result
 
@@ -115,9 +117,7 @@ def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
     assert (again.exit_code, "kept 2" in again.output) == (3, True)
 
 
-def test_ctrl_c_keeps_finished_audits_and_their_history(
-    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_finished_audits_and_their_history(run, home, monkeypatch) -> None:
     load, calls = audit_job.load_model, iter(range(9))
 
     def interrupted(*arguments: object, **options: object) -> object:
@@ -162,9 +162,7 @@ def test_two_audits_are_compared_with_a_page(audited: Result, run: Run, home: Pa
         (["audits/checkpoint-90", "text.txt"], "expected JSON"),
     ],
 )
-def test_wrong_arguments_of_a_comparison_are_refused(
-    audited: Result, run: Run, home: Path, arguments: list[str], says: str
-) -> None:
+def test_wrong_arguments_of_a_comparison_are_refused(audited, run, home, arguments, says) -> None:
     before = set(home.iterdir())
     result = run("compare", *arguments)
     assert isinstance(result.exception, RankwiseError)
@@ -172,56 +170,15 @@ def test_wrong_arguments_of_a_comparison_are_refused(
     assert set(home.iterdir()) == before
 
 
-FACTORY = """
-import sys
-from pathlib import Path
-import torch
-from torch import nn
-
-HERE = Path(__file__).parent
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    torch.manual_seed(seed + 1)
-    return layer, [torch.randn(2, 9, 8)]
-
-def build():
-    (HERE / "built").open("a").write("x")
-    return model()
-
-def fails():
-    if not (HERE / "repaired").exists():
-        raise OSError("no weights")
-    return model(1)
-
-def ends(how):
-    layer, batches = model()
-
-    def read():
-        yield from batches
-        if not (HERE / "repaired").exists():
-            raise how
-    return layer, read()
-
-def interrupted():
-    return ends(KeyboardInterrupt)
-
-def leaves():
-    return ends(SystemExit("no license"))
-"""
-
-
 @pytest.fixture
-def factory(tmp_path: Path) -> str:
-    path = tmp_path / "net.py"
-    path.write_text(FACTORY, encoding="utf-8")
-    return str(path)
+def net(tmp_path: Path) -> Path:
+    """Return a copy of the factories, which tests can change."""
+    return Path(shutil.copy(NETS, tmp_path / "net.py"))
 
 
-def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(factory: str, tmp_path: Path) -> None:
+def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(net: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["audit", f"{factory}:build", f"{factory}:fails", "--out", str(out), "--resume"]
+    words = ["audit", f"{net}:counted", f"{net}:fails", "--out", str(out), "--resume"]
 
     def resumed(*options: str, status: int = 0) -> str:
         done = CliRunner().invoke(app, [*words, *options])
@@ -233,31 +190,29 @@ def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(factory: 
     (tmp_path / "repaired").touch()
     assert "audited 1, kept 1, failed 0" in resumed()
     assert (tmp_path / "built").read_text() == "x"
-    (out / "net.py-build").rename(out / "another name")
+    (out / "net.py-counted").rename(out / "another name")
     assert "audited 0, kept 2, failed 0" in resumed()
     assert len(History.load(out)) == 2
-    with Path(factory).open("a", encoding="utf-8") as code:
+    with net.open("a", encoding="utf-8") as code:
         code.write("# other weights")
     said = resumed()
     assert "the audit in another name is not kept: model changed since" in said
     assert "audited 2, kept 0" in said
     path = out / "net.py-fails" / "audit.json"
     Audit.load(path).model_copy(update={"complete": False}).save(path)
-    (out / "net.py-build" / "audit.json").write_text("{")
+    (out / "net.py-counted" / "audit.json").write_text("{")
     said = resumed()
     assert "the audit in net.py-fails is not kept: it is incomplete" in said
-    assert "net.py-build is not kept: " in said
+    assert "net.py-counted is not kept: " in said
     assert "audited 2, kept 0" in said
     assert "is not kept: its command is `rankwise audit" in (said := resumed("--baseline"))
     assert "audited 2, kept 0" in said
 
 
-@pytest.mark.parametrize("options", [["--resume"], ["--ray", "local"], ["again.py:build"]])
-def test_the_audit_of_one_model_is_not_replaced_by_a_history(
-    factory: str, tmp_path: Path, options: list[str]
-) -> None:
+@pytest.mark.parametrize("options", [["--resume"], ["--ray", "local"], ["again.py:counted"]])
+def test_the_audit_of_one_model_is_not_replaced_by_a_history(net, tmp_path, options) -> None:
     out = tmp_path / "out"
-    words = ["audit", f"{factory}:build", "--out", str(out)]
+    words = ["audit", f"{net}:counted", "--out", str(out)]
     assert CliRunner().invoke(app, words).exit_code == 0
     page = (out / "index.html").read_text()
     refused = CliRunner().invoke(app, [*words, *options])
@@ -266,9 +221,9 @@ def test_the_audit_of_one_model_is_not_replaced_by_a_history(
     assert (tmp_path / "built").read_text() == "x"
 
 
-def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(factory: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(net: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ["audit", f"{factory}:interrupted", f"{factory}:build", "--out", str(out)]
+    words = ["audit", f"{net}:interrupted", f"{net}:counted", "--out", str(out)]
     done = CliRunner().invoke(app, words)
     assert (done.exit_code, "`--resume`" in done.output) == (130, True), done.output
     assert not out.exists()
@@ -278,23 +233,14 @@ def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(factory: str, tmp_pat
 
 
 def test_the_part_before_a_failure_is_written_and_audited_again(tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    torch.manual_seed(0)\n"
-        "    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
-        "    torch.nn.init.constant_(layer.linear1.weight, float('nan'))\n"
-        "    return layer, [torch.randn(2, 9, 8)]\n"
-    )
     for _ in range(2):  # the second call finds the incomplete audit of the first
         options = ["--importance", "exact", "--resume", "--out", str(tmp_path / "out")]
-        result = CliRunner().invoke(app, ["audit", f"{path}:build", *options])
+        result = CliRunner().invoke(app, ["audit", f"{NETS}:nan", *options])
         assert isinstance(result.exception, RankwiseError)
-        audit = Audit.load(tmp_path / "out" / "broken.py-build")
+        audit = Audit.load(tmp_path / "out" / "nets.py-nan")
         assert len(audit.heads) == 2
         assert not audit.complete
-        assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["broken.py-build"]
+        assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["nets.py-nan"]
 
 
 def test_one_model_named_in_two_ways_is_audited_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +249,8 @@ def test_one_model_named_in_two_ways_is_audited_once(home: Path, monkeypatch: py
     assert job.model == str(home / "run" / "checkpoint-90")
 
 
-def test_a_factory_that_leaves_fails_its_job_alone(factory: str) -> None:
-    jobs = jobs_of(AuditJob(model=""), [f"{factory}:leaves", f"{factory}:build"])
+def test_a_factory_that_leaves_fails_its_job_alone(net: Path) -> None:
+    jobs = jobs_of(AuditJob(model=""), [f"{net}:leaves", f"{net}:counted"])
     (_, failed), (_, audit) = run_here(jobs)
     assert "SystemExit: no license. Try `rankwise audit" in str(failed)
     assert isinstance(audit, Audit)
@@ -326,9 +272,7 @@ def fake_runner(
     return run
 
 
-def test_adding_models_moves_no_audit_and_replaces_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adding_models_moves_no_audit_and_replaces_none(tmp_path, capsys) -> None:
     def resumed(*models: str) -> list[str]:
         jobs = jobs_of(AuditJob(model=""), models)
         audits, error = audit_many(jobs, tmp_path, fake_runner(), resume=True)
@@ -434,8 +378,6 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--cpus", "1"], "--cpus 1: expected --ray next to it"),
         (["--gpus", "0.5"], "--gpus 0.5: expected --ray next to it"),
         (["--ray", "local", "--gpus", "1"], "--gpus 1: expected audits that use .*, got --device cpu"),
-        (["--merge", "--ray"], "--merge: expected saved audits and --out, .*got --ray"),
-        (["--merge", "--resume"], "--merge: expected saved audits and --out, .*got --resume"),
         (["--resume", "--delta", "-1"], "delta"),
         (["--resume", "--matrices", "3;7"], "flagged"),
         (["--resume", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
@@ -444,9 +386,7 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
         (["--ray", "--dataset", "a:b:c:d"], "--dataset 'a:b:c:d'"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(
-    options: list[str], says: str, tmp_path: Path
-) -> None:
+def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_path) -> None:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["audit", "a", "b", *options, "--out", str(out)])
     assert isinstance(done.exception, InputError)

@@ -83,9 +83,7 @@ def test_a_text_of_one_token_is_refused_without_advice_to_cut_it(tmp_path: Path)
         ("r.jsonl", '{"text": "a\u2028b\x85c"}\n'.encode(), ["a\u2028b\x85c"]),  # no end of a line in JSON
     ],
 )
-def test_rows_come_in_order_without_blank_lines(
-    name: str, content: bytes, texts: list[str], tmp_path: Path
-) -> None:
+def test_rows_come_in_order_without_blank_lines(name, content, texts, tmp_path) -> None:
     assert load_text(write(tmp_path, content, name)) == texts
 
 

@@ -118,9 +118,7 @@ def test_an_unreadable_picture_is_named(damage, tmp_path: Path) -> None:
         next(batches)
 
 
-def test_pictures_without_a_white_or_too_large_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_without_a_white_or_too_large_are_refused(tmp_path, monkeypatch) -> None:
     Image.fromarray(np.ones((2, 2), dtype=np.float32)).save(tmp_path / "a.tif")
     with pytest.raises(InputError, match=r"a\.tif.*mode F have no known white"):
         open_image(tmp_path / "a.tif")

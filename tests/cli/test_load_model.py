@@ -148,9 +148,7 @@ def answer_with(monkeypatch: pytest.MonkeyPatch):
     return replace
 
 
-def test_any_status_is_an_answer_and_offline_mode_needs_none(
-    answer_with, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_status_is_an_answer_and_offline_mode_needs_none(answer_with, monkeypatch) -> None:
     for status in (200, 404, 503):
         answer_with(lambda *_, status=status, **__: SimpleNamespace(status_code=status))
         assert hub_reachable()

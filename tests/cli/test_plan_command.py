@@ -9,32 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.support.nets import NETS
 from typer.testing import Result
 
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.cli.plan import model_states
 from rankwise.errors import InputError
 from rankwise.plan import HeadDimPlan
-
-LATENT = """
-from transformers import DeepseekV3Config, DeepseekV3Model
-def build():
-    return DeepseekV3Model(DeepseekV3Config(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, kv_lora_rank=4, q_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2,
-        v_head_dim=4,
-    ))
-"""
-
-WIDTHS_BY_LAYER = """
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-def build():
-    return Gemma4ForCausalLM(Gemma4TextConfig(
-        vocab_size=8, vocab_size_per_layer_input=8, hidden_size=32, hidden_size_per_layer_input=0,
-        intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        global_head_dim=16, layer_types=["sliding_attention", "full_attention"],
-    ))
-"""
 
 Run = Callable[..., Result]
 
@@ -98,9 +79,7 @@ def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--mask", "causall"), ("--trials", 1), ("--kv-heads", 0)])
-def test_wrong_arguments_are_refused_before_the_model_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, wrong: tuple[object, ...]
-) -> None:
+def test_wrong_arguments_are_refused_before_the_model_is_loaded(run, monkeypatch, wrong) -> None:
     def load(*_: object, **__: object) -> None:
         pytest.fail("the model was loaded")
 
@@ -162,21 +141,18 @@ def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
         (("--text", "."), "a text file, got a folder"),
         (("--model", demo_model(), "--text", "text.txt", "--images", "odd.png"), "one of them"),
         (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
-        (("--model", "latent.py:build", "--text", "text.txt"), "one latent"),
-        (("--model", "widths.py:build", "--text", "text.txt"), "head_dim depends on the layer"),
+        (("--model", f"{NETS}:latent", "--text", "text.txt"), "one latent"),
+        (("--model", f"{NETS}:widths", "--text", "text.txt"), "head_dim depends on the layer"),
         (("--tokens", 10**8), "131072"),
         (("--device", "cuda:99"), "--device cuda:99"),
         (("--width", 64, "--heads", 128), "128 heads at D = 64"),
         (("--width", 64), "Add `heads`"),
         (("--out", "text.txt"), "a file"),
-        (("--model", "linear.py:build", "--text", "text.txt"), "attention heads"),
+        (("--model", f"{NETS}:linear", "--text", "text.txt"), "attention heads"),
         (("--model", demo_model(), "--text", "short.txt", "--tokens", 64), "longer text"),
     ],
 )
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
-    Path("linear.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2)\n")
-    Path("latent.py").write_text(LATENT)
-    Path("widths.py").write_text(WIDTHS_BY_LAYER)
     Path("short.txt").write_text("short")
     Image.new("RGB", (7, 3)).save("odd.png")
     done = run(*arguments, "--trials", 2)
@@ -185,9 +161,7 @@ def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) 
 
 
 @pytest.mark.parametrize("before", ['{"complete": true}', "{", None])
-def test_ctrl_c_keeps_the_curve_and_the_finished_plan(
-    run: Run, monkeypatch: pytest.MonkeyPatch, before: str | None
-) -> None:
+def test_ctrl_c_keeps_the_curve_and_the_finished_plan(run, monkeypatch, before) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,13 +1,14 @@
 """Audits as Ray tasks: results, errors of audits, workers that die, clusters that are lost or too small."""
 
 import os
+import shutil
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.auditing.same_audits import compared
+from tests.support.nets import NETS
 
 from rankwise.auditing import Audit, Provenance
 from rankwise.cli.audit_job import AuditJob, run_job
@@ -18,36 +19,6 @@ from rankwise.errors import InputError, RankwiseError
 RETRIES = "RAY_task_oom_retries"
 AUDIT = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
 JOBS = jobs_of(AuditJob(model=""), ["a", "b", "c"])
-FACTORY = """
-import os, signal, sys, torch
-from pathlib import Path
-from torch import nn
-
-HERE = Path(__file__).parent
-
-def build():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    torch.manual_seed(1)
-    return layer, [torch.randn(2, 9, 8)]
-
-def killed_once():
-    if not (HERE / "killed").exists():
-        (HERE / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return build()
-
-def leaves():
-    (HERE / "left").open("a").write("x")
-
-    def batches():
-        sys.exit("no license")
-        yield
-    return build()[0], batches()
-
-def raises():
-    return torch.nn.Nothing()
-"""
 
 
 class RayError(Exception):
@@ -124,9 +95,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_ray_retries_tasks_sends_no_statistics_and_ends(
-    results: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_retries_tasks_sends_no_statistics_and_ends(results, monkeypatch) -> None:
     ray = FakeRay()
     assert results(ray, cpus=2, gpus=0.5) == dict.fromkeys("abc", AUDIT)
     assert ray.options == {"num_cpus": 2, "num_gpus": 0.5, "max_retries": 3}
@@ -200,14 +169,12 @@ def test_without_ray_the_install_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.extra
-def test_a_worker_of_ray_that_is_killed_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_ray_that_is_killed_loses_nothing(tmp_path, monkeypatch) -> None:
     known = pytest.importorskip("ray").exceptions
     assert all(issubclass(getattr(known, name), known.RayError) for name in (*DIED, "RayTaskError"))
     monkeypatch.setenv("RAY_worker_niceness", "0")  # at 15 workers starve on a busy machine
-    (tmp_path / "net.py").write_text(FACTORY, encoding="utf-8")
-    names = ("build", "killed_once", "leaves", "raises")
+    shutil.copy(NETS, tmp_path / "net.py")
+    names = ("layer", "killed_once", "leaves", "raises")
     jobs = jobs_of(AuditJob(model=""), [f"{tmp_path}/net.py:{name}" for name in names])
     found = dict(run_on_ray(jobs, "local"))
     assert (tmp_path / "killed").exists(), "no worker was killed"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.nets import NETS
 from torch import Tensor, nn
 from typer.testing import Result
 
@@ -76,9 +77,7 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, then: Any = 
     return calls
 
 
-def test_only_skips_are_fitted_and_held_out_sequences_measure_them(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_skips_are_fitted_and_held_out_sequences_measure_them(run, tiny, tmp_path, monkeypatch) -> None:
     fits = called(monkeypatch, skips, "fit_skips")
     measured = [called(monkeypatch, skips, name) for name in ("mean_loss", "spread_by_layer")]
     monkeypatch.setattr("sys.argv", ["/bin/rankwise", "skip", "a model"])
@@ -138,9 +137,7 @@ def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp
         ("channel", ("--per", "channel"), {"0": [0.75] * 32}),
     ],
 )
-def test_new_and_saved_skips(
-    run: Run, tiny: Path, kind: str | None, options: tuple, values: dict[str, list[float]]
-) -> None:
+def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
     if kind:
         saved(tiny, kind)
     result = run("some" if kind else tiny, *options, *ON_TEXT, "--out", "new")
@@ -169,9 +166,7 @@ def test_skips_that_were_saved_frozen_learn(run: Run, tiny: Path) -> None:
     assert all(value != [0.75] for value in written("new").values())
 
 
-def test_it_names_the_shards_it_writes(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_names_the_shards_it_writes(run, tiny, tmp_path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
     (tmp_path / "new").mkdir()
@@ -190,9 +185,7 @@ def test_it_names_the_shards_it_writes(
     assert not {"model.safetensors", "model-of-mine.txt"}.intersection(names)
 
 
-def test_it_certifies_the_first_batch_and_writes_nothing(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_certifies_the_first_batch_and_writes_nothing(run, tiny, tmp_path, monkeypatch) -> None:
     measured = called(monkeypatch, skips, "spread_by_layer")
     certificates = called(monkeypatch, skips, "certify_skip")
     result = run(tiny, *ON_TEXT, "--certify")
@@ -206,9 +199,7 @@ def test_it_certifies_the_first_batch_and_writes_nothing(
     assert not any(torch.equal(first["input_ids"], other["input_ids"]) for other in others)
 
 
-def test_certificates_and_their_page_are_written_next_to_the_skips(
-    run: Run, tiny: Path, tmp_path: Path
-) -> None:
+def test_certificates_and_their_page_are_written_next_to_the_skips(run, tiny, tmp_path) -> None:
     result = run(tiny, *ON_TEXT, "--init", 0.5, "--certify", "--a", 0.25, "--out", "new")
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "new" / "certificate.json").read_text())
@@ -222,9 +213,7 @@ def test_certificates_and_their_page_are_written_next_to_the_skips(
     assert not list((tmp_path / "new").glob("certificate.*")), "certificates of another λ were kept"
 
 
-def test_a_certificate_that_fails_costs_no_fit(
-    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_certificate_that_fails_costs_no_fit(run, tiny, tmp_path, monkeypatch) -> None:
     called(monkeypatch, skips, "certify_skip", Stop())
     result = run(tiny, *FIT, "--out", "new", "--certify")
     assert isinstance(result.exception, Stop)
@@ -234,9 +223,7 @@ def test_a_certificate_that_fails_costs_no_fit(
     assert "certificate.json" not in names
 
 
-def test_a_masked_language_model_learns_too(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_masked_language_model_learns_too(run, tmp_path, monkeypatch) -> None:
     from transformers import BertConfig, BertForMaskedLM, ByT5Tokenizer
 
     torch.manual_seed(0)
@@ -255,29 +242,6 @@ def test_a_masked_language_model_learns_too(
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
-FACTORY = """
-import torch
-from torch import nn
-from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(256, 8), nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
-
-    def forward(self, x):
-        return self.layer(self.embed(x))
-
-
-def named():
-    return LlamaForCausalLM.from_pretrained(FOLDER)
-
-
-def masked():
-    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
-    return BertForMaskedLM(BertConfig(vocab_size=300, **sizes))
-"""
 LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
 
 
@@ -304,14 +268,13 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "Known: model.layers.0, mo",
         ),
         ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
-        ("net.py:Plain", (*ON_TEXT, "--certify"), InputError, "a model that takes its inputs by name"),
-        ("net.py:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
+        (f"{NETS}:plain", (*ON_TEXT, "--certify"), InputError, "a model that takes its inputs by name"),
+        (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(
     run: Run, tiny: Path, tmp_path: Path, model: str, arguments: tuple, error: type, words: str
 ) -> None:
-    (tmp_path / "net.py").write_text(FACTORY)
     if model == "some":
         saved(tiny)
     result = run(tiny if model == "tiny" else model, *arguments)
@@ -357,13 +320,13 @@ def sequences(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("number", [2, 5, 6, 7, 23])
+@pytest.mark.parametrize("number", [2, 5, 6, 23])
 def test_every_fifth_sequence_is_held_out_and_the_others_are_fitted(number: int, size: int) -> None:
     learning, held = split(sequences([4] * number), learn=True, batch_size=size)
     assert rows(held) == list(range(0, number, 5))
     assert rows(learning) == [at for at in range(number) if at % 5]
     assert {len(batch["input_ids"]) for batch in held} == {1}
-    assert [len(batch["input_ids"]) for batch in learning[:-1]] == [size] * (len(learning) - 1)
+    assert {len(batch["input_ids"]) for batch in learning[:-1]} <= {size}
     assert 1 <= len(learning[-1]["input_ids"]) <= size
     assert all(batch["attention_mask"].shape == batch["input_ids"].shape for batch in learning)
 
@@ -390,9 +353,7 @@ def test_other_splits() -> None:
         (ON_TEXT, ("cpu", "auto", None, False), (16, 6, 2)),
     ],
 )
-def test_options_reach_the_model_and_the_data(
-    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, loaded: tuple, read: tuple
-) -> None:
+def test_options_reach_the_model_and_the_data(run, tiny, monkeypatch, options, loaded, read) -> None:
     loads = called(monkeypatch, load_model, "load_model")
     reads = called(monkeypatch, load_data, "load_data", Stop())
     assert isinstance(run(tiny, "--certify", *options).exception, Stop)
@@ -402,9 +363,7 @@ def test_options_reach_the_model_and_the_data(
     assert tuple(data[name] for name in ("tokens", "sequences", "batch_size")) == read
 
 
-def test_progress_is_printed_on_standard_error_only(
-    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_printed_on_standard_error_only(run, tiny, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     result = run(tiny, *FIT, "--certify")
     assert result.exit_code == 0, result.output
@@ -412,20 +371,18 @@ def test_progress_is_printed_on_standard_error_only(
     assert "fitting" not in result.stdout
 
 
-def test_a_factory_of_a_model_of_transformers(run: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_factory_of_a_model_of_transformers(run, tiny, tmp_path, monkeypatch) -> None:
     """A factory's model has no folder: saved skips are not applied, and weights are not written."""
     saved(tiny)
     for path in (tmp_path / "some").glob("skips.*"):
         path.rename(tmp_path / path.name)
-    (tmp_path / "net.py").write_text(FACTORY.replace("FOLDER", repr(str(tiny))))
-    assert run("net.py:named", *ON_TEXT, "--out", "new").exit_code == 0
+    monkeypatch.setenv("FOLDER", str(tiny))
+    assert run(f"{NETS}:named", *ON_TEXT, "--out", "new").exit_code == 0
     assert written("new") == {"0": [1], "1": [1]}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"skips.json", "skips.safetensors"}
 
 
-def test_the_tokenizer_of_the_revision_is_saved_with_the_model(
-    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizer_of_the_revision_is_saved_with_the_model(run, tiny, monkeypatch) -> None:
     from transformers import AutoTokenizer
 
     whole, asked = AutoTokenizer.from_pretrained, []

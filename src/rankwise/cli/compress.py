@@ -86,10 +86,8 @@ def command(
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
-        raise InputError(
-            "--parts", expected="one number for all parts", got="targets that name their parts",
-            fix="Omit --parts.",
-        )  # fmt: skip
+        expected, got = "one number for all parts", "targets that name their parts"
+        raise InputError("--parts", expected=expected, got=got, fix="Omit --parts.")
     names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
     part_targets(names, shares, tolerances)
     output.check_unused(out)
@@ -123,9 +121,8 @@ def command(
             config.use_cache = True  # `load_model` turned the cache off
         if not structure_of(subject.model).changes:
             document = compression_document(record)
-            output.print_results(
-                replace(document, sections=[x for x in document.sections if x.name != "next"])
-            )
+            sections = [section for section in document.sections if section.name != "next"]
+            output.print_results(replace(document, sections=sections))
             got = "nothing, at the given targets"
             fix = "Raise --tolerance, lower --keep, or choose other --parts. Nothing was written."
             raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
@@ -149,15 +146,12 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
         try:
             given = float(number)
         except ValueError:
-            raise InputError(
-                option, expected="a number, or PART=NUMBER", got=value,
-                fix=f"For example: {option} 0.5, or {option} heads=0.9 {option} kv=0.5.",
-            ) from None  # fmt: skip
+            fix = f"For example: {option} 0.5, or {option} heads=0.9 {option} kv=0.5."
+            expected = "a number, or PART=NUMBER"
+            raise InputError(option, expected=expected, got=value, fix=fix) from None
         if part in numbers or (numbers and "" in {part, *numbers}):
-            raise InputError(
-                option, expected="one number, or one PART=NUMBER per part", got=" and ".join(values or ()),
-                fix="Omit the others.",
-            )  # fmt: skip
+            expected, got = "one number, or one PART=NUMBER per part", " and ".join(values or ())
+            raise InputError(option, expected=expected, got=got, fix="Omit the others.")
         numbers[part] = given
     return numbers.get("", numbers or None)
 

@@ -130,13 +130,12 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
             home, revision=revision, trust_remote_code=loaded.trust_remote_code
         )
     except Exception as error:
-        raise InputError(
-            f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}",
-            expected="a folder with the files of a tokenizer, or a Hugging Face name",
-            got=f"{type(error).__name__}: {first_line(error)}",
-            fix="Pass --tokenizer with a folder or a Hugging Face name; or save the tokenizer with the "
-            "model: `tokenizer.save_pretrained(folder)`.",
-        ) from error
+        subject = f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}"
+        expected, got = "the files of a tokenizer", f"{type(error).__name__}: {first_line(error)}"
+        fix = (
+            "Pass --tokenizer NAME or FOLDER, or save it with the model: `tokenizer.save_pretrained(folder)`."
+        )
+        raise InputError(subject, expected=expected, got=got, fix=fix) from error
 
 
 class ByteTokenizer:

@@ -160,10 +160,8 @@ def _from_transformers(
             spec, dtype=dtype_option, output_loading_info=True, **options, **placement
         )
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
-        got = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(
-            f"model {spec}", expected=MODELS, got=got, fix=_loading_fix(spec, str(error))
-        ) from error
+        got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
+        raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
@@ -171,9 +169,8 @@ def _from_transformers(
     loaded = LoadedModel(model, spec, commit, source=spec)
     loaded.trust_remote_code, loaded.random_weights = trust_remote_code, missing
     if missing:
-        loaded.notes.append(
-            f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"
-        )
+        note = f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"
+        loaded.notes.append(note)
     return loaded
 
 

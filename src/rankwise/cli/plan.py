@@ -235,18 +235,18 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     text = load_text(path)
     names: dict[str, int] = {}
     rows: list[list[int]] = []
+    longest = 0
     for passage in [text] if isinstance(text, str) else text:
         words = re.findall(r"\w+|[^\w\s]", passage.lower())
         ids = [names.setdefault(word, len(names)) for word in words]
+        longest = max(longest, len(ids))
         rows += [ids[at : at + tokens] for at in range(0, len(ids) - tokens + 1, tokens)]
         if len(rows) >= 16 * sequences:
             break
     if not rows:
-        expected, fix = (
-            f"a text of at least {tokens} words and signs",
-            "Pass a longer text, or fewer --tokens.",
-        )
-        raise InputError(f"--text {path}", expected=expected, got=str(len(ids)), fix=fix)
+        expected = f"a text of at least {tokens} words and signs"
+        fix = "Pass a longer text, or fewer --tokens."
+        raise InputError(f"--text {path}", expected=expected, got=f"at most {longest}", fix=fix)
     chosen = torch.tensor(rows[:: max(1, len(rows) // sequences)][:sequences])
     different = sum(len(row.unique()) for row in chosen) / chosen.numel()
     known, places = chosen.unique(return_inverse=True)
