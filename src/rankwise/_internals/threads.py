@@ -20,6 +20,8 @@ from rankwise._internals.torch_private import numpy_linalg_file
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
+PARALLEL_BYTES = 2**29
+"""Total bytes of float64 matrices processed in parallel; a larger matrix is processed alone."""
 OPENBLAS = "{}openblas_{}_num_threads{}"
 """Names of OpenBLAS functions, with placeholders for prefix, "get" or "set", and suffix; builds differ."""
 NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, ratio, unit_scale
-from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on_one_thread
 from rankwise.measures.registry import Mixing, as_matrices, check_matrices
 
 SVD_SIZE = 96
@@ -30,8 +30,6 @@ PART_BYTES = {"cpu": 2**20}
 """Bytes of float64 matrices that one CPU thread decomposes together; several such parts fit the cache."""
 DEVICE_PART_BYTES = 2**29
 """Bytes of float64 matrices that an accelerator decomposes together."""
-PARALLEL_BYTES = 2**29
-"""Total bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """Function that maps N finite float64 matrices (N, T, S) to a tuple of tensors (N, ...)."""

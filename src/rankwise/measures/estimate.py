@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from rankwise._internals.statistics import t_quantile
-from rankwise._internals.threads import map_threads
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads
 from rankwise.errors import InputError, whole_number
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
 from rankwise.measures.quadrature import (
@@ -34,8 +34,6 @@ MIN_STEPS_FOR_SIGMA_MAX = 16
 """Lanczos steps from which a block of 8 vectors is trusted to have found the largest eigenvalue λ_1.
 Even a single vector is then within 9 % of λ_1 at T = 2,048 with a probability of 99 %. Source: J. Kuczyński
 and H. Woźniakowski, SIAM J. Matrix Anal. Appl. 1992."""
-PARALLEL_BYTES = 2**29
-"""Total bytes of Krylov spaces computed in parallel. A larger space is computed alone, on all threads."""
 
 NOTHING: Numbers = (math.nan, math.nan, math.nan, math.nan)
 ZERO: Numbers = (0.0, 0.0, 0.0, 0.0)

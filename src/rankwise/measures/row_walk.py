@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from rankwise._internals.linalg import MATRIX, norm, ratio, unit_scale
-from rankwise._internals.threads import map_threads
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads
 from rankwise.errors import ShapeError
 from rankwise.measures.registry import MEASURES, Mixing, Rows, RowStatistic, as_operator
 from rankwise.operators import MixingOperator
@@ -22,9 +22,6 @@ BLOCK_BYTES = {"cpu": 2**22}
 """Bytes of float64 rows per block on a CPU, so that a block fits into the CPU cache."""
 DEVICE_BLOCK_BYTES = 2**28
 """Bytes of float64 rows per block on an accelerator."""
-PARALLEL_BYTES = 2**29
-"""Total bytes of float64 matrices (all heads of the sequences) processed in parallel. A larger sequence is
-processed alone, on all threads."""
 FAR, FAR_SCALE = 2.0**900, 2.0**64
 """A matrix with an entry above FAR is divided by FAR_SCALE, and a matrix whose entries are all below 1/FAR is
 multiplied by FAR_SCALE. Sums and means of entries then neither overflow nor underflow."""

@@ -64,7 +64,7 @@ class Call(NamedTuple):
     Attributes:
         w: projections of tokens to the heads, in the dtype that the caller passed.
         temperature: temperature per head; None for uniform memberships.
-        offset: constant added to each score: K times the learned bias at the token's position.
+        offset: number added to each score: K times the learned bias at the token's position.
         mask: True for real tokens.
         start: sums before the first token of a causal call; None if they are zero.
         rate: factor λ by which the sums decay at each token; None for λ = 1.
@@ -329,9 +329,10 @@ def _positions(call: Call, before: Int[Tensor, " N"] | None) -> Int[Tensor, "B T
 def _offset(
     bias: Float[Tensor, "H P"], call: Call, before: Int[Tensor, " N"] | None
 ) -> Float[Tensor, "B T H"]:
-    """Return what the bias adds to each token's score: K · bias[h, position], the sum over K equal channels.
+    """Return K · bias[h, position] per token: a score is a sum over K channels, each of which adds the bias.
 
-    A compiled graph skips the check of the bias's length; there, indexing a bias that is too short raises.
+    A compiled graph does not check the length of the bias; there, a bias that is too short fails when it is
+    indexed.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:

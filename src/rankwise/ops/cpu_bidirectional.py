@@ -33,7 +33,7 @@ from rankwise.ops.reference import MASS_EPS, NORM_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and what the backward pass needs: memberships, scores and sums."""
+    """Return the output, and memberships, scores and sums for the backward pass."""
     work = ChunkedCall(call)
     w, dtype, tokens, chunks = work.w, work.dtype, work.tokens, work.chunks
     membership = np.empty(w.shape[:2], w.dtype)

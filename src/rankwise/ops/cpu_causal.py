@@ -37,7 +37,7 @@ from rankwise.ops.reference import ENERGY_EPS, MASS_EPS
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and what the backward pass needs: memberships, scores and final sums."""
+    """Return the output, and memberships, scores and final sums for the backward pass."""
     work = ChunkedCall(call)
     w, dtype, start = work.w, work.dtype, work.wide(call.initial_sums())
     where = (*work.tokens, *work.chunks[:2])

@@ -31,8 +31,8 @@ class Loop:
 
     The disk cache of numba keeps all signatures of a function in one index file. Two processes can overwrite
     this file such that it names the wrong machine code. So each signature is compiled as a separate function.
-    The name of this function contains a hash of signature, sources, versions and processor, so that a name
-    always stands for the same machine code.
+    Its name contains a hash of signature, sources, versions and processor, so that equal names mean equal
+    machine code.
     """
 
     def __init__(self, function: FunctionType) -> None:
@@ -49,8 +49,9 @@ class Loop:
     def run(self, given: tuple[Any, ...], tasks: int, threads: int) -> None:
         """Call the compiled function with ``(*given, low, high)`` for slices low ≤ i < high of all tasks.
 
-        Each task writes to its own part of the result arrays. A free thread takes the next slice, so a slow
-        thread delays no other. The calling thread works too, and cancels threads that have not begun.
+        Each task writes to its own part of the result arrays. A thread that is done takes the next slice, so
+        no thread waits for a slow thread. The calling thread works too, and cancels threads that have not
+        begun when no slice is left.
         """
         run = self.of(*given, 0, tasks)  # compiled before the threads start, so that only one compiles
         if min(threads, tasks) <= 1:
@@ -94,7 +95,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def _compile(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
-    """Compile a function for one signature, under a name with a hash of what the machine code depends on."""
+    """Compile a function for one signature, under a name with a hash of all inputs of the compiler."""
     own = FunctionType(function.__code__, function.__globals__, function.__name__)
     origin = _origin(Path(function.__code__.co_filename))
     digest = sha256(f"{signature} {origin}".encode()).hexdigest()[:16]

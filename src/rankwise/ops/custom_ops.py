@@ -1,4 +1,4 @@
-"""TSSA kernels as custom torch operators with gradients, each of which `torch.compile` treats as one node."""
+"""TSSA kernels as custom torch operators with gradients; `torch.compile` treats an operator as one node."""
 
 from functools import cache
 from importlib import import_module

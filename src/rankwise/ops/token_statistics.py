@@ -45,15 +45,7 @@ class TSSAState(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "TSSAState":
-        """Return the state before the first token, in which all sums are zero.
-
-        Args:
-            sequences: number of sequences N.
-            heads: number of heads H.
-            width: number of channels per head K.
-            dtype: dtype of the sums.
-            device: device of the sums.
-        """
+        """Return the state before the first token: all sums are 0. ``width`` is K, the channels per head."""
         sums = torch.zeros(sequences, heads, width, dtype=dtype, device=device)
         mass = torch.zeros(sequences, heads, dtype=dtype, device=device)
         seen = torch.zeros(sequences, dtype=torch.int64, device=device)

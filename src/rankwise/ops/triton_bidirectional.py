@@ -102,7 +102,7 @@ def token_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and what the backward pass needs: memberships, scores and sums."""
+    """Return the output, and memberships, scores and sums for the backward pass."""
     chunks = Chunks(call)
     energy = chunks.total(chunks.sums(None)[0])
     score = _project(chunks, _inverse(energy))

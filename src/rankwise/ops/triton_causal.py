@@ -177,7 +177,7 @@ def score_back_kernel(
 
 
 def forward(call: Call, keep_scores: bool) -> tuple[Tensor, Saved]:
-    """Return the output, and what the backward pass needs: memberships, scores and final sums."""
+    """Return the output, and memberships, scores and final sums for the backward pass."""
     chunks, start = Chunks(call), call.initial_sums()
     base, energy = chunks.carry(chunks.sums(None)[0], start.energy)
     score = chunks.per_token()

@@ -24,10 +24,13 @@ MIN_LOG2_RATE = -2000.0
 @triton.jit
 @no_type_check
 def indices(mask, first, last, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr):
-    """Return masks and array offsets of the tokens of a chunk: inside, real, row, cell, known, there.
+    """Return boolean masks and array offsets of one chunk and head, as six tensors.
 
-    inside, real (BT,): tokens of the chunk, and the real ones. row (BT,), cell (BT, BK): offsets in arrays
-    (M, H) and (M, H, K). known, there (BT, BK): channels of real tokens, and of all tokens of the chunk.
+    - inside (BT,): True for tokens of the chunk, which may have fewer than BT.
+    - real (BT,): True for real tokens of the chunk, that is without padding.
+    - row (BT,), cell (BT, BK): offsets of the tokens in arrays (M, H), and of their channels in (M, H, K).
+    - known (BT, BK): True for channels k < K of real tokens.
+    - there (BT, BK): True for channels k < K of all tokens of the chunk.
     """
     c, h = tl.program_id(0), tl.program_id(1)
     t = tl.load(first + c) + tl.arange(0, BT)
@@ -143,7 +146,7 @@ def carry_kernel(
 
 
 class Chunks:
-    """Chunks of the tokens of a `tssa` call: C chunks, none of which spans two sequences.
+    """The C chunks of the tokens of a `tssa` call; all tokens of a chunk belong to one sequence.
 
     Attributes:
         first: index of the first token of each chunk, (C,).
@@ -159,7 +162,7 @@ class Chunks:
         self.w, self.dtype = w.contiguous(), sum_dtype(w.dtype)
         self.heads, self.width = w.shape[2], w.shape[3]
         self.channels = max(16, 1 << (self.width - 1).bit_length())
-        most = 64 if call.rate is None else 32  # smaller with decay: a program holds a size × size matrix too
+        most = 64 if call.rate is None else 32  # with decay, a program also holds a size × size matrix
         self.size = max(16, min(most, 4096 // self.channels))
         self.mask = None if call.mask is None else call.mask.contiguous()
         if call.bounds is not None:

@@ -10,13 +10,11 @@ from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankwise._internals.threads import map_threads, numpy_is_on_one_thread
+from rankwise._internals.threads import PARALLEL_BYTES, map_threads, numpy_is_on_one_thread
 from rankwise.errors import ShapeError
 
 ROWS = 512
 """Number of rows of a hardmax matrix whose scores are in memory at once."""
-MAX_PARALLEL_BYTES = 2**29
-"""Total bytes of float64 matrices decomposed in parallel; a larger matrix is decomposed alone."""
 
 
 class SimulatedRank(NamedTuple):
@@ -82,7 +80,7 @@ def simulate_spectra(
         tuple(torch.randn(n, head_dim, dtype=torch.float64, generator=generator) for n in (tokens, sources))
         for _ in range(trials)
     ]
-    at_once = max(1, MAX_PARALLEL_BYTES // (8 * tokens * sources))
+    at_once = max(1, PARALLEL_BYTES // (8 * tokens * sources))
     spectra = map_threads(spectrum, drawn, at_once)
     return Spectra(np.stack([values for values, _ in spectra]), max(least for _, least in spectra))
 
