@@ -88,6 +88,12 @@ def test_entropy_and_sink_keep_to_their_ranges(m):
     assert 1 / m.shape[1] <= max_token_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
 
 
+def test_rows_whose_sum_overflows_have_an_entropy():
+    m = torch.full((2, 4), 1e308, dtype=torch.float64)
+    close(row_entropy(m), math.log(4), rtol=tolerance(m))
+    close(first_token_mass(m), 0.25, rtol=tolerance(m))
+
+
 @pytest.mark.parametrize("column", [3, -4])
 def test_a_column_that_is_not_there_is_refused(column):
     with pytest.raises(ShapeError, match=r"`column` of `first_token_mass`: expected an index in \[−3, 3\)"):
