@@ -36,6 +36,5 @@ __all__ = [
 
 _RECORDS = [name for name in __all__ if name[0].isupper()]
 __getattr__, __dir__ = lazy_names(
-    __name__,
-    {"record": _RECORDS, "run": ("compress",), "save": ("load_compressed", "save_compressed")},
+    __name__, {"record": _RECORDS, "run": ("compress",), "save": ("load_compressed", "save_compressed")}
 )

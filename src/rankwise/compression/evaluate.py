@@ -13,14 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import (
-    Change,
-    batch_size,
-    device_of,
-    first_sequences,
-    run_model,
-    to_device,
-)
+from rankwise._internals.forward import Change, batch_size, device_of, first_sequences, run_model, to_device
 from rankwise.compression.layers import main_output, relative_error
 from rankwise.compression.record import Latency
 from rankwise.importance.losses import real_tokens

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
-from rankwise.compression.layers import check_some, keep_passing, main_output
+from rankwise.compression.layers import keep_passing, main_output
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
@@ -28,18 +28,16 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
     """Return the layers that a latent of full rank leaves unchanged, and the reason for each other layer."""
-    layers, skipped = find_cached_layers(model, batch)
-    reason = "its outputs change when keys and values are read out of a full latent"
-    layers, failed = keep_passing(model, batch, layers, full_latents, reason, _at_once_and_in_halves)
-    skipped |= failed
-    check_some(
+    return keep_passing(
         model,
-        layers,
-        skipped,
-        "attention whose cached keys and values come from linear layers of the same tokens",
-        "Remove `kv` from the parts; in Python, `rw.capture` shows which mixers the model has.",
+        batch,
+        find_cached_layers(model, batch),
+        full_latents,
+        "its outputs change when keys and values are read out of a full latent",
+        expected="attention whose cached keys and values come from linear layers of the same tokens",
+        fix="Remove `kv` from the parts; in Python, `rw.capture` shows which mixers the model has.",
+        outputs=_at_once_and_in_halves,
     )
-    return layers, skipped
 
 
 # --- trial -----------------------------------------------------------------------------------------------

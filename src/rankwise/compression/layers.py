@@ -151,15 +151,19 @@ def _same(first: Projections, other: Projections) -> bool:
 def keep_passing(
     model: nn.Module,
     batch: Any,
-    layers: list[Layer],
+    found: tuple[list[Layer], dict[str, str]],
     trial: Callable[[nn.Module, list[Layer]], Change],
     reason: str,
+    expected: str,
+    fix: str,
     outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose trial change does not change the outputs, and the reason for the others.
+    """Return the layers whose trial change does not change the outputs, and the reason for each other layer.
 
-    All layers are tried together, and one by one only if that fails. Padded tokens do not count.
+    All layers are tried together, and one by one only if that fails. Padded tokens do not count. Raise, with
+    what was `expected` and its `fix`, if no layer is left.
     """
+    layers, skipped = found
     short = to_device(first_sequences(batch, 2), device_of(model))
     before = main_output(model, short)
     check_finite(model, before)
@@ -171,11 +175,13 @@ def keep_passing(
             after = outputs(model, short)
         return all(relative_error(output[real], before[real]) <= bound for output in after)
 
-    if not layers or same(layers):
-        return layers, {}
-    passed = [same([layer]) for layer in layers]
-    good = [layer for layer, well in zip(layers, passed, strict=True) if well]
-    return good, {layer.name: reason for layer, well in zip(layers, passed, strict=True) if not well}
+    if layers and not same(layers):
+        passing = [layer for layer in layers if same([layer])]
+        names = {layer.name for layer in passing}
+        skipped = skipped | {layer.name: reason for layer in layers if layer.name not in names}
+        layers = passing
+    check_some(model, layers, skipped, expected, fix)
+    return layers, skipped
 
 
 # --- outputs ---------------------------------------------------------------------------------------------

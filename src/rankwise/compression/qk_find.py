@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing, random_bases
+from rankwise.compression.layers import Projections, find_layers, keep_passing, random_bases
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite
@@ -26,18 +26,15 @@ SMALLEST = 1e-12
 
 def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
     """Return the layers that work with queries and keys in any basis, and the reason for each other layer."""
-    layers, skipped = find_projections(model, batch)
-    reason = "its outputs change with the basis of queries and keys: not only inner products read them"
-    layers, failed = keep_passing(model, batch, layers, turned, reason)
-    skipped |= failed
-    check_some(
+    return keep_passing(
         model,
-        layers,
-        skipped,
-        "softmax attention whose queries and keys are outputs of linear layers, unrotated",
-        "Where positions are rotated in, use `compress` with the part `rotary`.",
+        batch,
+        find_projections(model, batch),
+        turned,
+        "its outputs change with the basis of queries and keys: not only inner products read them",
+        expected="softmax attention whose queries and keys are outputs of linear layers, unrotated",
+        fix="Where positions are rotated in, use `compress` with the part `rotary`.",
     )
-    return layers, skipped
 
 
 def turned(model: nn.Module, layers: list[Projections]) -> Change:

@@ -158,11 +158,7 @@ def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
 
 
 def calibrate(
-    layer: QueryKeyStatistics,
-    start: Factors,
-    steps: int,
-    seed: int = 0,
-    on_step: Step = lambda step: None,
+    layer: QueryKeyStatistics, start: Factors, steps: int, seed: int = 0, on_step: Step = lambda step: None
 ) -> tuple[Factors, int]:
     """Improve factors by Adam steps on mean attention KL until Ctrl-C; also return the number of steps.
 

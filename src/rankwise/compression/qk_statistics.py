@@ -100,10 +100,7 @@ class QueryKeyStatistics:
 
 
 def collect_statistics(
-    model: nn.Module,
-    layers: list[Projections],
-    batches: Iterable[Any],
-    on_step: Step = lambda what: None,
+    model: nn.Module, layers: list[Projections], batches: Iterable[Any], on_step: Step = lambda what: None
 ) -> list[QueryKeyStatistics]:
     """Run the model and return second moments and all queries and keys of each layer that is called."""
     statistics: dict[str, QueryKeyStatistics] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.rotary import fit_rotation
-from rankwise.compression.layers import Projections, check_some, find_layers, keep_passing
+from rankwise.compression.layers import Projections, find_layers, keep_passing
 from rankwise.compression.qk_find import turned
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite
@@ -27,18 +27,15 @@ NO_ROTATION = (
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
     """Return the layers in which pairs may be turned by any angle, and the reason for each other layer."""
-    layers, skipped = find_rotations(model, batch)
-    reason = "its outputs change if a pair turns by the same angle in queries and keys"
-    layers, failed = keep_passing(model, batch, layers, turned, reason)
-    skipped |= failed
-    check_some(
+    return keep_passing(
         model,
-        layers,
-        skipped,
-        "softmax attention whose queries and keys are rotated by position and nothing else",
-        "Without rotated positions, the part `qk` may do.",
+        batch,
+        find_rotations(model, batch),
+        turned,
+        "its outputs change if a pair turns by the same angle in queries and keys",
+        expected="softmax attention whose queries and keys are rotated by position and nothing else",
+        fix="Without rotated positions, the part `qk` may do.",
     )
-    return layers, skipped
 
 
 def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:

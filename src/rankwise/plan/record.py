@@ -85,9 +85,7 @@ class HeadDimPlan(Record):
         Raises:
             InputError: if the file cannot be written.
         """
-        path = Path(path)
-        path = path / "plan.json" if path.is_dir() else path
-        return write_file(path, self.model_dump_json(indent=1) + "\n", "plan")
+        return write_file(path, self.model_dump_json(indent=1) + "\n", "plan", "plan.json")
 
     @classmethod
     def load(cls, path: str | Path) -> "HeadDimPlan":

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from rankwise._internals.records import grouped
@@ -145,16 +146,6 @@ class Document:
 
 def nonempty(*sections: Section) -> list[Section]:
     """Return the sections that have content, without their empty tables."""
-    found = [
-        replace(section, tables=[table for table in section.tables if table.rows]) for section in sections
-    ]
-    return [
-        section
-        for section in found
-        if section.facts
-        or section.lists
-        or section.figures
-        or section.tables
-        or section.code
-        or section.include
-    ]
+    parts = attrgetter("facts", "lists", "figures", "tables", "code", "include")
+    found = [replace(section, tables=[own for own in section.tables if own.rows]) for section in sections]
+    return [section for section in found if any(parts(section))]

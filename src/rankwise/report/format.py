@@ -38,22 +38,12 @@ def strip_control(name: str) -> str:
 
 
 def title(measure: str) -> str:
-    """Return the name of a measure as it is shown to readers.
-
-    Examples:
-        >>> title("first_token_mass"), title("relative_spread")
-        ('first token mass', 'μ/‖Y‖')
-    """
+    """Return the name of a measure as it is shown to readers, such as μ/‖Y‖ for `relative_spread`."""
     return _TITLES.get(measure, measure.replace("_", " "))
 
 
 def is_command(remedy: str) -> bool:
-    """Return True if a remedy is a command or a call of this package, False if it is advice in words.
-
-    Examples:
-        >>> is_command("rankwise plan --tokens 128"), is_command("prune it")
-        (True, False)
-    """
+    """Return True if a remedy is a command or a call of this package, False if it is a sentence."""
     return remedy.startswith(("rankwise ", "rankwise.", "rw."))
 
 
@@ -96,12 +86,7 @@ def model_name(name: str) -> str:
 
 
 def count(number: int, singular: str, many: str = "") -> str:
-    """Return a number followed by its noun in singular or plural.
-
-    Examples:
-        >>> count(1, "head"), count(0, "head"), count(2, "entry", "entries")
-        ('1 head', '0 heads', '2 entries')
-    """
+    """Return a number followed by its noun in singular or plural, such as "1 head" or "0 heads"."""
     return f"{number} {singular if number == 1 else many or singular + 's'}"
 
 

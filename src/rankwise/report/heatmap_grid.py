@@ -26,7 +26,7 @@ class Grid:
 
     stack: str
     title: str
-    """Title that no other grid of the audit has."""
+    """Title, unique among the grids of the audit."""
     pattern: str
     """Module name of the mixers, with `*` in place of numbers."""
     cross: bool

@@ -35,8 +35,7 @@ def write_page(document: Document, path: Path) -> Path:
     Raises:
         InputError: if the file cannot be written.
     """
-    path = path / "index.html" if path.is_dir() else path
-    return write_file(path, page_text(document), "page")
+    return write_file(path, page_text(document), "page", "index.html")
 
 
 def page_text(document: Document) -> str:
