@@ -40,12 +40,7 @@ from rankwise.compression.kv_modules import (
     LatentState,
     latent_layers,
 )
-from rankwise.compression.kv_solve import (
-    collect_moments,
-    ranks_for_keep,
-    ranks_for_tolerance,
-    weighted_svd,
-)
+from rankwise.compression.kv_solve import collect_moments, ranks_for_keep, ranks_for_tolerance, weighted_svd
 from rankwise.compression.part import Job, solve_part
 from rankwise.compression.qk_modules import narrow_projections
 from rankwise.errors import CompressionError
@@ -431,9 +426,7 @@ def test_the_closer_of_two_fitting_rotations_is_taken(monkeypatch: pytest.Monkey
     assert {(one.rotary, one.rotation) for one in layers} == {("rotary", "pairs")}
 
 
-def test_a_layer_whose_decoding_from_the_cache_is_wrong_is_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_whose_decoding_from_the_cache_is_wrong_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LatentState.decode
 
     def wrong(self: LatentState, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:

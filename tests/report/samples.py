@@ -1,4 +1,4 @@
-"""Documents of reports, and the audits of `tests.support.records` under one name."""
+"""Documents of all kinds of reports."""
 
 import json
 import math
@@ -8,54 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from tests.support.records import (
-    ALL as ALL,
-)
-from tests.support.records import (
-    NASTY as NASTY,
-)
-from tests.support.records import (
-    empty as empty,
-)
-from tests.support.records import (
-    encoder as encoder,
-)
-from tests.support.records import (
-    encoder_decoder as encoder_decoder,
-)
-from tests.support.records import (
-    estimated as estimated,
-)
-from tests.support.records import (
-    finding as finding,
-)
-from tests.support.records import (
-    grid as grid,
-)
-from tests.support.records import (
-    memberships as memberships,
-)
-from tests.support.records import (
-    mixed as mixed,
-)
-from tests.support.records import (
-    nasty as nasty,
-)
-from tests.support.records import (
-    only_nan as only_nan,
-)
-from tests.support.records import (
-    place as place,
-)
-from tests.support.records import (
-    provenance as provenance,
-)
-from tests.support.records import (
-    sized as sized,
-)
-from tests.support.records import (
-    states as states,
-)
+from tests.support.records import NASTY, nasty, only_nan
 
 from rankwise.auditing.comparison import compare_two
 from rankwise.auditing.history import History
@@ -81,7 +34,7 @@ def page(audit: Audit) -> str:
 
 
 def data(audit: Audit) -> Mapping[str, Any]:
-    """What the scripts of the page of an audit read."""
+    """The data that the scripts of an audit's page read."""
     return audit_document(audit).data(0)
 
 

@@ -1,9 +1,9 @@
-"""Comparisons and histories as documents: every number in its place, whatever the names."""
+"""Comparisons and histories as documents."""
 
 import math
 
 import pytest
-from tests.report import samples
+from tests.support import records
 
 import rankwise as rw
 from rankwise.auditing import Comparison, History
@@ -45,7 +45,7 @@ def values(figure: Figure) -> list[float | None]:
 
 
 def test_a_map_has_a_cell_for_each_head_with_the_sign_of_its_change() -> None:
-    before, after = samples.encoder(), scaled(samples.encoder(), 0.5)
+    before, after = records.encoder(), scaled(records.encoder(), 0.5)
     [there], [back] = maps(before, after), maps(after, before)
     assert len(values(there)) == 72
     assert all(value is not None and value < 0 for value in values(there))
@@ -53,16 +53,16 @@ def test_a_map_has_a_cell_for_each_head_with_the_sign_of_its_change() -> None:
 
 
 def test_a_larger_change_is_a_deeper_color() -> None:
-    heads = [head.model_copy(update={"first_token_mass": 0.1}) for head in samples.encoder().heads[:4]]
-    audit = samples.encoder().model_copy(update={"heads": heads})
+    heads = [head.model_copy(update={"first_token_mass": 0.1}) for head in records.encoder().heads[:4]]
+    audit = records.encoder().model_copy(update={"heads": heads})
     [figure] = maps(audit, with_heads(audit, {1: {"first_token_mass": 0.11}, 2: {"first_token_mass": 0.2},
                                               3: {"first_token_mass": 0.6}}))  # fmt: skip
     assert values(figure)[0] == 0
     assert values(figure) == sorted(set(values(figure)))  # type: ignore[type-var]
 
 
-def test_a_number_that_came_or_went_has_a_sign_and_no_color() -> None:
-    audit = samples.encoder()
+def test_a_number_missing_in_one_audit_has_a_sign_and_no_color() -> None:
+    audit = records.encoder()
     [figure] = maps(audit, with_heads(audit, {5: {"first_token_mass": math.nan}}))
     heat, signs = figure.data
     assert (signs["x"], signs["y"], signs["text"]) == ([5], [0], ["╱"])
@@ -73,8 +73,8 @@ def test_a_module_that_runs_twice_has_a_row_for_each_call() -> None:
     def called(head: HeadRecord, call: int) -> HeadRecord:
         return head.model_copy(update={"call": call, "first_token_mass": 0.1})
 
-    heads = [called(head, call) for call in (0, 1) for head in samples.grid(1, 3)]
-    audit = samples.encoder().model_copy(update={"heads": heads})
+    heads = [called(head, call) for call in (0, 1) for head in records.grid(1, 3)]
+    audit = records.encoder().model_copy(update={"heads": heads})
     [figure] = maps(audit, with_heads(audit, {4: {"first_token_mass": 0.6}}))
     signs = [[value != 0 for value in row] for row in figure.data[0]["z"]]
     assert signs == [[False, False, False], [False, True, False]]
@@ -83,16 +83,16 @@ def test_a_module_that_runs_twice_has_a_row_for_each_call() -> None:
 def test_maps_beyond_the_limit_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison_report, "MOST_CELLS", 250)
     names = ("stable_rank", "max_token_mass", "row_distance", "row_entropy", "sigma_max")
-    after = with_heads(samples.encoder(), dict.fromkeys(range(72), dict.fromkeys(names, 0.0)))
-    found = section(comparison_document(compare(samples.encoder(), after)), "maps")
+    after = with_heads(records.encoder(), dict.fromkeys(range(72), dict.fromkeys(names, 0.0)))
+    found = section(comparison_document(compare(records.encoder(), after)), "maps")
     assert len(found.figures) == 250 // 72
     assert found.intro.count(",", found.intro.index("Not drawn")) == 5 - 250 // 72
 
 
 def test_every_outcome_is_listed_with_its_findings() -> None:
-    before = samples.encoder()
+    before = records.encoder()
     worse = before.findings[2].model_copy(update={"severity": "error"})
-    new = samples.finding("DUPLICATE_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
+    new = records.finding("DUPLICATE_HEADS", "info", where=before.findings[2].where, heads=[7, 8])
     after = before.model_copy(update={"findings": [before.findings[0], worse, new]})
     document = comparison_document(compare(before, after))
     listed = section(document, "findings").lists
@@ -103,14 +103,14 @@ def test_every_outcome_is_listed_with_its_findings() -> None:
     assert document.verdict.sentence.startswith("Findings: 1 new, 1 worse, 1 unchanged, 7 resolved.")
 
 
-def test_no_difference_is_said_in_words() -> None:
-    text = document_text(comparison_document(compare(samples.encoder(), samples.encoder())), 80)
+def test_equal_audits_have_no_difference() -> None:
+    text = document_text(comparison_document(compare(records.encoder(), records.encoder())), 80)
     assert "No difference." in text
     assert "72 heads and the states of 7 layers in both" in text
 
 
 def test_the_console_shows_warnings_findings_and_the_largest_changes_in_this_order() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     after = with_heads(
         audit,
         {0: {"first_token_mass": 1.0}, 1: {"first_token_mass": audit.heads[1].first_token_mass + 0.001}},
@@ -128,15 +128,15 @@ def test_the_console_shows_warnings_findings_and_the_largest_changes_in_this_ord
 
 
 def test_changes_beyond_the_table_are_counted() -> None:
-    after = with_heads(samples.encoder(), {at: {"first_token_mass": 1.0} for at in range(60)})
-    text = document_text(comparison_document(compare(samples.encoder(), after)))
+    after = with_heads(records.encoder(), {at: {"first_token_mass": 1.0} for at in range(60)})
+    text = document_text(comparison_document(compare(records.encoder(), after)))
     assert text[text.index("Largest changes") :].count("first token mass") == 20
     assert "… and 30 more" in text
     assert "10 smaller changes are not listed" in " ".join(text.split())
 
 
 def history_of(number: int) -> History:
-    return History([(at * 100, scaled(samples.encoder(), (at + 1) / number)) for at in range(number)])
+    return History([(at * 100, scaled(records.encoder(), (at + 1) / number)) for at in range(number)])
 
 
 def cells(table: Table, column: int) -> list[str]:
@@ -166,8 +166,8 @@ def test_links_to_single_audits_are_in_their_rows() -> None:
     assert [row[0].link for row in rows if isinstance(row[0], Cell)] == ["", "step-100/index.html"]
 
 
-def test_findings_that_come_or_go_are_before_those_that_stay() -> None:
-    stays, comes = samples.finding("SINK", "warning"), samples.finding("DUPLICATE_HEADS", "info")
+def test_findings_missing_in_some_audits_are_listed_first() -> None:
+    stays, comes = records.finding("SINK", "warning"), records.finding("DUPLICATE_HEADS", "info")
     marks = finding_marks([[stays], [stays, comes], [stays, comes]])
     assert [(name.split()[0], signs) for name, signs in marks] == [
         ("DUPLICATE_HEADS", ["", "●", "●"]),
@@ -175,8 +175,8 @@ def test_findings_that_come_or_go_are_before_those_that_stay() -> None:
     ]
 
 
-def test_two_findings_of_a_layer_are_one_sign_of_the_most_severe() -> None:
-    found = [samples.finding("SINK", "warning"), samples.finding("SINK", "error")]
+def test_findings_of_a_layer_share_the_sign_of_the_most_severe() -> None:
+    found = [records.finding("SINK", "warning"), records.finding("SINK", "error")]
     assert [signs for _, signs in finding_marks([found])] == [["◆"]]
 
 
@@ -191,7 +191,7 @@ def test_fifty_audits_are_fifty_rows_on_the_console(width: int) -> None:
 
 @pytest.mark.parametrize("names", [["checkpoint-500", "checkpoint-100000"], ["a-model", "another"]])
 def test_rows_of_a_history_are_whole_on_eighty_columns(names: list[str]) -> None:
-    history = History.of([samples.encoder()] * 2, names)
+    history = History.of([records.encoder()] * 2, names)
     text = document_text(history_document(history), 80)
     header, *rows = [line for line in text[text.index("\nAudits") :].splitlines()[3:] if line.strip("─ ")]
     assert header.split()[-1] == "findings"

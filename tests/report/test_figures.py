@@ -1,4 +1,4 @@
-"""What the figures show: the right number at the right place, references where they are, NaN nowhere."""
+"""Figures: each number in its place, references on the scale, no NaN."""
 
 import base64
 import math
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing.attention_maps import block_averages
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES
@@ -28,7 +29,7 @@ def column(heads, name):
 
 
 def test_each_cell_is_its_own_head() -> None:
-    heads = samples.encoder_decoder().heads
+    heads = records.encoder_decoder().heads
     sinks = next(measure for measure in HEAD_MEASURES if measure.name == "first_token_mass")
     values = []
     for grid in grids_of(heads):
@@ -46,7 +47,7 @@ def test_each_cell_is_its_own_head() -> None:
 
 
 def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None:
-    heads = samples.memberships().heads
+    heads = records.memberships().heads
     grid = grids_of(heads)[0]
     figure = heat_map(grid, measure_column(HEAD_MEASURES[0], heads), heads)
     heat, signs = figure.data
@@ -55,28 +56,28 @@ def test_a_measure_that_is_not_informative_is_hatched_and_has_no_color() -> None
 
 
 def test_columns_hold_the_numbers_of_the_records() -> None:
-    heads = samples.encoder_decoder().heads
+    heads = records.encoder_decoder().heads
     ranks = column(heads, "numerical_rank")
     assert ranks["values"] == [pytest.approx(RANK.value(head), rel=1e-5) for head in heads]
-    assert "spread" not in ranks  # that of a rank is also that of the lengths
+    assert "spread" not in ranks  # lengths vary, too
     assert column(heads, "sigma_max")["spread"][0] == pytest.approx(heads[0].std["sigma_max"], rel=1e-5)
     assert column(heads, "first_token_mass")["values"] == [
         pytest.approx(h.first_token_mass, rel=1e-5) for h in heads
     ]
 
 
-def test_references_stand_where_they_are_and_are_named_with_what_they_are_not() -> None:
+def test_references_have_their_means_on_the_scale_and_notes() -> None:
     expected = 1 - (1 - 1 / 128) ** 128
-    (winners,) = column(samples.encoder().heads, "numerical_rank")["references"]
+    (winners,) = column(records.encoder().heads, "numerical_rank")["references"]
     assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
     assert winners["label"] == f"{expected:.2g}"
     assert " not " in winners["note"]
-    (winners,) = column(samples.mixed().heads, "numerical_rank")["references"]
+    (winners,) = column(records.mixed().heads, "numerical_rank")["references"]
     assert winners["label"] == "0.5–0.63"  # under a causal and a full mask
 
 
-def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() -> None:
-    audit = samples.encoder()
+def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() -> None:
+    audit = records.encoder()
     fresh = Baseline(
         seeds=2, mean={"numerical_rank": 64.0, "sigma_max": 1.5}, seed_std={}, std={}, spectrum=[1.0, 0.1]
     )
@@ -92,14 +93,14 @@ def test_fresh_weights_are_a_reference_on_every_scale_and_a_spectrum_behind() ->
     assert samples.data(audit)["initial_spectra"] is None
 
 
-def test_what_is_not_finite_has_no_value_and_no_reference() -> None:
-    for one in head_columns(samples.only_nan().heads):
+def test_infinite_numbers_have_no_value_and_no_reference() -> None:
+    for one in head_columns(records.only_nan().heads):
         assert set(one.data()["values"]) == {None}
         assert not one.data().get("references")
 
 
-def test_one_outlier_does_not_stretch_the_scale_and_is_told() -> None:
-    heads = samples.encoder().heads
+def test_an_outlier_does_not_stretch_the_scale_and_is_counted() -> None:
+    heads = records.encoder().heads
     before = column(heads, "sigma_max")
     heads = [heads[0].model_copy(update={"sigma_max": 1e6}), *heads[1:]]
     after = column(heads, "sigma_max")
@@ -107,15 +108,15 @@ def test_one_outlier_does_not_stretch_the_scale_and_is_told() -> None:
     assert (before["beyond"][0], after["beyond"]) == (0, [1, 1e6])
 
 
-def test_measures_that_follow_from_a_diagonal_are_silent_of_it() -> None:
-    heads = samples.memberships().heads
+def test_measures_without_information_on_a_diagonal_are_undefined_for_it() -> None:
+    heads = records.memberships().heads
     assert column(heads, "numerical_rank")["undefined_for"] == list(range(len(heads)))
     assert column(heads, "effective_rank")["undefined_for"] == []
-    assert column(samples.encoder().heads, "numerical_rank")["undefined_for"] == []
+    assert column(records.encoder().heads, "numerical_rank")["undefined_for"] == []
 
 
-def test_an_estimate_says_so_in_its_column() -> None:
-    words = column(samples.estimated().heads, "numerical_rank")["labels"]
+def test_an_estimate_is_marked_in_its_column() -> None:
+    words = column(records.estimated().heads, "numerical_rank")["labels"]
     assert words[4].startswith("≈")
     assert "–" in words[8]
     assert set(words) == set(range(4, 12))
@@ -126,8 +127,8 @@ def test_no_word_of_a_measure_judges() -> None:
     assert not [word for word in ("bad", "worr", "chance", "good") if word in said]
 
 
-def test_marks_stand_in_the_cells_of_their_heads() -> None:
-    heads = samples.grid(2, 3)
+def test_signs_are_in_the_cells_of_their_heads() -> None:
+    heads = records.grid(2, 3)
     signs = severity_signs(grids_of(heads)[0], {4: "error", 0: "info"})
     found = {sign["meta"]["severity"]: (round(sign["x"][0]), round(sign["y"][0])) for sign in signs}
     assert found == {"error": (1, 1), "info": (0, 0)}
@@ -138,7 +139,7 @@ def depth(layers) -> list[Figure]:
 
 
 def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
-    layers = samples.encoder_decoder().layers
+    layers = records.encoder_decoder().layers
     for measure, figure in zip(DRAWN, depth(layers), strict=True):
         for series, stack in enumerate(["encoder.block", "decoder.block"]):
             upper, lower, line = [trace for trace in figure.data if trace["meta"]["series"] == series]
@@ -149,8 +150,8 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
                 assert low < value < high or value == pytest.approx(high)
 
 
-def test_the_band_stays_within_what_the_measure_can_be() -> None:
-    layer = samples.states(0)[0]
+def test_the_band_stays_within_the_range_of_the_measure() -> None:
+    layer = records.states(0)[0]
     layer = layer.model_copy(update={"relative_spread": 0.9, "std": {"relative_spread": 0.5}})
     upper, lower, _ = depth([layer])[0].data
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
@@ -158,7 +159,7 @@ def test_the_band_stays_within_what_the_measure_can_be() -> None:
 
 @pytest.mark.parametrize("layers", [1, 5, 6, 48])
 def test_depth_is_counted_in_whole_blocks_and_scales_start_at_0(layers: int) -> None:
-    for figure in depth(samples.states(layers)):
+    for figure in depth(records.states(layers)):
         ticks = figure.layout["xaxis"]["tickvals"]
         assert ticks[0] == 0
         assert len(ticks) <= 9
@@ -168,7 +169,7 @@ def test_depth_is_counted_in_whole_blocks_and_scales_start_at_0(layers: int) -> 
 
 
 def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> None:
-    heads = samples.memberships().heads
+    heads = records.memberships().heads
     figures = membership_maps(grids_of(heads), heads)
     assert [figure.title for figure in figures] == ["layer 0", "layer 1", "layer 2"] * 2
     text, picture = figures[1].data[0], figures[5].data[0]
@@ -186,7 +187,7 @@ def test_a_text_is_heads_by_tokens_and_a_picture_its_heads_side_by_side() -> Non
 
 
 def test_without_memberships_there_is_no_map() -> None:
-    heads = samples.encoder().heads
+    heads = records.encoder().heads
     assert membership_maps(grids_of(heads), heads) == []
 
 
@@ -197,7 +198,7 @@ def decoded(packed, head):
 
 
 def test_spectra_are_shares_of_the_largest_on_a_logarithmic_scale() -> None:
-    first, last = samples.grid(1, 2)
+    first, last = records.grid(1, 2)
     first = first.model_copy(update={"spectrum": [2.0, 1.0, 0.02, 0.0, 1e-15]})
     packed = pack_spectra([first.spectrum, last.spectrum])
     codes = decoded(packed, 0)
@@ -209,22 +210,22 @@ def test_spectra_are_shares_of_the_largest_on_a_logarithmic_scale() -> None:
 
 @pytest.mark.parametrize("values", [[], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_a_head_without_a_usable_spectrum_draws_none(values: list[float]) -> None:
-    head = samples.grid(1, 1)[0].model_copy(update={"spectrum": values})
+    head = records.grid(1, 1)[0].model_copy(update={"spectrum": values})
     assert pack_spectra([head.spectrum])["points"] == [0]
 
 
 def test_many_heads_have_fewer_points_each() -> None:
-    (head,) = samples.grid(1, 1)
+    (head,) = records.grid(1, 1)
     packed = pack_spectra([head.spectrum] * 5000)
     assert set(packed["points"]) == {20}
     assert decoded(packed, 4999)[0] == 0
 
 
 @given(st.booleans(), st.integers(1, 5))
-def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int) -> None:
+def test_a_map_is_decoded_up_to_the_square_of_a_step(signed: bool, seed: int) -> None:
     values = np.random.default_rng(seed).uniform(-1.0 if signed else 0.0, 1.0, (5, 7)).astype(np.float32)
     picture = AttentionMap.of(values, tokens=5, sources=7, row_tokens="input_ids")
-    audit = samples.encoder()
+    audit = records.encoder()
     heads = [audit.heads[0].model_copy(update={"attention_map": picture}), *audit.heads[1:]]
     found, left_out = pack_attention_maps(audit.model_copy(update={"heads": heads}))
     ((packed,),) = found.values()
@@ -236,10 +237,10 @@ def test_a_matrix_comes_through_to_the_square_of_a_step(signed: bool, seed: int)
     assert left_out == 0
 
 
-def test_many_matrices_are_coarser_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_maps_are_coarser_and_omitted_maps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = AttentionMap.of(noise, tokens=64, sources=64)
-    audit = samples.encoder()
+    audit = records.encoder()
     heads = [head.model_copy(update={"attention_map": picture}) for head in audit.heads]
     audit = audit.model_copy(update={"heads": heads})
     monkeypatch.setattr("rankwise.report.head_details.MAP_BYTES", 72 * 5000)
@@ -262,10 +263,10 @@ def test_a_coarser_matrix_is_the_means_of_larger_blocks(tokens: int, sources: in
     np.testing.assert_allclose(coarse.matrix(), block_averages(DenseMixing(matrix), 64), atol=2 * 2**-11)
 
 
-def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() -> None:
+def test_maps_of_the_second_sequence_are_omitted_first() -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = AttentionMap.of(noise, tokens=64, sources=64)
-    audit = samples.encoder()
+    audit = records.encoder()
     heads = [
         h.model_copy(update={"attention_map": picture, "second_attention_map": picture}) for h in audit.heads
     ]
@@ -280,8 +281,8 @@ def test_where_room_is_short_the_second_sequence_is_left_out_before_the_first() 
     assert all(of_head[0]["sequence"] == 0 for of_head in packed.values())
 
 
-def test_the_head_open_at_first_has_something_to_show() -> None:
-    heads = samples.encoder().heads
+def test_the_head_opened_first_has_a_map_a_finding_or_the_lowest_rank() -> None:
+    heads = records.encoder().heads
     shares = {at: RANK.value(head) for at, head in enumerate(heads) if math.isfinite(RANK.value(head))}
     assert opening_head(heads, []) == min(shares, key=shares.get)
     assert opening_head(heads, [31, 4]) == 31
@@ -290,5 +291,5 @@ def test_the_head_open_at_first_has_something_to_show() -> None:
         h.model_copy(update={"attention_map": picture}) if at == 4 else h for at, h in enumerate(heads)
     ]
     assert opening_head(pictured, [31, 4]) == opening_head(pictured, []) == 4
-    assert opening_head(samples.only_nan().heads, []) == 0
+    assert opening_head(records.only_nan().heads, []) == 0
     assert opening_head([], []) is None

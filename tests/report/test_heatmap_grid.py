@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
 from rankwise.auditing.records import Finding, HeadId
@@ -17,9 +18,9 @@ from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.heatmap_grid import HeadIndex, grids_of
 
 
-@pytest.mark.parametrize("name", samples.ALL)
+@pytest.mark.parametrize("name", records.ALL)
 def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str) -> None:
-    heads = samples.ALL[name]().heads
+    heads = records.ALL[name]().heads
     cells = [
         (index, row.layer, number)
         for panel in grids_of(heads)
@@ -29,30 +30,30 @@ def test_every_head_is_in_exactly_one_cell_of_its_own_layer_and_number(name: str
     assert sorted(cells) == [(index, head.layer, head.head) for index, head in enumerate(heads)]
 
 
-@pytest.mark.parametrize("name", samples.ALL)
+@pytest.mark.parametrize("name", records.ALL)
 def test_panels_have_different_titles(name: str) -> None:
-    titles = [panel.title for panel in grids_of(samples.ALL[name]().heads)]
+    titles = [panel.title for panel in grids_of(records.ALL[name]().heads)]
     assert len(set(titles)) == len(titles)
 
 
 def test_encoder_decoder_and_cross_attention_are_separate() -> None:
-    panels = grids_of(samples.encoder_decoder().heads)
+    panels = grids_of(records.encoder_decoder().heads)
     assert [panel.title for panel in panels] == ["encoder.block", "decoder.block", "decoder.block, cross"]
     assert panels[2].pattern == "decoder.block.*.layer.*.EncDecAttention"
 
 
-def test_mixers_of_one_stack_are_told_apart_by_their_last_name() -> None:
-    assert [p.title for p in grids_of(samples.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
+def test_mixers_of_one_stack_are_distinguished_by_their_last_name() -> None:
+    assert [p.title for p in grids_of(records.mixed().heads)] == ["layers, self_attn", "layers, mamba"]
 
 
-def test_a_module_that_runs_twice_gets_a_row_for_each_time() -> None:
-    heads = samples.grid(1, 3)
+def test_each_call_of_a_module_has_a_row() -> None:
+    heads = records.grid(1, 3)
     (panel,) = grids_of([*heads, *heads])
     assert [row.cells for row in panel.rows] == [{0: 0, 1: 1, 2: 2}, {0: 3, 1: 4, 2: 5}]
 
 
 def test_columns_have_gaps_where_channels_were_sampled() -> None:
-    heads = [head.model_copy(update={"head": 5 * head.head + 1}) for head in samples.grid(2, 3)]
+    heads = [head.model_copy(update={"head": 5 * head.head + 1}) for head in records.grid(2, 3)]
     (grid,) = grids_of([*heads[:4], heads[5]])
     assert grid.columns == (1, 6, 11)
     assert grid.cells == [[0, 1, 2], [3, None, 4]]
@@ -63,19 +64,19 @@ def test_a_map_of_one_row_has_room_for_the_label_at_the_pointer() -> None:
     assert map_layout(["0"] * 4, ["0"])["height"] > map_layout(["0"] * 3, ["0"])["height"]
 
 
-def test_a_place_takes_what_a_place_leaves_open_as_any() -> None:
-    heads = HeadIndex([head.id for head in samples.encoder_decoder().heads])
+def test_empty_parts_of_a_place_match_every_head() -> None:
+    heads = HeadIndex([head.id for head in records.encoder_decoder().heads])
     assert len(heads.at(HeadId(stack="decoder.block", layer=4))) == 16
     assert len(heads.at(HeadId(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
     assert heads.at(HeadId(stack="nowhere")) == heads.at(HeadId(layer=99)) == []
 
 
 def _target(audit: Audit, **fields: object) -> Target:
-    return find_targets([samples.finding(**fields)], audit)[0]
+    return find_targets([records.finding(**fields)], audit)[0]
 
 
 def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     found = find_targets(audit.findings, audit)
     targets = {finding.code: target for finding, target in zip(audit.findings, found, strict=True)}
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
@@ -92,15 +93,15 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     assert targets["NOT_CAPTURED"].section == "uncaptured"
 
 
-def test_a_site_tells_cross_attention_from_self_attention() -> None:
-    audit = samples.encoder_decoder()
+def test_a_site_distinguishes_cross_attention_from_self_attention() -> None:
+    audit = records.encoder_decoder()
     (index,) = find_targets(audit.findings[:1], audit)[0].heads
     assert audit.heads[index].cross
     assert (audit.heads[index].layer, audit.heads[index].head) == (4, 6)
 
 
-def test_the_measure_shown_is_one_the_evidence_names() -> None:
-    audit = samples.encoder()
+def test_the_evidence_chooses_the_measure_of_the_map() -> None:
+    audit = records.encoder()
     assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
     assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
     assert _target(audit, code="LOW_RANK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
@@ -108,7 +109,7 @@ def test_the_measure_shown_is_one_the_evidence_names() -> None:
 
 
 def test_states_are_known_by_their_evidence_or_their_block() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     by_block = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.0")
     assert _target(audit, code="NONFINITE", where=by_block, evidence={"sequences": 2.0}).section == "states"
     by_mixer = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
@@ -118,15 +119,15 @@ def test_states_are_known_by_their_evidence_or_their_block() -> None:
     assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
 
 
-def test_a_finding_about_nothing_in_particular_leads_to_the_provenance() -> None:
+def test_a_finding_without_a_place_leads_to_the_provenance() -> None:
     general = Finding(code="X", severity="info", where=HeadId(), evidence={}, meaning="", remedy="")
-    assert find_targets([general], samples.encoder())[0].section == "provenance"
-    assert find_targets([general], samples.empty())[0].section == "provenance"
+    assert find_targets([general], records.encoder())[0].section == "provenance"
+    assert find_targets([general], records.empty())[0].section == "provenance"
 
 
 @pytest.mark.parametrize("measure", HEAD_MEASURES, ids=lambda measure: measure.name)
-def test_the_scale_of_a_measure_holds_its_values_but_for_far_outliers_and_has_a_length(measure) -> None:
-    for heads in (samples.encoder().heads, samples.only_nan().heads, samples.grid(1, 1)):
+def test_a_scale_contains_all_values_except_far_outliers(measure) -> None:
+    for heads in (records.encoder().heads, records.only_nan().heads, records.grid(1, 1)):
         low, high = color_limits(measure, heads)
         assert low < high
         values = [value for head in heads if math.isfinite(value := measure.value(head))]
@@ -134,11 +135,11 @@ def test_the_scale_of_a_measure_holds_its_values_but_for_far_outliers_and_has_a_
         assert all(low <= value <= high or value > fence for value in values)
 
 
-def test_duplicates_that_name_no_other_heads_lead_to_one_head() -> None:
-    assert _target(samples.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
+def test_duplicates_without_other_heads_lead_to_a_single_head() -> None:
+    assert _target(records.encoder(), code="DUPLICATE_HEADS").heads == (2 * 12 + 7,)
 
 
-def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_of_a_page_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
@@ -148,5 +149,5 @@ def test_what_a_page_shows_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> 
     names = ["find_targets", "grids_of", "membership_maps"]
     for name in names:
         monkeypatch.setattr(audit_report, name, counted(name))
-    samples.page(samples.encoder())
+    samples.page(records.encoder())
     assert sorted(made) == names

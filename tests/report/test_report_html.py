@@ -1,4 +1,4 @@
-"""The page: whole, safe, and without a wish for the network."""
+"""Pages as HTML files: complete, escaped, and independent of the network."""
 
 import base64
 import hashlib
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing.records import RankAt
 from rankwise.errors import InputError
@@ -56,11 +57,11 @@ def _no_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.fixture(scope="module", params=[*samples.DOCUMENTS, *(f"{name}, audit" for name in samples.ALL)])
+@pytest.fixture(scope="module", params=[*samples.DOCUMENTS, *(f"{name}, audit" for name in records.ALL)])
 def page(request: pytest.FixtureRequest) -> Page:
     if request.param in samples.DOCUMENTS:
         return Page(page_text(samples.DOCUMENTS[request.param]()))
-    return Page(samples.page(samples.ALL[request.param.removesuffix(", audit")]()))
+    return Page(samples.page(records.ALL[request.param.removesuffix(", audit")]()))
 
 
 def test_every_page_has_its_data_plotly_and_our_script_once_or_no_script(page: Page) -> None:
@@ -72,7 +73,7 @@ def test_every_page_has_its_data_plotly_and_our_script_once_or_no_script(page: P
         json.loads(page.scripts[0], parse_constant=_no_constant)
 
 
-def test_nothing_on_the_page_asks_for_anything_else(page: Page) -> None:
+def test_a_page_loads_no_other_file(page: Page) -> None:
     asking = {"src", "srcset", "action", "data", "poster", "background", "formaction"}
     links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
     assert all(link.startswith("#") or link == "data:," for link in links)
@@ -80,13 +81,13 @@ def test_nothing_on_the_page_asks_for_anything_else(page: Page) -> None:
     assert not [tag for tag, attrs in page.tags if any(name.startswith("on") for name in attrs)]
 
 
-def test_links_within_the_page_have_their_ends(page: Page) -> None:
+def test_links_within_a_page_have_targets(page: Page) -> None:
     ends = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
     assert len(ends) == len(set(ends))
     assert {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} <= set(ends)
 
 
-def test_the_policy_lets_only_our_scripts_and_the_favicon_through(page: Page) -> None:
+def test_the_policy_allows_only_the_scripts_of_the_page_and_the_favicon(page: Page) -> None:
     (policy,) = (
         attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"
     )
@@ -105,8 +106,8 @@ def test_names_are_text_and_numbers_that_are_not_finite_are_signs(kind: str) -> 
     text = page_text(document)
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in {"img", "bold", "b-x"}]
-    assert samples.NASTY in page.text
-    assert samples.NASTY not in text
+    assert records.NASTY in page.text
+    assert records.NASTY not in text
     assert "<!--<script>" not in text
     assert not [script for script in page.scripts[:1] if "<" in script]
     assert not re.search(r"(?<!sample/)\bnan\b", page.text, re.IGNORECASE)
@@ -120,31 +121,28 @@ def test_the_same_record_gives_the_same_bytes(kind: str) -> None:
 
 
 def test_names_are_literal_in_the_texts_that_plotly_reads_as_html() -> None:
-    figures = json.loads(Page(samples.page(samples.nasty())).scripts[0])["figures"]
+    figures = json.loads(Page(samples.page(records.nasty())).scripts[0])["figures"]
     assert all("&lt;img" in text for text in figures[0]["data"][2]["hovertext"])
     texts = [text for figure in figures for trace in figure["data"] for text in trace.get("hovertext") or []]
     assert not [text for text in texts if "<img" in text]
 
 
-def test_numbers_that_are_not_there_are_null_and_never_zero() -> None:
-    text = samples.page(samples.only_nan())
+def test_missing_numbers_are_null() -> None:
+    text = samples.page(records.only_nan())
     data = json.loads(Page(text).scripts[0])
     assert {value for column in data["columns"] for value in column["values"]} == {None}
     assert not re.search(r"(?<!sample/)\bnan\b", Page(text).text, re.IGNORECASE)
-
-
-def test_states_without_a_number_are_gaps_in_the_curves() -> None:
-    data = json.loads(Page(samples.page(samples.only_nan())).scripts[0])
+    # gaps in the curves of states
     assert [set(trace["y"]) for figure in data["figures"] for trace in figure["data"]] == [{None}] * 9
 
 
-def test_an_incomplete_audit_says_so_and_a_complete_one_does_not() -> None:
-    assert "Incomplete." in Page(samples.page(samples.empty())).text
-    assert "Incomplete." not in Page(samples.page(samples.encoder())).text
+def test_only_an_incomplete_audit_has_a_banner() -> None:
+    assert "Incomplete." in Page(samples.page(records.empty())).text
+    assert "Incomplete." not in Page(samples.page(records.encoder())).text
 
 
-def test_every_finding_is_on_the_page_and_links_to_where_it_is() -> None:
-    audit = samples.sized(12, 24)
+def test_every_finding_is_on_the_page_with_a_link() -> None:
+    audit = records.sized(12, 24)
     page = Page(samples.page(audit))
     links = {attrs["data-finding"]: attrs["href"] for _, attrs in page.tags if "data-finding" in attrs}
     assert set(links) == {str(index) for index in range(len(audit.findings))}
@@ -152,8 +150,8 @@ def test_every_finding_is_on_the_page_and_links_to_where_it_is() -> None:
     assert f"… and {len(audit.findings) - 4} more of SINK" in re.sub(r"\s+", " ", page.text)
 
 
-def test_the_gravest_findings_come_first() -> None:
-    audit = samples.encoder()
+def test_findings_are_sorted_by_severity() -> None:
+    audit = records.encoder()
     shuffled = audit.model_copy(update={"findings": audit.findings[::-1]})
     order = [
         attrs["class"].split()[-1]
@@ -164,35 +162,27 @@ def test_the_gravest_findings_come_first() -> None:
     assert len(order) == 9
 
 
-def test_provenance_is_all_there() -> None:
-    text = Page(samples.page(samples.encoder())).text
-    about = samples.encoder().provenance
-    for said in (
-        about.model,
-        about.revision,
-        about.command,
-        about.notes[0],
-        "bfloat16",
-        "torch 2.13.0",
-        "0.01",
-    ):
-        assert said in text
+def test_the_provenance_is_complete() -> None:
+    text = Page(samples.page(records.encoder())).text
+    about = records.encoder().provenance
+    facts = (about.model, about.revision, about.command, about.notes[0], "bfloat16", "torch 2.13.0", "0.01")
+    assert all(fact in text for fact in facts)
 
 
-def test_the_file_is_written_whole_and_alone(tmp_path: Path) -> None:
-    path = write_page(audit_document(samples.encoder()), tmp_path / "deep" / "report.html")
+def test_a_page_is_one_complete_file(tmp_path: Path) -> None:
+    path = write_page(audit_document(records.encoder()), tmp_path / "deep" / "report.html")
     assert path.read_text(encoding="utf-8").endswith("</html>")
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
 
 
 def test_an_existing_folder_gets_an_index(tmp_path: Path) -> None:
-    assert write_page(audit_document(samples.empty()), tmp_path) == tmp_path / "index.html"
+    assert write_page(audit_document(records.empty()), tmp_path) == tmp_path / "index.html"
 
 
 def test_a_file_in_the_way_is_an_error_that_names_path_and_fix(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
     with pytest.raises(InputError, match=r"page .*taken/report\.html.* Choose a folder"):
-        write_page(audit_document(samples.empty()), tmp_path / "taken" / "report.html")
+        write_page(audit_document(records.empty()), tmp_path / "taken" / "report.html")
 
 
 def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +194,7 @@ def test_a_full_disk_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        write_page(audit_document(samples.empty()), path)
+        write_page(audit_document(records.empty()), path)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
@@ -217,9 +207,9 @@ def test_without_nan_reaches_into_everything() -> None:
 
 
 def test_cards_findings_and_map_count_the_same_heads() -> None:
-    audit = samples.encoder()
-    where = samples.place(4, 2)
-    below = samples.finding("LOW_RANK", "info", where=where, evidence={"heads": 3.0})
+    audit = records.encoder()
+    where = records.place(4, 2)
+    below = records.finding("LOW_RANK", "info", where=where, evidence={"heads": 3.0})
     below = below.model_copy(update={"heads": [2, 5, 7]})
     heads = [head.model_copy(update={"band": [BAND] * 5}) for head in audit.heads]
     audit = audit.model_copy(update={"findings": [below], "heads": heads})
@@ -230,8 +220,8 @@ def test_cards_findings_and_map_count_the_same_heads() -> None:
     assert sum(len(sign["x"]) for signs in data["signs"] for sign in signs) == 3
 
 
-def test_the_title_is_a_name_and_the_path_stands_in_the_provenance() -> None:
-    audit = samples.encoder()
+def test_the_title_is_a_name_and_the_provenance_has_the_path() -> None:
+    audit = records.encoder()
     about = audit.provenance.model_copy(update={"model": "/home/me/runs/my-bert/checkpoint-20"})
     page = Page(samples.page(audit.model_copy(update={"provenance": about})))
     assert "/home/me/runs/my-bert/checkpoint-20" in page.text
@@ -239,6 +229,6 @@ def test_the_title_is_a_name_and_the_path_stands_in_the_provenance() -> None:
 
 
 def test_nothing_on_the_page_judges_a_rank() -> None:
-    audit = samples.encoder()
+    audit = records.encoder()
     page = Page(samples.page(audit.model_copy(update={"findings": []}))).text.lower()
     assert not [word for word in ("worrying", "chance", " bad", "orange") if word in page]

@@ -59,7 +59,7 @@ def test_a_selected_head_has_both_costs_in_their_unit_and_as_shares(audit):
     assert costs["reference"] == pytest.approx(audit.importance.value)
 
 
-def test_findings_on_several_heads_say_so_if_a_single_head_is_selected(audit):
+def test_the_card_of_a_head_names_the_group_of_a_finding(audit):
     data = samples.data(audit)
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
     count = len(audit.importance.removable.heads)

@@ -35,7 +35,7 @@ history.comparison.to_html({str(tmp_path / "comparison.html")!r})
     assert (tmp_path / "comparison.html").exists()
 
 
-def test_a_page_can_be_written_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+def test_a_page_is_written_without_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = None
@@ -51,8 +51,7 @@ write_page(audit_document(audit), Path({str(tmp_path)!r}) / "report.html")
     assert (tmp_path / "report.html").exists()
 
 
-def test_importing_the_report_the_usual_way_leaves_plotly_alone() -> None:
-    """What torch itself loads is not the report's."""
+def test_importing_the_report_does_not_import_plotly() -> None:
     program = "import sys, torch\nbefore = {*sys.modules} - {'sys'}\nimport rankwise.report\n"
     found = loaded(f"{program}for name in before:\n    del sys.modules[name]")
     assert "rankwise" in found

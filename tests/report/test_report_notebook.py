@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from tests.report import samples
+from tests.support import records
 
 import rankwise as rw
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
@@ -14,7 +14,7 @@ from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
 
 
 def of(name: str) -> rw.Audit:
-    return rw.Audit.model_validate(samples.ALL[name]().model_dump())
+    return rw.Audit.model_validate(records.ALL[name]().model_dump())
 
 
 class Tags(HTMLParser):
@@ -41,14 +41,14 @@ class Tags(HTMLParser):
 ALLOWED = {"div", "strong", "br", "table", "caption", "thead", "tbody", "tr", "th", "td", "span"}
 
 
-@pytest.mark.parametrize("name", samples.ALL)
-def test_it_is_a_piece_of_html_without_scripts_whatever_the_names(name: str) -> None:
+@pytest.mark.parametrize("name", records.ALL)
+def test_notebooks_get_html_without_scripts(name: str) -> None:
     tags = Tags(notebook_html(of(name)))
     assert set(tags.met) <= ALLOWED
     assert tags.attributes <= {"style", "title"}
 
 
-def test_every_head_has_one_colour_and_its_number() -> None:
+def test_every_head_has_a_color_and_its_number() -> None:
     audit = of("encoder")
     text = notebook_html(audit)
     titles = re.findall(r"title='head (\d+): ([^']+)'", text)
@@ -57,7 +57,7 @@ def test_every_head_has_one_colour_and_its_number() -> None:
     assert text.count("<tr>") == 1 + 6
 
 
-def test_a_lower_rank_is_lighter_and_none_has_no_colour() -> None:
+def test_a_lower_rank_is_lighter_and_nan_has_no_color() -> None:
     audit = of("encoder")
     heads = [
         audit.heads[0].model_copy(update={"numerical_rank": rank, "head": at})
@@ -69,15 +69,15 @@ def test_a_lower_rank_is_lighter_and_none_has_no_colour() -> None:
     assert text.count("background:transparent") == 1
 
 
-def test_of_a_large_model_a_part_is_shown_and_that_is_said() -> None:
-    audit = rw.Audit.model_validate(samples.sized(MOST_ROWS + 3, MOST_COLUMNS + 5).model_dump())
+def test_a_large_model_is_shown_in_part_with_a_note() -> None:
+    audit = rw.Audit.model_validate(records.sized(MOST_ROWS + 3, MOST_COLUMNS + 5).model_dump())
     text = notebook_html(audit)
     assert "… and 3 more layers and 5 more heads not shown" in text
     assert text.count("title='head ") == MOST_ROWS * MOST_COLUMNS
     assert len(text) < 1_000_000
 
 
-def test_an_incomplete_audit_says_so() -> None:
+def test_an_incomplete_audit_is_marked_in_notebooks() -> None:
     assert "incomplete" in of("encoder").model_copy(update={"complete": False})._repr_html_()
     assert "incomplete" not in of("encoder")._repr_html_()
 
@@ -101,7 +101,7 @@ def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
 
 
 @pytest.mark.parametrize("name", ["encoder_decoder", "nasty", "only_nan", "memberships", "mixed"])
-def test_figures_of_any_audit_are_made_and_their_names_are_no_html(name: str) -> None:
+def test_figures_of_every_audit_escape_names(name: str) -> None:
     audit = of(name)
     maps, depth = audit.plot(), audit.plot_depth()
     grids = [[list(line) for line in trace.z] for trace in maps.data if trace.type == "heatmap"]
@@ -124,11 +124,11 @@ def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
 
 
 def test_figures_that_cannot_be_drawn_are_refused() -> None:
-    with pytest.raises(InputError, match="Did you mean effective_rank"):
-        of("encoder").plot("efective_rank")
-    with pytest.raises(InputError, match="Did you mean mean_cosine"):
-        of("encoder").plot_depth("mean_cosin")
-    with pytest.raises(InputError, match="expected heads to draw, got none"):
-        of("no_heads").plot()
-    with pytest.raises(InputError, match="expected token states to draw, got none"):
-        of("no_states").plot_depth()
+    for plot, measure, said in (
+        (of("encoder").plot, "efective_rank", "Did you mean effective_rank"),
+        (of("encoder").plot_depth, "mean_cosin", "Did you mean mean_cosine"),
+        (of("no_heads").plot, "numerical_rank", "expected heads to draw, got none"),
+        (of("no_states").plot_depth, None, "expected token states to draw, got none"),
+    ):
+        with pytest.raises(InputError, match=said):
+            plot(measure)

@@ -1,10 +1,11 @@
-"""The page stays small: what it carries to draw with, and what it holds of each head."""
+"""Size of pages: the chart library and the data per head."""
 
 import hashlib
 from importlib import resources
 
 import numpy as np
 from tests.report import samples
+from tests.support import records
 
 from rankwise.auditing import AttentionMap
 from rankwise.report.page import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
@@ -22,31 +23,31 @@ def test_the_chart_library_is_of_the_version_that_the_python_package_holds() -> 
     assert get_plotlyjs_version().split(".")[0] == CHART_VERSION.split(".")[0]
 
 
-def test_its_licence_lies_beside_it() -> None:
+def test_the_license_is_next_to_the_chart_library() -> None:
     licence = (resources.files("rankwise.report") / "vendor" / "plotly-LICENSE.txt").read_text()
     assert "MIT" in licence
     assert "Plotly" in licence
 
 
 def test_a_page_is_smaller_than_two_megabytes() -> None:
-    assert len(samples.page(samples.encoder()).encode()) < 2_000_000
+    assert len(samples.page(records.encoder()).encode()) < 2_000_000
     assert len(chart_script()) < 1_600_000
 
 
-def test_matrices_give_way_where_the_rest_of_the_page_is_large() -> None:
+def test_maps_are_omitted_if_the_page_is_too_large() -> None:
     noise = np.random.default_rng(0).uniform(0, 1, (64, 64)).astype(np.float32)
     picture = AttentionMap.of(noise, tokens=64, sources=64)
     both = {"attention_map": picture, "second_attention_map": picture}
-    heads = [head.model_copy(update=both) for head in samples.grid(16, 16)]
-    audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
+    heads = [head.model_copy(update=both) for head in records.grid(16, 16)]
+    audit = records.encoder().model_copy(update={"heads": heads, "findings": []})
     page = samples.page(audit)
     assert len(page.encode()) < 2_000_000
     assert "of 512 attention maps are left out to keep the page small" in page
 
 
-def test_ten_thousand_heads_would_take_a_few_megabytes_beside_the_library() -> None:
-    heads = samples.grid(20, 100)
-    audit = samples.encoder().model_copy(update={"heads": heads, "findings": []})
+def test_two_thousand_heads_take_less_than_one_megabyte() -> None:
+    heads = records.grid(20, 100)
+    audit = records.encoder().model_copy(update={"heads": heads, "findings": []})
     assert len(samples.page(audit).encode()) - len(chart_script()) < 4_500_000 / 5
-    large = samples.sized(24, 16)
+    large = records.sized(24, 16)
     assert len(samples.page(large).encode()) - len(chart_script()) < 1_500_000 / 4

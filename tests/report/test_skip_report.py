@@ -1,4 +1,4 @@
-"""λ-skips and their certificate as documents: every number under its name, and one λ to use."""
+"""Reports on λ-skips and certificates."""
 
 import pytest
 
@@ -40,7 +40,9 @@ def stack(**fields: float | None) -> StackCertificate:
         (None, "h: nothing to keep, its tokens are all equal where it starts."),
     ],
 )
-def test_what_a_stack_keeps_is_said_and_larger_scales_are_explained(kept: float | None, words: str) -> None:
+def test_a_certificate_names_the_kept_spread_and_explains_larger_scales(
+    kept: float | None, words: str
+) -> None:
     only = stack(kept=kept, min_lambda_proved=2.5)
     document = certificate_document(SkipCertificate(a=0.5, sequences=1, layers=[], stacks=[only]))
     assert document.verdict.sentence == words
