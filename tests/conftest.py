@@ -1,4 +1,4 @@
-"""What all tests share: where they run, from which seed, and that they stay offline and reproducible."""
+"""Settings of all tests: device, dtype, random seed, no network; and fixtures."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Choose where the tests that ask for it run, and in which precision."""
+    """Add options for the device and the dtype of tests that use these fixtures."""
     group = parser.getgroup("rankwise")
     group.addoption("--device", default="cpu", help="device of the `device` fixture (default: cpu)")
     group.addoption(
@@ -41,24 +41,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: the tests are many small operations, and the workers share the cores."""
+    """Use one thread, because tests are many small operations and workers share the cores."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """No collection of garbage looks again at modules and tests, which all stay."""
+    """Exclude modules and tests, which are never freed, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What was frozen can be let go at the end."""
+    """Include all objects in garbage collection again."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where to run, from ``--device``; skipped where the machine has none."""
+    """Device of ``--device``; skip the test if the machine does not have it."""
     chosen = torch.device(request.config.getoption("--device"))
     try:
         torch.zeros(1, device=chosen)
@@ -69,24 +69,24 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session")
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The precision to test in, from ``--dtype``."""
+    """Dtype of ``--dtype``."""
     return getattr(torch, request.config.getoption("--dtype"))
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """Every test draws the same numbers, whatever ran before it."""
+    """Set the random seed, so that a test does not depend on the tests before it."""
     random.seed(SEED)
     np.random.seed(SEED)
     if torch.accelerator.is_available():
         torch.manual_seed(SEED)
-    else:  # the other writes down the stack for each kind of device that is not there
+    else:  # `manual_seed` records a stack trace for each missing kind of device
         torch.default_generator.manual_seed(SEED)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data beside the checkout, where there is one."""
+    """Folder of real data next to the checkout; skip the test if there is none."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no shared data at {SHARED_DATA}")
     return SHARED_DATA

@@ -1,17 +1,17 @@
-"""`torch_private.py` alone uses names of other libraries that begin with an underscore.
+"""Only `torch_private.py` uses names of other libraries that begin with an underscore.
 
-Files are read, not run: those of the package, of `experiments` and of `benchmarks`. Such a name is found
+The test reads the source of the package, of `experiments` and of `benchmarks`. It finds private names
 
-- of torch: wherever it is written, as an attribute, an import, an argument, a pattern or a text of its own
-  (`module._modules`, `"_modules"`, `"torch._dynamo"`);
-- of torch, in a class that inherits it: also as `self._modules`, `def _apply` or `_apply = None`;
-- of any other library: as an attribute, an import or an argument.
+- of torch: as attributes, imports, arguments, patterns and whole strings (`module._modules`, `"_modules"`,
+  `"torch._dynamo"`);
+- of torch, in a class that inherits the name: also as `self._modules`, `def _apply` or `_apply = None`;
+- of any other library: as attributes, imports and arguments.
 
-Names of torch are read off torch, as it is installed. Any other name is ours if one of our classes has it, or
-Python's (`_replace` of tuples).
+Private names of torch are read from the installed torch. Any other name is allowed if a class of this
+repository has it, or if it is Python's (`_replace` of tuples).
 
-Not seen: a name that is put together while the program runs (`"_" + "modules"`) or stands in a longer text,
-and a name of a library other than torch that a class of ours has too.
+Not found: names that are composed at run time (`"_" + "modules"`) or inside longer strings, and names of a
+library other than torch that a class of this repository has, too.
 """
 
 import ast
@@ -39,8 +39,8 @@ FILES = [
     if path != FENCE
 ]
 PYTHON = {"_asdict", "_fields", "_make", "_replace"}
-"""What the documentation of named tuples has."""
-EXCUSED = {
+"""Documented names of named tuples."""
+ALLOWED = {
     "src/rankwise/__main__.py": {"_exit"},  # documented, of os
     # of transformers, which has no other name for them:
     "src/rankwise/compression/save.py": {"_is_quantized"},
@@ -60,7 +60,7 @@ def is_private(name: str) -> bool:
 
 @cache
 def written_in(module: str) -> set[str]:
-    """Attributes that the methods of a module set or read: ``dir`` of a class does not know all of them."""
+    """Return attributes that methods in a module use; ``dir`` of a class does not list all of them."""
     with suppress(TypeError, OSError, KeyError):  # not written in Python
         return set(re.findall(r"self\.(_\w+)", inspect.getsource(sys.modules[module])))
     return set()
@@ -68,14 +68,14 @@ def written_in(module: str) -> set[str]:
 
 @cache
 def names_of(kind: type) -> set[str]:
-    """Private names of a class and its bases."""
+    """Return the private names of a class and its bases."""
     names = set(dir(kind)).union(*(written_in(base.__module__) for base in kind.__mro__))
     return set(filter(is_private, names))
 
 
 @cache
 def classes_of_torch() -> dict[str, type]:
-    """By name, what our own classes may derive from."""
+    """Return by name the classes of torch that our classes may derive from."""
     modules = (torch.overrides, torch.utils.data, torch.autograd, torch.optim, torch, nn)
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     kinds = [kind for kind in kinds if kind.__module__.startswith("torch") and not issubclass(kind, tuple)]
@@ -84,7 +84,7 @@ def classes_of_torch() -> dict[str, type]:
 
 @cache
 def of_torch() -> set[str]:
-    """Private names of torch: of its modules and classes, and what is in the fence."""
+    """Return the private names of torch: of its modules and classes, and those in `torch_private.py`."""
     modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
     names = {name for module in modules for name in dir(module)}
     names |= {name for kind in classes_of_torch().values() for name in names_of(kind)}
@@ -105,7 +105,7 @@ def classes_in(tree: ast.AST) -> list[ast.ClassDef]:
 
 
 def defined_in(node: ast.ClassDef) -> set[str]:
-    """What the body of a class names: methods and attributes."""
+    """Return the methods and attributes that the body of a class defines."""
     names = set()
     for part in node.body:
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -125,7 +125,7 @@ def own_attributes(node: ast.ClassDef) -> set[str]:
 
 
 def bases_of(node: ast.ClassDef) -> list[str]:
-    """Of ``class A(nn.Module, Generic[T])``: Module, Generic."""
+    """Return the names of base classes: Module, Generic for ``class A(nn.Module, Generic[T])``."""
     return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
 
 
@@ -136,7 +136,7 @@ def our_classes() -> list[ast.ClassDef]:
 
 @cache
 def ours() -> set[str]:
-    """Names that one of our classes has."""
+    """Return the names that one of our classes has."""
     return {name for node in our_classes() for name in own_attributes(node)} | PYTHON
 
 
@@ -146,9 +146,9 @@ def bases_of_ours() -> dict[str, list[str]]:
 
 
 def inherited(base: str) -> set[str]:
-    """Private names that a class has of torch by one of its bases.
+    """Return the private names of torch that a class inherits from one of its bases.
 
-    A base that is neither ours nor torch's may be a module: models of transformers are.
+    A base that is neither ours nor torch's may be a module, as models of transformers are.
     """
     if base in bases_of_ours():
         return {name for further in bases_of_ours()[base] if further != base for name in inherited(further)}
@@ -159,7 +159,7 @@ def inherited(base: str) -> set[str]:
 
 
 def private_names(path: Path) -> list[str]:
-    """Private names of other libraries in a file, each with its line."""
+    """Return the private names of other libraries in a file, each with its line."""
     tree = parsed(path)
     found = {(node.lineno, name) for node in ast.walk(tree) for name in written(node) if is_private(name)}
     for kind in classes_in(tree):
@@ -169,9 +169,9 @@ def private_names(path: Path) -> list[str]:
 
 
 def written(node: ast.AST) -> Iterator[str]:
-    """Names that are not ours, in one node alone."""
-    names: list[str] = []  # found unless they are ours
-    texts: list[str] = []  # found if they are torch's
+    """Return the private names of other libraries in one node, without the nodes inside it."""
+    names: list[str] = []  # reported unless they are ours
+    texts: list[str] = []  # reported if they are torch's
     if isinstance(node, ast.Attribute) and not is_self(node):
         names = [node.attr]
     elif isinstance(node, ast.keyword) and node.arg:
@@ -198,7 +198,7 @@ def test_no_other_file_uses_private_names() -> None:
     assert len(FILES) > 250
     found = {str(path.relative_to(ROOT)): private_names(path) for path in FILES}
     used = {file: {line.split()[-1] for line in lines} for file, lines in found.items() if lines}
-    assert used == EXCUSED, found
+    assert used == ALLOWED, found
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_the_search_finds_a_name_of_another_library(line: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "body", ["x = self.{}", "def {}(self): ...", "async def {}(self): ...", "{} = None", "{}: int = 0"]
 )
-def test_the_search_finds_what_a_class_uses_of_its_base(
+def test_the_search_finds_names_that_a_class_inherits(
     base: str, name: str, body: str, tmp_path: Path
 ) -> None:
     assert found_in(f"class A({base}):\n    {body.format(name)}", tmp_path) == {name}
 
 
-def test_the_search_finds_nothing_in_names_of_our_own(tmp_path: Path) -> None:
+def test_the_search_accepts_our_own_names(tmp_path: Path) -> None:
     ours = [
         "class A(nn.Module):\n    def __init__(self): self._fine = self.__class__",
         "operator._multiply(f)",

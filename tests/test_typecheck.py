@@ -1,4 +1,4 @@
-"""The checks of types and shapes that all other tests run under do refuse what is wrong."""
+"""The checks of types and shapes, which are on in all other tests, refuse wrong arguments."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ class Row:
     again: Float[Tensor, " n"]
 
 
-def test_what_is_right_passes() -> None:
+def test_right_arguments_pass() -> None:
     assert product(SQUARE, ROW).shape == (3,)
-    assert product(torch.zeros(2, 4), torch.zeros(4)).shape == (2,)  # the axes of a call are its own
+    assert product(torch.zeros(2, 4), torch.zeros(4)).shape == (2,)  # axis sizes are bound per call
     assert first([ROW]) is ROW
     assert plain(1) == ""
     assert list(each([1])) == [1]
@@ -67,12 +67,12 @@ def test_what_is_right_passes() -> None:
         (Row, (ROW, 1)),
     ],
 )
-def test_what_is_wrong_is_refused(call, given) -> None:
+def test_wrong_arguments_are_refused(call, given) -> None:
     with refused:
         call(*given)
 
 
-def test_nothing_is_refused_where_checks_are_off() -> None:
+def test_wrong_arguments_pass_without_checks() -> None:
     with unchecked():
         assert product(SQUARE, ROW, False) is SQUARE
         assert plain(0) is None

@@ -1,6 +1,6 @@
-"""Shapes are checked where a signature names some, plain types elsewhere, and no call binds its arguments.
+"""Faster `jaxtyping.jaxtyped`: check shapes only if a signature has shapes, otherwise only types.
 
-jaxtyping binds the arguments of every call and checks them twice, which is most of the time of its checks.
+jaxtyping binds the arguments of every call and checks them twice, which takes most of the time of its checks.
 """
 
 import dataclasses
@@ -15,26 +15,26 @@ from beartype import beartype
 
 _jaxtyped = jaxtyping.jaxtyped
 SHAPES = _jaxtyped("context")
-"""Names of axes mean one size each while it is open."""
+"""Context in which each axis name has one size."""
 
 
 def parts(hint: Any) -> list[Any]:
-    """An annotation and all that it is made of."""
+    """Return an annotation and all its parts."""
     return [hint, *(inner for part in typing.get_args(hint) for inner in parts(part))]
 
 
 def is_array(hint: Any) -> bool:
-    """Whether an annotation is an array of jaxtyping."""
+    """Return True if an annotation is a jaxtyping array."""
     return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
 
 
 def looks_up(hint: Any) -> bool:
-    """Whether an annotation names what only jaxtyping can look up: a type, or an argument for an axis."""
+    """Return True if only jaxtyping can resolve a name in an annotation: of a type, or of an axis."""
     return isinstance(hint, str | typing.ForwardRef) or (is_array(hint) and "{" in hint.dim_str)
 
 
 def jaxtyped(fn: Any = None, **options: Any) -> Any:
-    """In place of `jaxtyping.jaxtyped`."""
+    """Replace `jaxtyping.jaxtyped`."""
     if fn is None:
         return functools.partial(jaxtyped, **options)
     if inspect.isclass(fn):

@@ -8,7 +8,7 @@ import jaxtyping
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Let wrong things reach our own errors: users have no type checker, pytest has."""
+    """Let wrong arguments reach the errors of the package, as for users, who run without type checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Files that users saved still load, and mean what they meant.
+"""Files that users saved still load with the same content.
 
-Names of today stand in the first part alone: how each kind of file is loaded, and what its fields are called.
-Everything below speaks of the files, in the names that they have.
+Only the first part uses current names: functions that load files, and names of fields. All other parts use
+the names in the files.
 """
 
 import json
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
 """For each record, a few numbers by their path in its file."""
 
-# --- names of today ------------------------------------------------------------------------------------
+# --- current names -------------------------------------------------------------------------------------
 
 NAMES = {
     "std": "seed_std",
@@ -54,10 +54,10 @@ NAMES = {
     "unseen": "uncaptured",
     "worth": "importance",
 }
-"""Of fields and measures, wherever they stand.
+"""Current names of fields and measures, by their names in old files.
 
-Names are written out here and not imported from the code that loads the files: a loader that takes one field
-for another would agree with a test that has its names."""
+The names are not imported from the code that loads the files: if the code confused two fields, a test with
+imported names would confuse them, too."""
 RENAMED = [(r"\.merging\.known(?![^.])", ".counts")]
 RENAMED += [(rf"(?<![^.]){old}(?![^.])", new) for old, new in NAMES.items()]
 RENAMED += [
@@ -82,13 +82,13 @@ RENAMED += [
     (r"^(trained\.\d+)\.(stack|layer|head)$", r"\1.head.\2"),
     (r"^(trained\.\d+)\.needed$", r"\1.required"),
 ]
-"""(pattern, replacement) for `re.sub`, in turn, on paths such as ``heads.0.worth.exact``; no result of one
-should match a later one."""
+"""Pairs (pattern, replacement) that `re.sub` applies in order to paths such as ``heads.0.worth.exact``; no
+replacement may match a later pattern."""
 OF_CERTIFICATES = [
     r"\.(gain|mixing_norm_worst|paper_(holds|scale|scale_worst|floor))$",
     r"(^|\.)(target|threshold|threshold_mu|recommended)$",
 ]
-"""Fields that certificates have no more."""
+"""Patterns of the fields that certificates no longer have."""
 DROPPED = [r"^schema_version$", r"^heads\.\d+\.z_score$", r"\.removable\.heads\.\d+\.(cross|occurrence)$"]
 """Patterns of paths that are not kept."""
 VALUES = {
@@ -101,7 +101,7 @@ VALUES = {
     "UNSEEN": "NOT_CAPTURED",
     "gone": "resolved",
 }
-"""Texts that are another text today: codes of findings, and measures in comparisons."""
+"""Current codes of findings and names of measures, by their text in old files."""
 
 KINDS: dict[str, Callable[[Path], Any]] = {
     "audits": Audit.load,
@@ -117,7 +117,7 @@ load_audit, load_history, merge_audits = Audit.load, History.load, Audit.merge
 
 
 def share_of_reference(audit: Any, cost: float) -> float:
-    """The cost of a removal as a share of the loss, or of what stands for it."""
+    """Return the cost of a removal as a share of the loss, or of the reference in its place."""
     return audit.importance.share(cost)
 
 
@@ -140,7 +140,7 @@ def load(name: str) -> Any:
 
 
 def leaves(content: Any, path: str = "") -> dict[str, Any]:
-    """Each number, text, flag and empty list of a file by its path."""
+    """Return each number, text, flag and empty list of a file by its path."""
     if isinstance(content, dict | list) and content:
         items = content.items() if isinstance(content, dict) else enumerate(content)
         return {at: leaf for name, one in items for at, leaf in leaves(one, f"{path}.{name}").items()}
@@ -152,11 +152,11 @@ def of_file(name: str) -> dict[str, Any]:
 
 
 def written(record: Any) -> dict[str, Any]:
-    """The leaves of the file that a record would be today."""
+    """Return the leaves of the file that the current code writes for a record."""
     return leaves(json.loads(record.model_dump_json()))
 
 
-def today(path: str) -> str:
+def renamed(path: str) -> str:
     for pattern, replacement in RENAMED:
         path = re.sub(pattern, replacement, path)
     return path
@@ -170,7 +170,7 @@ def test_a_record_keeps_every_field(name: str) -> None:
         dropped += [r"^(budget|latent_curves)(\.|$)", r"(^|\.)kl_end_to_end$"]
     if name.startswith("certificates"):
         dropped += OF_CERTIFICATES
-    if name == "older/schema_1_lengths.json":  # taken at the mean of different lengths: not known
+    if name == "older/schema_1_lengths.json":  # computed at the mean of different lengths, so unknown
         dropped.append(r"^heads\.\d+\.random_rank$")
     if name.startswith("plans/"):  # one curve is kept, without prices, advice and the law in ln T
         dropped += [r"^(block|fixed_width|latency_tokens|law|options|reason|recommended|value_dim)(\.|$)"]
@@ -178,9 +178,9 @@ def test_a_record_keeps_every_field(name: str) -> None:
     for path, value in file.items():
         if not any(re.search(pattern, path) for pattern in dropped):
             wanted = VALUES.get(value, value) if isinstance(value, str) else value
-            found = new.get(today(path)) if wanted in (None, [], {}) else new[today(path)]
+            found = new.get(renamed(path)) if wanted in (None, [], {}) else new[renamed(path)]
             assert found == wanted, path
-    assert {path: file[path] for path in EXPECTED[name]} == EXPECTED[name]  # the file is what it was
+    assert {path: file[path] for path in EXPECTED[name]} == EXPECTED[name]  # the file itself is unchanged
 
 
 @pytest.mark.parametrize("name", AUDITS)
@@ -203,7 +203,7 @@ def test_files_of_parts_merge_to_the_merged_file() -> None:
             assert again[path] == close, path
 
 
-def test_an_audit_of_before_merging_merges_without_its_nearest_heads() -> None:
+def test_an_audit_without_merge_data_merges_without_its_nearest_heads() -> None:
     older, newer = load("older/importance_no_reference.json"), load("audits/part_0.json")
     merged = merge_audits([older, newer])
     assert merged.provenance.sequences == 5
@@ -221,14 +221,14 @@ def test_schema_1_has_no_band_and_keeps_the_random_rank_of_equal_lengths() -> No
 
 
 def changed(name: str, folder: Path, change: Callable[[Any], None]) -> Path:
-    """A file with something else in it, under its own names."""
+    """Write a changed copy of a file, and return its folder."""
     content = json.loads((HERE / name).read_text())
     change(content)
     (folder / "audit.json").write_text(json.dumps(content))
     return folder
 
 
-def test_words_of_users_are_not_taken_for_names_of_fields(tmp_path: Path) -> None:
+def test_words_of_users_are_not_renamed_as_fields(tmp_path: Path) -> None:
     words = {"spread": "a", "worth": "b", "std": "c", "null_rank": "d", "cross": "e", "collapse": "f"}
 
     def change(content: Any) -> None:
@@ -241,7 +241,7 @@ def test_words_of_users_are_not_taken_for_names_of_fields(tmp_path: Path) -> Non
     assert audit.provenance.notes == list(words)
 
 
-def test_costs_without_a_reference_are_shares_of_the_loss_or_of_1_where_that_is_0(tmp_path: Path) -> None:
+def test_costs_without_a_reference_are_shares_of_the_loss_or_of_1_if_the_loss_is_0(tmp_path: Path) -> None:
     loss, old = 3.558414815007031, "older/importance_no_reference.json"
     assert share_of_reference(load(old), 0.5) == pytest.approx(0.5 / loss)
     assert share_of_reference(load("audits/importance_exact.json"), 0.5) == pytest.approx(0.5 / loss)
@@ -302,10 +302,10 @@ def test_a_history_is_in_the_order_of_its_steps_and_compares_as_before() -> None
         value = VALUES.get(value, value) if isinstance(value, str) else value
         if path != "schema_version":
             close = pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value
-            assert found[today(path)] == close, path
+            assert found[renamed(path)] == close, path
 
 
-def test_a_plan_says_the_width_of_its_deciding_layer() -> None:
+def test_a_plan_keeps_the_width_of_its_deciding_layer() -> None:
     plan = load("plans/command.json")
     assert (plan.head_dim, plan.interval, plan.saturated) == (12, (12, 12), True)
     assert plan.curve[-1] == (128, 0.40625, 0.07365695637359868)
@@ -320,7 +320,7 @@ def test_a_certificate_holds_infinity() -> None:
     assert layer.kept == math.inf
 
 
-def test_a_monitor_goes_on_from_its_folder(tmp_path: Path) -> None:
+def test_a_monitor_resumes_from_its_folder(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(HERE / "monitor", tmp_path / "monitor"))
     probe = load_file(folder / "probe.safetensors")
     batches = list(probe.values())

@@ -1,4 +1,4 @@
-"""Models that users saved load, and give what they gave when they were saved."""
+"""Models that users saved still load with the same outputs."""
 
 import json
 from pathlib import Path
@@ -21,16 +21,16 @@ HERE = Path(__file__).parent
 
 
 def check_outputs(model: nn.Module, folder: Path) -> None:
-    """Logits and tokens that were written next to the model, by its own arithmetic in float32."""
+    """Compare logits and generated tokens with the file that was saved next to the model, in float32."""
     given = load_file(folder / "outputs.safetensors")
-    read, wanted = (
+    read, expected = (
         next(given[name] for name in names if name in given)
         for names in (("input_ids", "pixel_values", "x"), ("logits", "y"))
     )
     with torch.no_grad():
         found = model.eval()(read)
     found = found if isinstance(found, Tensor) else found[0]
-    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     if "generated" in given:
         count = given["generated"].shape[1] - read.shape[1]
         options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -65,7 +65,7 @@ class Plain(nn.Module):
 
 
 class PairBlock(nn.Module):
-    """Two residual sums that only the block itself gives."""
+    """Two residual sums that only the block itself returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["qk", "rotary", "kv", "heads", "together", "module"])
-def test_a_compressed_model_gives_what_it_gave(name: str) -> None:
+def test_a_compressed_model_has_its_saved_outputs(name: str) -> None:
     folder = HERE / "compressed" / name
     model = load_compressed(folder, Plain() if name == "module" else None)
     check_outputs(model, folder)
@@ -110,7 +110,7 @@ def test_a_compressed_model_loads_without_its_head(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["skips/layer", "skips/channel", "skips/pair", "older/skips_no_digest"])
-def test_saved_skips_are_put_in(name: str) -> None:
+def test_saved_skips_are_added(name: str) -> None:
     folder = HERE / name
     given = load_file(folder / "outputs.safetensors")
     model: nn.Module = Pair().eval() if name == "skips/pair" else BertModel.from_pretrained(folder)
@@ -129,7 +129,7 @@ def test_saved_skips_are_put_in(name: str) -> None:
     check_outputs(model, folder)
 
 
-def test_replaced_attention_is_put_in() -> None:
+def test_replaced_attention_has_its_saved_outputs() -> None:
     folder = HERE / "replaced"
     path = folder / "replaced_attention.safetensors"
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
@@ -146,7 +146,7 @@ HEADS = {"bidirectional": ToSTForSequenceClassification, "vision": ToSTForImageC
 
 
 @pytest.mark.parametrize("folder", TOST, ids=lambda folder: folder.name)
-def test_a_model_of_mixers_gives_what_it_gave(folder: Path) -> None:
+def test_a_model_of_mixers_has_its_saved_outputs(folder: Path) -> None:
     model = HEADS.get(folder.name, AutoModelForCausalLM).from_pretrained(folder)
     assert set(model.state_dict()) >= set(load_file(folder / "model.safetensors"))
     check_outputs(model, folder)
