@@ -7,7 +7,7 @@
 
 `run` trains the rows of an experiment that have no run yet, and keeps them in experiments/results/NAME.jsonl;
 an interrupted run resumes. It measures a study anew, keeps its report in experiments/results/NAME.jsonl, and
-writes its page. `render` writes all pages from what is kept. The folder of `--data` holds
+writes its page. `render` writes all pages from the kept results. The folder of `--data` holds
 tiny_shakespeare/input.txt, wikitext2/valid.txt, cifar10/cifar10.npz and imdb/{train,test}.jsonl.gz.
 Checkpoints and the best models are in `--folder`.
 """
@@ -27,7 +27,7 @@ from rankwise.errors import RankwiseError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 if all runs succeeded, or all pages are those of the results."""
+    """Return the exit status: 0 if all runs succeeded, or all pages agree with the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = commands.add_parser("run", help="run an experiment or a study")
     run.add_argument("name", choices=[*EXPERIMENTS, *STUDIES])
     run.add_argument("--rows", nargs="+", metavar="LABEL", help="default: all")
-    run.add_argument("--seeds", nargs="+", type=int, help="default: those of the experiment")
+    run.add_argument("--seeds", nargs="+", type=int, help="default: all of the experiment")
     run.add_argument("--large", action="store_true", help="run rows at the size of the paper, on a GPU")
     run.add_argument("--data", type=Path, default=Path("data"), help="folder of the data sets")
     run.add_argument("--folder", type=Path, default=Path("runs"), help="folder of checkpoints and models")
@@ -86,14 +86,14 @@ def _run_study(study: Study, data: Path) -> None:
 
 
 def _render(*, check: bool) -> int:
-    """Write all pages and figures, or compare them with what they would be."""
+    """Write all pages and figures, or compare them with the files."""
     files = {PAGE: page(list(EXPERIMENTS.values()))}
     for study in STUDIES.values():
         files |= study.files(study.kept())
     if check:
         stale = [path for path, text in files.items() if path.read_text(encoding="utf-8") != text]
         for path in stale:
-            print(f"{path} is not that of the results: python -m experiments render", file=sys.stderr)
+            print(f"{path} does not agree with the results: python -m experiments render", file=sys.stderr)
         return 1 if stale else 0
     for path, text in files.items():
         write_file(path, text, "page")

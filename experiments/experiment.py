@@ -1,4 +1,4 @@
-"""An experiment on training: one claim, its rows, what is expected; its missing runs are measured here."""
+"""An experiment on training: one claim, its rows, its expectations; its missing runs are measured here."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ class Experiment:
     rows: Mapping[str, TrainingConfig]
     """By label."""
     published: Mapping[str, str] = field(default_factory=dict)
-    """The number of the paper by label, in words if the setting is another."""
+    """Number of the paper by label, with its setting if that differs."""
     expectations: Sequence[Expectation] = ()
     seeds: Sequence[int] = (0, 1, 2)
     notes: str = ""
-    """Differences from the paper, and what a reader of the numbers must know."""
+    """Differences from the paper, and limits of the numbers."""
     tables: Callable[[Table], str] | None = None
     """Markdown after the table, from the runs."""
     large: Mapping[str, TrainingConfig] = field(default_factory=dict)
@@ -82,15 +82,8 @@ def run_missing(
 ) -> bool:
     """Train every row at every seed that has no run, each in its own process; return if all succeeded.
 
-    A run that was interrupted resumes. A kept run of other settings is never replaced.
-
-    Args:
-        experiment: whose rows.
-        data: folder of the data sets.
-        rows: labels.
-        seeds: of the weights and of the order of examples.
-        folder: of checkpoints and of the best models.
-        results: folder of the kept runs.
+    A run that was interrupted resumes. A kept run of other settings is never replaced. `folder` holds
+    checkpoints and the best models, `results` the kept runs.
     """
     from experiments.training.train import train_row
 
@@ -106,7 +99,7 @@ def run_missing(
             if kept:
                 continue
             print(command, flush=True)
-            try:  # a fresh process, whose peak memory is that of the run
+            try:  # a fresh process, so that its peak memory is due to the run
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                     arguments = (config, label, seed, data, folder / experiment.name, command)
                     append_run(path, pool.submit(train_row, *arguments).result())

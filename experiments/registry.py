@@ -47,6 +47,7 @@ MODULES = (
     "skips.collapse_depth",
     "skips.collapse_trained",
     "skips.monitor_collapse",
+    "skips.repair",
     "skips.skip_families",
     "tost.listops_counts",
     "tost.rate_descent",

@@ -35,7 +35,7 @@ from experiments.real_models import demo_windows, loss
 from experiments.replacement_page import key, tables
 from experiments.study import Study
 from experiments.tost.replaced_attention import replace_attention
-from experiments.tost.train_demo import TOKENIZER, demo, encode, split
+from experiments.tost.train_demo import DEMO, TOKENIZER, encode, split
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
 from rankwise.tracing import HeadId
@@ -97,7 +97,7 @@ class Reader:
     """
 
     def __init__(self, text: str, tokens: int, seed: int) -> None:
-        self.ids = encode(ByT5Tokenizer(**TOKENIZER), split(text, demo())[0])
+        self.ids = encode(ByT5Tokenizer(**TOKENIZER), split(text, DEMO)[0])
         self.tokens = tokens
         self.generator = torch.Generator().manual_seed(seed)
 

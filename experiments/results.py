@@ -67,11 +67,7 @@ def _lines(runs: Iterable[Run]) -> str:
 
 
 def audits_to_columns(audits: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return the numbers of a monitor as columns: {measure: {places, steps: {step: [values]}}}.
-
-    Args:
-        audits: by step, then by the name that loggers see, `rank/MEASURE/PLACE`.
-    """
+    """Return numbers by step and rank/MEASURE/PLACE as {measure: {places, steps: {step: [values]}}}."""
     columns: dict[str, Any] = {}
     for step, values in audits.items():
         for name, value in values.items():

@@ -25,17 +25,17 @@ class Study:
     """A measurement and its page; `experiments.registry` lists the studies."""
 
     name: str
-    """Of the report, the one line of results/NAME.jsonl."""
+    """Name of the report, the one line of results/NAME.jsonl."""
     measure: Callable[[Path], Report]
     """Data folder → report, plain JSON."""
     page: str = ""
-    """Of docs/PAGE.md, from pages/PAGE.md; empty: no page."""
+    """Name of docs/PAGE.md, made from pages/PAGE.md; empty: no page."""
     tables: Callable[[Report], Mapping[str, str]] = _none
     """Mark on the page → Markdown."""
     figures: Callable[[Report], Mapping[str, str]] = _none
     """Name in docs/images → SVG."""
     template: str = ""
-    """Of pages/TEMPLATE.md; empty: that of the page."""
+    """Name of pages/TEMPLATE.md, if it is not the name of the page."""
 
     @property
     def claim(self) -> str:

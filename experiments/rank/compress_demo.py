@@ -26,7 +26,7 @@ from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import greedy_orders, whole_factors
 
 PAIRS = 16
-"""Of each head of the demo."""
+"""Rotary pairs per head of the demo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

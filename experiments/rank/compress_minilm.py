@@ -1,7 +1,7 @@
 """Queries and keys of all-MiniLM-L6-v2 narrowed: attention KL and retrieval by width, over three splits.
 
 Claim     KQ-SVD (arXiv 2512.05916): the low-rank logits that are best for the data beat factors of weights
-          alone. In addition: the effect of widths per head, and of a short calibration.
+          alone. In addition: the effect of widths per head and of a short calibration.
 Measured  Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 32; retrieval of a review's
           second half; latency.
 Hardware  one CPU core, about 8 minutes
@@ -110,7 +110,6 @@ def rivals(model: nn.Module, calibration: list[Any], held_out: list[Any], seed: 
 
 
 def load(folder: Path) -> nn.Module:
-    """Return the model in evaluation mode."""
     return transformers.AutoModel.from_pretrained(folder).eval()
 
 

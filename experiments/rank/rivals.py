@@ -1,4 +1,4 @@
-"""Rivals of `rankwise.compress`: other bases of queries and keys, other rotary pairs, other latents.
+"""Alternatives to `rankwise.compress`: other bases of queries and keys, other rotary pairs, other latents.
 
 Each function returns costs by method, then by mean width or by share of the cache.
 """
@@ -80,7 +80,7 @@ def basis_costs(
     curves: list[Curve],
     seed: int = 0,
 ) -> Costs:
-    """Return attention KL of our closed form, with and without widths per head, and of four rivals.
+    """Return attention KL of our closed form, with and without widths per head, and of four alternatives.
 
     `layers` are statistics of the calibration data, `evaluated` of other data, and `curves` the `head_curves`
     of all layers. `model` is not compressed yet.

@@ -1,10 +1,10 @@
-"""Adversarial search for states that violate the bounds on what a λ-skip keeps behind a norm.
+"""Adversarial search for states that violate the bounds on μ behind a λ-skip and a norm.
 
 Claim     docs/proofs/skip-bound.md: μ behind LayerNorm or RMSNorm of λY + B is at least the larger of a bound
           by rows and one by the mean row, in whatever direction B points; and the paper's Theorem 4.1.
 Measured  The largest (bound − μ) that gradient ascent over Y and B, or over Y, M and C, finds: both norms, ε
-          from 0 to 1, four shapes, starts at random, from tokens nearly alike and from B against the
-          differences of the tokens. The smallest |λ| that each bound requires in trained models.
+          from 0 to 1, four shapes, random starts, starts with similar tokens, and with B against
+          the differences of the tokens. The smallest |λ| that each bound requires in trained models.
 Hardware  one CPU core, float64, about three minutes
 Expect    no violation; on all-MiniLM-L6-v2 the bound by the mean row lowers the smallest |λ| of every layer.
           The demo has no norm behind its sums, so that both bounds require the same |λ|
@@ -45,7 +45,7 @@ class Recipe:
     eps: tuple[float, ...] = (0.0, 1e-5, 0.1, 1.0)
     steps: int = 150
     copies: int = 4
-    """Of each start, with other random numbers and sizes of B."""
+    """Number of draws per start, with other sizes of B."""
     rate: float = 0.03
     tokens: int = 128
     sequences: int = 4
@@ -59,7 +59,6 @@ def normed(x: Tensor, centre: bool, eps: float) -> Tensor:
 
 
 def mu(x: Tensor) -> Tensor:
-    """Return μ over the last two axes."""
     return torch.linalg.vector_norm(x - x.mean(-2, keepdim=True), dim=(-2, -1))
 
 

@@ -18,10 +18,10 @@ FROM = -1.0
 WIDTH = 64
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
 FLOOR = {"recall": 0.6}
-"""Accuracy of a model that has learned nothing of the task, if it is above that of the most common answer."""
+"""Accuracy of a model that has learned nothing of the task, if it is above the most common answer."""
 NOTES = {
     "image": "Pixels shrunk to 16×16, 8 layers as in the paper, of width 64.",
-    "recall": "2 layers, 2 pairs in 16 tokens. An accuracy near 0.5 is that of a model that tells the values "
+    "recall": "2 layers, 2 pairs in 16 tokens. An accuracy near 0.5 means that a model finds the values "
     "of a sequence but not their keys; the jump to 1 comes at a step that differs from seed to seed, so that "
     "one seed says little.",
 }
@@ -92,7 +92,7 @@ def experiment(task: str, title: str, published: dict[str, str]) -> Experiment:
         + [close_to(label(mixer, 1), label(mixer, "learned"), 0.02, floor=floor) for mixer in MIXERS],
         notes="λ is around the mixer alone; the feed-forward part keeps its own skip. shared: one λ learned "
         "for all layers, from −1; learned: one for each layer; channel: one for each channel of each layer. "
-        "gate: the mixer's output is multiplied by a gate that its input gives. Pre-norm. " + NOTES[task],
+        "gate: the mixer's output is multiplied by a gate of its input. Pre-norm. " + NOTES[task],
         tables=joined(learned, collapse),
     )
 

@@ -70,7 +70,6 @@ def build(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
 
 
 def windows(recipe: Recipe, seed: int, count: int) -> list[Tensor]:
-    """Draw batches of windows of the bundled text, as bytes."""
     ids = torch.tensor(list(demo_text().read_bytes()))
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(ids) - recipe.tokens + 1, (count, recipe.batch, 1), generator=draw)
@@ -78,7 +77,7 @@ def windows(recipe: Recipe, seed: int, count: int) -> list[Tensor]:
 
 
 def probe_of(recipe: Recipe, seed: int) -> dict[str, Tensor]:
-    """Return the batch that the monitor audits: two windows, drawn apart from those of the training."""
+    """Return two windows for the audits, which are drawn apart from the training windows."""
     return {"input_ids": windows(recipe, 10_000 + seed, 1)[0][:2]}
 
 
@@ -114,14 +113,7 @@ def advised(recipe: Recipe, seed: int, source: str) -> tuple[ToSTForCausalLM, fl
 
 
 def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "given") -> dict[str, Any]:
-    """Train and monitor one model.
-
-    Args:
-        recipe: sizes.
-        scale: λ if it is ``given``.
-        seed: of weights and windows.
-        stop: end the training at a COLLAPSE.
-        source: of λ: ``given``, or ``command`` or ``bound`` of the advice.
+    """Train and monitor one model; `source` names the origin of λ: "given", "command" or "bound".
 
     Returns:
         Loss of the last tenth of the steps, the layer of COLLAPSE at each audit, and the time of audits.

@@ -42,7 +42,6 @@ REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
 
 
 def deep_model(layers: int) -> nn.Module:
-    """Return the demo's configuration with more layers, at random weights."""
     config = AutoConfig.from_pretrained(demo_model())
     config.num_hidden_layers = layers
     torch.manual_seed(0)
@@ -61,7 +60,6 @@ def save_broken(model: Any, folder: Path) -> None:
 
 
 def rankwise(*words: str) -> str:
-    """Run a command as a shell would, and return its output."""
     program = Path(sys.executable).with_name("rankwise")
     done = subprocess.run([program, *words], check=True, capture_output=True, text=True)
     return done.stdout
@@ -90,13 +88,7 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
 
 
 def repair(name: str, model: Any, source: Path) -> dict[str, Any]:
-    """Break, audit, repair, audit again, compare.
-
-    Args:
-        name: of the model.
-        model: the model; models other than all-MiniLM predict tokens, and have a loss.
-        source: folder of its tokenizer.
-    """
+    """Break, audit, repair, audit again, compare; `source` is the folder of the tokenizer."""
     has_loss = hasattr(model, "lm_head")
     with tempfile.TemporaryDirectory() as folder:
         place = {part: Path(folder) / part for part in ("whole", "broken", "repaired")}

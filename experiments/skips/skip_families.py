@@ -15,6 +15,7 @@ Expect    yes everywhere, and differences of rounding
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from experiments.coverage.families import check, check_state_space, shown
 from experiments.render import markdown_table
 from experiments.study import Study
-from experiments.zoo.state_space import STATE_SPACE
-from experiments.zoo.transformers import BERT, FAMILIES, LLAMA, hugging_face, text_inputs
+from experiments.zoo.state_space import STATE_SPACE, tiny
+from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, text_inputs
 from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
 from rankwise.skips.find import run_with, tensors_in
@@ -41,23 +42,8 @@ HEADINGS = (
 )
 ROUNDING = 1e-3
 """Rounding of a float32 model causes smaller errors than this."""
-MAMBA = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
-HYBRID = {
-    "mamba_d_state": 4,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 8,
-}
-JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2}
-JAMBA |= {"num_experts_per_tok": 1, "mamba_d_state": 4}
 OTHERS: dict[str, Callable[[], nn.Module]] = {
-    "Mamba": hugging_face("MambaModel", **MAMBA),
-    "Mamba-2": hugging_face(
-        "Mamba2Model", **MAMBA, num_heads=8, head_dim=8, n_groups=2, chunk_size=8, expand=2
-    ),
-    "Bamba": hugging_face("BambaModel", **LLAMA | HYBRID, attn_layer_indices=[1], mamba_expand=2),
-    "Jamba": hugging_face("JambaModel", **LLAMA | JAMBA),
+    **{name: partial(tiny, name) for name in ("Mamba", "Mamba-2", "Bamba", "Jamba")},
     "FNet": hugging_face("FNetModel", **{key: BERT[key] for key in BERT if key != "num_attention_heads"}),
 }
 NAMES = (*(family.name for family in FAMILIES), *OTHERS)
@@ -71,13 +57,11 @@ def is_right(row: Row) -> bool:
 
 
 def outputs(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """Return the outputs of a model, without gradients."""
     with torch.no_grad():
         return tensors_in(model(**batch))
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Return if tensors are equal bit by bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -139,7 +123,6 @@ def measure(names: Collection[str] = NAMES) -> dict[str, Any]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a family."""
     same, learns, undone = ("yes" if row[name] else "no" for name in ("identical", "learns", "undone"))
     captured = "not captured" if row["captured"] is None else shown(row["captured"])
     return row["name"], str(row["skips"]), captured, same, learns, shown(row["error"]), undone

@@ -156,7 +156,7 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 
 def _evaluate(operation: np.ndarray, counts: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the value of each operation from those of its arguments, which are consecutive."""
+    """Return the value of each operation from the values of its arguments, which are consecutive."""
     starts = _starts(counts)
     owner = np.repeat(np.arange(len(counts)), counts)
     ordered = values[np.lexsort((values, owner))]

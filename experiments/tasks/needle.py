@@ -34,7 +34,7 @@ def needle(
         test: sequences to be tested on.
         length: bytes of a sequence.
         depth: 0: the sentence comes first; 1: it comes right before the question; None: drawn per sequence.
-        seed: of all draws.
+        seed: random seed for all draws.
     """
     passages = zip((train, test), split_text(read_text(path)), strict=True)
     splits = [

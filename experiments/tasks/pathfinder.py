@@ -60,7 +60,7 @@ class Rule(NamedTuple):
 
 
 class Dashes(NamedTuple):
-    """Dashes of one index in many contours: begin and end (N, 2), and which are there (N,)."""
+    """Dashes of one index in many contours: begin and end (N, 2), and which exist (N,)."""
 
     begin: np.ndarray
     end: np.ndarray
@@ -86,8 +86,8 @@ def pathfinder(
     """Return sequences of gray pixels; class 1 if one contour joins the two dots.
 
     Every picture has two contours of `contour_length` dashes, and distractors of a third of that length. One
-    dot is at the beginning of a contour, the other at the end of the same contour (class 1) or of the other
-    one (class 0). Sizes, gaps, curvature and counts are those of Long Range Arena for pictures of 32, 128 and
+    dot is at the beginning of a contour, the other at the end of the same contour (class 1) or of the
+    second (class 0). Sizes, gaps, curvature and counts follow Long Range Arena for pictures of 32, 128 and
     256 pixels; 6, 9 and 14 dashes are its easy, intermediate and hard split. Unlike the published pictures,
     contours never come nearer to each other than 2·margin, and every distractor dash belongs to a contour.
 

@@ -48,7 +48,7 @@ def cifar10_sequence(folder: Path, *, side: int | None = None, **drawn: Any) -> 
 
     Args:
         folder: as for `cifar10`.
-        side: shrink pictures to `side` × `side` pixels, each the mean of a square block; None: as they are.
+        side: shrink pictures to `side` × `side` pixels, each the mean of a square block.
         drawn: as for `cifar10`.
     """
     splits, record = _read(folder, **drawn)

@@ -36,7 +36,7 @@ def byte_text(path: Path, *, length: int, windows: int | None = None, seed: int 
         path: a UTF-8 text file.
         length: tokens of a window.
         windows: train on this number of windows at random places, in place of consecutive windows.
-        seed: of that draw.
+        seed: random seed for that draw.
     """
     splits = map(byte_ids, split_text(read_text(path)))
     more = {"vocab_size": BYTE_VOCABULARY, "pad_token_id": 0, "bytes_per_token": 1.0}
@@ -101,7 +101,7 @@ def cut(ids: np.ndarray, length: int, subject: str, windows: int | None = None, 
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Any:
-    """Train a byte-level BPE, as that of GPT-2 (Radford et al. 2019, section 2.2).
+    """Train a byte-level BPE, as for GPT-2 (Radford et al. 2019, section 2.2).
 
     Its alphabet is the 256 bytes, so that decoding restores every text.
     """

@@ -26,7 +26,7 @@ MODELS = (
     "mamba2",
 )
 PARAMETERS = 820_224
-"""Of the transformer, and so of all models."""
+"""Parameters of the transformer, and so of all models."""
 SCALE = 0.088
 """Standard deviation of initial weights, 128^(-1/2) for a width of 128; otherwise 0.02, as in GPT-2."""
 
@@ -74,8 +74,8 @@ def by_context(table: Table) -> str:
     ]
     said = (
         "By context: a step of training on 4,096 tokens, in times of the transformer's at that context (and "
-        "the interval that holds it in 95 % of runs), the memory of that step beside model and optimiser, "
-        "and what decoding keeps of one sequence. limit: a product with as many weights in one matrix. "
+        "the interval that holds it in 95 % of runs), the memory of that step without model and optimizer, "
+        "and the state of decoding for one sequence. limit: a product with as many weights in one matrix. "
         f"`python -m benchmarks language` on {measured['machine']['cpu']}, "
         f"{measured['machine']['torch_threads']} thread."
     )
@@ -144,7 +144,7 @@ LANGUAGE = Experiment(
     notes="Nats per byte of the last tenth of tiny Shakespeare; the paper's losses are per token of "
     "GPT-2's vocabulary, on another text and at a hundred times the size: only the order can "
     "be compared. All models have the weights of the transformer within 0.3 %, by their "
-    "feed-forward width, and the same optimiser; none was tuned; width 64: models of 214,016 weights, where "
+    "feed-forward width, and the same optimizer; none was tuned; width 64: models of 214,016 weights, where "
     "the others have 820,224; initial weights have the scale 0.02, "
     "but where a row says another. tost-hybrid is the decayed one with softmax attention in every "
     "fourth layer; tost-scan has a short convolution and a scan of 16 features with memberships as "
@@ -153,7 +153,7 @@ LANGUAGE = Experiment(
 )
 
 TOKEN_PARAMETERS = 918_144
-"""Of the transformer with a vocabulary of 1,024."""
+"""Parameters of the transformer with a vocabulary of 1,024."""
 WIKITEXT_FILE = "wikitext2/valid.txt"
 WIKITEXT = Experiment(
     name="language-wikitext",
@@ -178,7 +178,7 @@ WIKITEXT = Experiment(
         *NARROW_GOALS,
     ),
     notes="As on tiny Shakespeare, on the 1.1 MB of WikiText-2's validation file, whose first nine tenths "
-    "are read and whose last tenth is judged: these losses cannot be held against published ones. "
+    "are read and whose last tenth is judged: these losses cannot be compared with published losses. "
     "tokens: of a byte-level BPE of 1,024 entries trained on the part that is read; nats per token, "
     "and 918,144 weights each.",
 )

@@ -17,7 +17,7 @@ from experiments.verdicts import Table, below, within
 from rankwise.models.mixers import build_mixer
 
 PARAMETERS = 214_016
-"""Of the transformer of width 64."""
+"""Parameters of the transformer of width 64."""
 
 
 def short_run(model: str, options: dict[str, Any] | None = None, **tssa: int) -> TrainingConfig:
@@ -100,7 +100,7 @@ sums alone, those in Π and the mean m, in which, without decay and with uniform
 before has weight 1 / t (tests/models/test_mixers.py holds both). No token hands its features to
 another, and the next byte depends first on the last few. What moves features at linear cost, each an
 option of `rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w
-over 4 tokens, each channel by itself (conv), and a scan of F features with memberships as steps
+over 4 tokens, separate for each channel (conv), and a scan of F features with memberships as steps
 (scanF), M[t, u] = c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are
 not, since the kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to
 128."""

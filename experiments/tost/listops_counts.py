@@ -1,6 +1,6 @@
 """Accuracy on ListOps from token counts alone; a model that uses the order of tokens is more accurate.
 
-The task is that of the experiment `long-range-listops`. Neither classifier sees the order of the tokens after
+The task belongs to the experiment `long-range-listops`. Neither classifier sees the order of the tokens after
 the first: the most common value of each first operation, and a linear classifier of the logarithms of token
 counts, separate for each first operation.
 
@@ -22,7 +22,7 @@ from experiments.tost.long_range import config
 
 CLASSES = 10
 DECAY = 1e-4
-"""Of the squared weights."""
+"""Factor of the squared weights in the loss."""
 
 
 def first_and_counts(examples: Examples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from experiments.verdicts import Table, below, exceeds, within
 
 MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
 PARAMETERS, PAPER_PARAMETERS = 120_000, 1_300_000
-"""Of every model; learned positions of Text are 524,288 of the latter."""
+"""Parameters of every model; learned positions of Text are 524,288 of the latter."""
 WIDTH, PAPER_WIDTH = 64, 128
 SMALL: dict[str, dict[str, Any]] = {
     "listops": {
@@ -73,7 +73,7 @@ def paper_size(task: str, model: str) -> TrainingConfig:
 
 
 RATES = (3e-4, 3e-3)
-"""Learning rates besides 0.001, for the task that is tuned."""
+"""Further learning rates, for the task that is tuned."""
 TUNED = "listops"
 NOTES = (
     "120,000 weights each, by the feed-forward width; shorter sequences than published (Image: 16×16), "

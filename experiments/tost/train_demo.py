@@ -52,9 +52,8 @@ FRAME = {
 }
 
 
-def llama() -> LlamaConfig:
-    """Return the demo's architecture: as many parameters as fit in 3 MB of float32."""
-    return LlamaConfig(**FRAME, intermediate_size=272, bos_token_id=None, tie_word_embeddings=True)
+LLAMA = LlamaConfig(**FRAME, intermediate_size=272, bos_token_id=None, tie_word_embeddings=True)
+"""Architecture of the demo: as many parameters as fit in 3 MB of float32."""
 
 
 def tost(**changes: Any) -> ToSTConfig:
@@ -67,7 +66,7 @@ class Recipe:
     """Everything that decides a run."""
 
     name: str
-    model: PreTrainedConfig = field(default_factory=llama)
+    model: PreTrainedConfig = field(default_factory=lambda: LLAMA)
     """A causal language model over the 259 tokens of ByT5Tokenizer."""
     tokens: int = 256
     steps: int = 1200
@@ -87,20 +86,12 @@ class Recipe:
     seed: int = 0
 
 
-def demo() -> Recipe:
-    """Return the recipe of the bundled demo."""
-    return Recipe(name="demo")
-
-
-def demo_tost() -> Recipe:
-    """Return the demo's twin: causal TSSA as published."""
-    return replace(demo(), name="demo_tost", model=tost(intermediate_size=496), bundles_text=False, threads=1)
-
-
-def demo_tost_decayed() -> Recipe:
-    """Return the twin whose statistics forget, with half-lives from 4 tokens to the length of the window."""
-    model = tost(intermediate_size=500, half_life=half_lives(4, 4, 256).tolist())
-    return replace(demo_tost(), name="demo_tost_decayed", model=model)
+DEMO = Recipe(name="demo")
+TWIN = Recipe(name="demo_tost", model=tost(intermediate_size=496), bundles_text=False, threads=1)
+"""Causal TSSA as published."""
+LIVES = half_lives(4, 4, 256).tolist()
+DECAYED = replace(TWIN, name="demo_tost_decayed", model=tost(intermediate_size=500, half_life=LIVES))
+"""The twin with statistics that forget: half-lives from 4 tokens to the length of the window."""
 
 
 def training_windows(ids: Tensor, recipe: Recipe, eos: int) -> list[dict[str, Tensor]]:
@@ -132,7 +123,6 @@ def split(text: str, recipe: Recipe) -> tuple[str, str]:
 
 
 def encode(tokenizer: ByT5Tokenizer, text: str) -> Tensor:
-    """Return the ids of a text without </s>."""
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
@@ -235,8 +225,4 @@ def study(recipe: Recipe, *, bundled: bool) -> Study:
     return Study(f"train_{recipe.name}", run, page, card, template="demo-card")
 
 
-STUDIES = (
-    study(demo(), bundled=True),
-    study(demo_tost(), bundled=True),
-    study(demo_tost_decayed(), bundled=False),
-)
+STUDIES = study(DEMO, bundled=True), study(TWIN, bundled=True), study(DECAYED, bundled=False)

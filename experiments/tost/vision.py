@@ -47,7 +47,7 @@ def paper_size(model: str) -> TrainingConfig:
 VISION = Experiment(
     name="vision",
     title="CIFAR-10 by mixer",
-    source="Wu et al., “Token Statistics Transformer”, ICLR 2025: ToST beside XCiT and ViT, ImageNet and "
+    source="Wu et al., “Token Statistics Transformer”, ICLR 2025: ToST next to XCiT and ViT, ImageNet and "
     "fine-tuning",
     rows={model: config(model) for model in MODELS},
     large={f"{model}, paper size": paper_size(model) for model in MODELS},
@@ -56,6 +56,6 @@ VISION = Experiment(
         below("transformer", "tost", "accuracy"),
         below("tost-uniform", "tost", "accuracy"),
     ),
-    notes="Trained from nothing with crops and mirror images, 400,000 weights each. transformer is a plain "
-    "ViT; softmax and tost stand in the released frame, so that the mixer alone differs between them.",
+    notes="Trained from random weights with crops and mirror images, 400,000 weights each. transformer is a "
+    "plain ViT; softmax and tost have the released frame, so that they differ only in the mixer.",
 )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Everything that decides a training run besides its seed; rows are made with `dataclasses.replace`."""
+    """Everything that decides a training run, except its seed; `dataclasses.replace` makes further rows."""
 
     model: str
     """A name of `experiments.training.models.MODELS`."""

@@ -30,7 +30,7 @@ HEADS = {
 }
 ONLY_CAUSAL = ("s4d", "mamba", "mamba2")
 SHORTEST_HALF_LIFE = 4
-"""Tokens: of the fastest head of `tost-decayed`; that of the slowest head is the length of a sequence."""
+"""Tokens, for the fastest head of `tost-decayed`; the slowest head has the length of a sequence."""
 CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
 """TSSA with a short convolution, and a scan of 16 features per head: content moves between tokens."""
 ROTARY = {"softmax": {"rotary_base": ROPE_BASE}}
@@ -45,7 +45,7 @@ def build_model(config: TrainingConfig, task: Task) -> PreTrainedModel:
 def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
     """Return the configuration of transformers; `parameters` decides the feed-forward width.
 
-    The number of parameters is linear in that width, so that two counts give the nearest one.
+    The number of parameters is linear in that width, so that two counts determine it.
     """
     if config.parameters is None:
         return _make_config(config, task, None)
@@ -100,7 +100,7 @@ def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -
         plain = round(8 * config.width / 3)  # three matrices with as many weights as two of width 4 D
     content["intermediate_size"] = plain if feed_forward is None else feed_forward
     options = dict(config.model_options)
-    if "mixer_options" in options:  # what the row does not name stays
+    if "mixer_options" in options:  # other options of the model stay
         own, mixers = content.get("mixer_options", {}), options["mixer_options"]
         options["mixer_options"] = {
             name: {**own.get(name, {}), **mixers.get(name, {})} for name in {**own, **mixers}

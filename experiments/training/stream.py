@@ -19,7 +19,7 @@ class Stream(Dataset[Example]):
     Args:
         examples: the training split.
         length: number of examples that the training reads.
-        seed: of the run.
+        seed: random seed for order and augmentation.
 
     Examples:
         >>> stream = Stream([{"x": x} for x in torch.arange(4)], length=8, seed=0)

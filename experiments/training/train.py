@@ -29,16 +29,7 @@ PROBE_EXAMPLES, PROBE_TOKENS = 2, 128
 
 
 def train_row(config: TrainingConfig, label: str, seed: int, data: Path, folder: Path, command: str) -> Run:
-    """Train a row at a seed, and return its line of results.
-
-    Args:
-        config: of the row.
-        label: of the row.
-        seed: of the weights and of the order of examples.
-        data: folder of the data sets.
-        folder: of the experiment; the run gets a folder in it that its configuration and data name.
-        command: repeats the run.
-    """
+    """Train a row at a seed, and return its line of results; `folder` gets a folder for each run."""
     source = commit()
     task = load_task(config, data)
     values = train(config, task, folder / folder_name(config, task, label, seed), seed)
@@ -101,8 +92,8 @@ def train(config: TrainingConfig, task: Task, folder: Path, seed: int) -> dict[s
 class BestModelTrainer(Trainer):
     """Trainer that loads a checkpoint as `from_pretrained` does.
 
-    The Trainer reads the weights by the names of the file. Those of ViT differ from the names of the model,
-    so that the Trainer would leave its weights as they are.
+    The Trainer reads weights by the names in the file. For ViT the model has other names, so that the Trainer
+    would keep its initial weights.
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

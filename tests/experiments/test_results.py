@@ -158,7 +158,7 @@ def test_a_page_that_is_not_that_of_the_results_is_named(
     monkeypatch.setattr("experiments.render.HOLDS", {False: "n", None: "u", True: "y"})
     assert command.main(["render", "--check"]) == 1
     stale = capsys.readouterr().err
-    assert stale.count("is not that of the results") == 1
+    assert stale.count("does not agree with the results") == 1
     assert "results.md" in stale
 
 

@@ -94,3 +94,15 @@ def test_a_collapsed_model_is_repaired_by_its_remedy(monkeypatch: pytest.MonkeyP
 def test_a_command_that_fails_is_an_error() -> None:
     with pytest.raises(repair.subprocess.CalledProcessError):
         repair.rankwise("skip", "nowhere", "--steps", "many")
+
+
+def test_kept_models_that_collapse_are_repaired() -> None:
+    kept = repair.STUDY.kept()["models"]
+    found = {one["name"]: [bool(stage["collapses"]) for stage in one["stages"]] for one in kept}
+    collapses = [False, True, False]
+    assert found == {
+        "12 random layers": collapses,
+        "all-MiniLM-L6-v2": collapses,
+        "bundled demo": [False] * 3,
+    }
+    assert [repair.is_repaired(one) for one in kept] == [True, True, False]

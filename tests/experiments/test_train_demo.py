@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,7 @@ import pytest
 import torch
 from experiments.study import Study
 from experiments.tasks.text import cut
-from experiments.tost.train_demo import (
-    STUDIES,
-    Recipe,
-    demo,
-    excerpt,
-    measure,
-    split,
-    train,
-    training_windows,
-)
+from experiments.tost.train_demo import STUDIES, Recipe, excerpt, measure, split, train, training_windows
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -48,7 +38,7 @@ DEMO = KEPT["train_demo"]
 
 
 def tiny(**changes: Any) -> Recipe:
-    return replace(demo(), name="tiny", **{"model": TINY, **SMALL, **changes})
+    return Recipe(name="tiny", **{"model": TINY, **SMALL, **changes})
 
 
 @pytest.fixture(autouse=True)
