@@ -133,7 +133,7 @@ def test_links_are_followed_and_other_places_are_refused(audit: rw.Audit, tmp_pa
     ("method", "error", "raised", "message"),
     [
         ("write_text", OSError(28, os.strerror(28)), InputError, "No space left"),
-        ("replace", KeyboardInterrupt(), KeyboardInterrupt, ""),
+        ("replace", KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
     ids=["full disk", "Ctrl-C"],
 )

@@ -16,7 +16,7 @@ SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_
 
 
 def language_model(seed=0):
-    """A GPT-2 whose outputs are far enough from even to have something to lose."""
+    """Return a GPT-2 whose predictions are far from uniform, so that removal has a cost."""
     torch.manual_seed(seed)
     config = transformers.GPT2Config(vocab_size=24, n_positions=32, initializer_range=0.4, **SIZES)
     return transformers.GPT2LMHeadModel(config).eval().double()
@@ -47,7 +47,7 @@ def ids(sequences=3, tokens=10, seed=1):
 
 
 class Scaled(Intervention):
-    """Takes what one head, or one block, gives by ξ, and the rest from its mean or from zero."""
+    """Replace the output of a head or a block by ξ times it plus (1 − ξ) times a mean or zero."""
 
     def __init__(self, gate, site="", head=0, block="", mean=0.0):
         self.gate, self.site, self.head, self.mean = gate, site, head, mean

@@ -1,10 +1,11 @@
-"""Records, findings and the console say what follows where worth is known, and stay silent where not."""
+"""Records and findings state costs of removal if importance is known."""
 
 import re
 
 import pytest
 from importance_cases import ids, language_model
 from tests.support import records
+from tests.support.records import importance as importance_record
 from typer.testing import CliRunner
 
 import rankwise as rw
@@ -20,7 +21,7 @@ from rankwise.cli import app
 from rankwise.cli.audit import _importance
 from rankwise.cli.options import add_bare_values
 from rankwise.importance import ImportanceSettings, ablation_cost
-from rankwise.importance.records import HeadImportance, ImportanceRecord, agreement
+from rankwise.importance.records import HeadImportance, agreement
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,8 @@ def test_the_set_of_an_audit_can_be_run_again(audit):
     assert len(heads) == next(one for one in audit.findings if one.code == "REMOVABLE").evidence["heads"]
 
 
-def importance_record(**more):
-    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
-    return ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, **more)
-
-
 def found(code, costs, exact):
-    """The finding of this code in the sample audit, its heads given these costs in turn."""
+    """Return the finding of a code with and without costs, which the heads have in turn."""
     heads = []
     for number, head in enumerate(records.encoder().heads):
         cost = costs[number % len(costs)]
@@ -82,7 +78,7 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
         (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", ".*--importance exact.*"),
     ],
 )
-def test_a_sink_is_removed_by_its_cost_and_an_estimate_is_called_one(cost, exact, meaning, remedy):
+def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, remedy):
     known, unknown = found("SINK", [cost], exact=exact)
     assert meaning in known.meaning
     assert re.fullmatch(remedy, known.remedy, re.DOTALL)
@@ -106,14 +102,14 @@ def test_findings_on_ranks_state_the_costs_of_their_heads(code, how):
     (known,) = with_removal_costs([finding], {code: "mixer"}, heads, importance_record())
     estimated = "The estimated cost of removal is" if how == "estimate" else ""
     assert f"{estimated or 'Without one of them the loss changes by'} +0.1% to +15.0%" in known.meaning
-    assert "removal_cost" not in known.evidence  # of the head that the finding is placed at
+    assert "removal_cost" not in known.evidence  # this would be the cost of the first head
     assert known.evidence["most_removal_cost"] == 0.3
     assert ("exact" in known.remedy) == (how == "estimate")
     single = finding.model_copy(update={"heads": []})
     (alone,) = with_removal_costs([single], {code: "mixer"}, heads, importance_record())
     assert f"{estimated or 'Without it the loss changes by'} +0.10%" in alone.meaning
     half = with_removal_costs([finding], {code: "mixer"}, heads[:1], importance_record())
-    assert half == [finding]  # of one of them nothing is known
+    assert half == [finding]  # the cost of a head is unknown
 
 
 def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():

@@ -13,14 +13,14 @@ import rankwise as rw
 from rankwise.importance import ImportanceSettings
 
 STEP = 1e-5
-"""Of central difference quotients in float64: their error is of order STEP² = 1e-10 and eps/STEP = 2e-11."""
+"""Step of central difference quotients in float64: errors are of order STEP² = 1e-10 and eps/STEP = 2e-11."""
 
 FIVE_ERRORS = 5 * (2 / (100 * 3)) ** 0.5
 """The square of a near-normal sum spreads by √2 of its mean; 100 probes of three sequences each."""
 
 
 def nats(model, given, gate, **where):
-    """Each sequence's sum of nats over its next tokens."""
+    """Return the sum of nats over next tokens per sequence."""
     logits = run_scaled(model, given, gate, **where).logits[:, :-1]
     lost = F.cross_entropy(logits.flatten(0, 1), given["input_ids"][:, 1:].flatten(), reduction="none")
     return lost.view(logits.shape[:2]).sum(1).detach()
@@ -102,7 +102,7 @@ def test_estimates_do_not_depend_on_the_split_into_batches():
         assert other.exact == pytest.approx(one.exact, rel=1e-9, abs=1e-13)
 
 
-def test_padding_changes_nothing():
+def test_padding_does_not_change_importance():
     model, tokens = language_model(), ids()
     mask = torch.ones(3, 14, dtype=torch.long)
     mask[:, 10:] = 0
@@ -148,6 +148,6 @@ def test_gates_of_blocks_follow_a_batch_axis_of_1():
     first, second = (measure(Encoder(axis).eval().double(), [states], settings) for axis in (True, False))
     assert len(first.blocks) == 2
     for one, other in zip(first.blocks, second.blocks, strict=True):
-        assert one.first_order > abs(one.gradient)  # sequences with both signs: one gate would add them up
+        assert one.first_order > abs(one.gradient)  # sequences have both signs, which one gate would add
         for name in ("gradient", "first_order", "fisher"):
             assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10)

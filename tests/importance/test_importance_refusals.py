@@ -1,4 +1,4 @@
-"""Labels that do not fit, masks of another sequence, and modes of autograd around the call."""
+"""Wrong labels, masks of decoders, modes of autograd around the call, and missing gradients."""
 
 import warnings
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
+from tests.support.records import importance as importance_record
 from torch import nn
 
 import rankwise as rw
@@ -13,7 +14,7 @@ from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError
-from rankwise.importance.records import HeadId, ImportanceRecord, RemovableSet
+from rankwise.importance.records import HeadId, RemovableSet
 
 
 def labelled(*labels):
@@ -47,19 +48,11 @@ def test_labels_in_some_batches_only_are_refused():
         measure(language_model(), causal, CHEAP)
 
 
-def test_outputs_without_tokens_are_compared():
-    model, (x, _) = Classifier(), labelled([0, 1, 2, 0])[0]
-    importance = measure(model, [x], ImportanceSettings(exact=True, tolerance=None))
-    assert importance.loss == "relative squared change of the output"
-    assert np.isfinite(importance.sites[0].exact).all()
-    assert np.isfinite(importance.sites[0].cosine).all()
-
-
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [(generates := "T5ForConditionalGeneration", "auto"), (generates, "output"), ("T5Model", "output")],
 )
-def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
+def test_the_mask_of_the_encoder_does_not_apply_to_the_decoder(kind, loss):
     model, mask = t5(kind), torch.ones(3, 10, dtype=torch.long)
     mask[:, 3:] = 0
     batch = {"input_ids": ids(), "attention_mask": mask, "decoder_input_ids": ids(seed=2)}
@@ -75,7 +68,7 @@ def test_the_mask_of_the_encoder_says_nothing_of_the_decoder(kind, loss):
 
 
 @pytest.mark.parametrize("loss", ["causal", "output"])
-def test_no_grad_around_the_call_changes_nothing(loss):
+def test_no_grad_around_the_call_does_not_change_importance(loss):
     model, batch = language_model(), [{"input_ids": ids()}]
     settings = ImportanceSettings(probes=2, loss=loss, tolerance=None)
     known = rw.audit(model, batch, importance=settings)
@@ -86,7 +79,7 @@ def test_no_grad_around_the_call_changes_nothing(loss):
     assert next(both) == next(both)
 
 
-def test_inference_mode_around_the_call_is_named():
+def test_inference_mode_around_the_call_is_refused_except_for_exact_costs():
     model = Heads(3)
     with torch.inference_mode():
         x = torch.randn(2, 6, 4)
@@ -97,21 +90,19 @@ def test_inference_mode_around_the_call_is_named():
     assert "torch.inference_mode around the call" in " ".join(importance.notes)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_finding_says_if_a_set_lowers_the_loss(count):
+@pytest.mark.parametrize(("count", "subject"), [(1, "this head"), (2, "these 2 heads together")])
+def test_the_removable_finding_tells_if_the_loss_falls(count, subject):
     heads = [HeadId(stack="", layer=0, site="attention", head=head) for head in range(count)]
-    facts = {"loss": "next tokens, causal", "unit": "nats per token", "value": 2.0, "sequences": 1}
 
-    def said(cost):
+    def meaning(cost):
         costs = {"loss": 2 + cost, "cost": cost, "relative": cost / 2}
-        gone = RemovableSet(heads=heads, tolerance=0.01, **costs, sorted_by="exact", runs=1)
-        importance = ImportanceRecord(**facts, counted=9, ablation="zero", probes=0, seed=0, removable=gone)
-        return describe_removable(importance, gone)
+        removable = RemovableSet(heads=heads, tolerance=0.01, **costs, sorted_by="exact", runs=1)
+        return describe_removable(importance_record(removable=removable), removable)
 
-    what, them = ("this head", "it") if count == 1 else ("these 2 heads together", "them")
-    assert said(-0.0056).startswith(f"Removing {what} lowers the loss by 0.28% (nats per token 2 → 1.994)")
-    assert said(0.01).startswith(f"Removing {what} costs 0.50% (nats per token 2 → 2.01)")
-    assert f"by a run without {them} on" in said(0.01)
+    lower, higher = "lowers the loss by 0.28%", "costs 0.50%"
+    assert meaning(-0.0056).startswith(f"Removing {subject} {lower} (nats per token 2 → 1.994)")
+    assert meaning(0.01).startswith(f"Removing {subject} {higher} (nats per token 2 → 2.01)")
+    assert f"by a run without {'it' if count == 1 else 'them'} on" in meaning(0.01)
 
 
 def quantized(model, kinds):
@@ -121,7 +112,7 @@ def quantized(model, kinds):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_int8_products_give_no_estimates_and_exact_costs():
+def test_int8_products_have_exact_costs_and_no_estimates():
     model = quantized(encoder().float(), {nn.Linear})
     batch = [{"input_ids": ids()}]
     with pytest.raises(NotDifferentiableError, match=r"none that reaches 'encoder.layer.0.*exact"):
@@ -134,9 +125,9 @@ def test_int8_products_give_no_estimates_and_exact_costs():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sites_before_an_int8_product_are_left_out_by_name():
+def test_sites_before_an_int8_product_have_no_estimates():
     model = quantized(encoder().float(), {"encoder.layer.1.intermediate.dense"})
-    # the residual stream brings a gradient past the product, not the whole one
+    # the residual stream passes only a part of the gradient around the product
     with pytest.raises(NotDifferentiableError):
         measure(model, [{"input_ids": ids()}])
     model = quantized(encoder().float(), {"encoder.layer.0.intermediate.dense"})
@@ -155,7 +146,7 @@ def test_sites_before_an_int8_product_are_left_out_by_name():
 
 
 class Zeroed(torch.autograd.Function):
-    """Passes values on and gives zeros back."""
+    """Identity with a gradient of zero."""
 
     @staticmethod
     def forward(ctx, values):
@@ -177,7 +168,7 @@ def test_gradients_of_exactly_0_are_not_estimates_if_removal_changes_the_loss():
     dead = Heads(3).eval()
     dead.out.weight.data.zero_()
     importance = measure(dead, [torch.randn(2, 6, 4)])
-    assert not importance.sites[0].estimate.any()  # which is what they are worth
+    assert not importance.sites[0].estimate.any()  # their cost is 0
 
 
 def test_the_removable_finding_names_the_entropy_as_reference():
@@ -186,14 +177,14 @@ def test_the_removable_finding_names_the_entropy_as_reference():
     gone = audit.importance.removable
     assert gone.heads
     assert gone.relative == pytest.approx(gone.cost / audit.importance.reference)
-    said = next(one.meaning for one in audit.findings if one.code == "REMOVABLE")
-    assert "of the entropy of the predictions (KL divergence of" in said
-    assert "→" not in said
+    meaning = next(one.meaning for one in audit.findings if one.code == "REMOVABLE")
+    assert "of the entropy of the predictions (KL divergence of" in meaning
+    assert "→" not in meaning
 
 
 def test_without_a_reference_no_removable_set_is_reported():
     model = language_model()
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has all
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1e6)  # one token has probability 1
     importance = measure(model, [{"input_ids": ids()}], ImportanceSettings(exact=True, loss="output"))
     assert importance.reference == 0
     assert importance.removable is None

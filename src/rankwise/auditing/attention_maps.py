@@ -18,7 +18,7 @@ from rankwise.tracing import MixerSite
 MAP_BYTES = 2**28
 """Maximum size of all attention maps of an audit: 256 MiB, at 43 KiB per map. Further heads have no map."""
 SEQUENCES = 2
-"""Number of sequences with attention maps; a pattern in both hardly depends on the words of one sequence."""
+"""Number of sequences with attention maps. A pattern in both does not come from the words of one text."""
 
 
 class NoSuchHeadsError(InputError):
@@ -70,7 +70,7 @@ class AttentionMapRecorder:
     def record(
         self, site: MixerSite, heads: Sequence[int], batch: Batch | None, before: int = 0
     ) -> list[dict[int, AttentionMap]]:
-        """Return the maps of each sequence by position in ``heads``; ``before``: sequences done before."""
+        """Return maps per sequence, by position in ``heads``; ``before`` sequences already have maps."""
         places = [place for place, head in enumerate(heads) if self.chosen.includes(site.layer, head)]
         sequences = range(min(site.sequences, SEQUENCES - before))
         return [self._record_sequence(site, at, places, batch, before + at) for at in sequences]

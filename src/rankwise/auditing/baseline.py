@@ -13,7 +13,7 @@ from rankwise.auditing.statistics import ModelStatistics
 from rankwise.tracing.head_id import HeadId
 
 OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
-"""Head measures in a baseline: those of the mixing matrix, but not importance."""
+"""Measures of heads in a baseline: measures of the mixing matrix, but not importance."""
 NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
 OF_LAYERS = [row.name for row in LAYER_MEASURES]
 FEWEST_PAIRS = 3
@@ -23,9 +23,9 @@ FEWEST_PAIRS = 3
 def head_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
 ) -> dict[HeadId, dict[str, Any]]:
-    """Return baseline and ranks at initialization by head address, for heads that a copy has too.
+    """Return, by head address, the baseline and the ranks at initialization of heads that are also in a copy.
 
-    Model (``own``) and copies need the ranks of each sequence, for the same sequences in the same order.
+    Model (``own``) and copies need ranks per sequence, for the same sequences in the same order.
     """
     known = [_heads(copy, delta) for copy in copies]
     fields = {}

@@ -58,7 +58,7 @@ def from_texts(
     """Return batches with one sequence per text, and notes on how the texts were changed."""
     if batches is not None:
         raise InputError(
-            "`batches` and `texts`", expected="one of them", got="both", fix="Audit each by itself."
+            "`batches` and `texts`", expected="one of them", got="both", fix="Audit them separately."
         )
     several, tokenizer = checked_texts(texts, tokenizer)
     return model_batches(

@@ -177,7 +177,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
 
 
 def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
-    """Map stacks of the first audit to the second by name; the rest by order, if equally many are left."""
+    """Map stacks of the first audit to the second by name, and the rest by order if equally many."""
     ours, theirs = _stacks(before), _stacks(after)
     pairs = {name: name for name in ours if name in theirs}
     left, right = ([name for name in names if name not in pairs] for names in (ours, theirs))
@@ -244,7 +244,7 @@ def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
-    """Yield changes of layers in both audits; of heads only if the layers have mixers of equal kinds."""
+    """Yield changes of layers in both audits, for heads only if the layer has equal kinds of mixers."""
     theirs = layer_means(after)
     kinds: dict[tuple[str, int, bool], list[set[str]]] = defaultdict(lambda: [set(), set()])
     for side, (audit, names) in enumerate(((before, stacks), (after, {}))):

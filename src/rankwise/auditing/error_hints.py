@@ -12,7 +12,7 @@ from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX
 
 _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
-_TRACEBACK = "Run the model on this batch by itself to see the whole traceback."
+_TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:

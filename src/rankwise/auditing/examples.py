@@ -34,7 +34,8 @@ class Examples:
     named: list[int]
     """Number of sequences in which the most attended token has a name."""
     names: list[list[Counter[str]]] | None
-    """Per kind of name (see `peak_name`): number of sequences with each name; None in older files."""
+    """``names[i][j]``: number of sequences by name, for head i and kind of name j (see `peak_name`); None in
+    older files."""
     attention_maps: list[list[AttentionMap]] = field(default_factory=list)
     """Attention maps of the first two sequences."""
 

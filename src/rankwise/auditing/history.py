@@ -127,7 +127,7 @@ class History:
         return found
 
     def _cost_quantities(self) -> list[str]:
-        """Return, per audit, loss, unit, method and ablation of its costs of removal; "" without costs."""
+        """Return loss, unit, method and ablation of costs of removal, as a text per audit; "" without."""
         return [
             f"{known.loss} ({known.unit}), {origin}, {known.ablation} in a head's place"
             if (known := audit.importance) is not None and (origin := cost_origin(audit))

@@ -1,4 +1,4 @@
-"""Add costs of removing heads to findings, and describe such costs in words; imports no torch."""
+"""Add costs of removing heads to findings, and describe these costs as text; imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -175,7 +175,7 @@ def _reset(model: nn.Module, module: nn.Module, name: str) -> None:
     ]
     if not required:
         method()
-    elif len(required) == 1 and module is model:  # takes one module, for `model.apply`
+    elif len(required) == 1 and module is model:  # it takes one module: it is meant for `model.apply`
         model.apply(method)
 
 

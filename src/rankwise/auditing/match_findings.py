@@ -60,19 +60,17 @@ def finding_changes(before: "Audit", after: "Audit") -> list[FindingChange]:
     changes = []
     for new in after.findings:
         same = unmatched[theirs.subject(new)]
-        old = next((finding for finding in same if _share_heads(finding, new)), None)
+        if about(new.code) == "group":
+            same = [old for old in same if old.heads == new.heads or len({*old.heads} & {*new.heads}) > 1]
+        old = next(iter(same), None)
         if old is not None:
-            same.remove(old)
+            unmatched[theirs.subject(new)].remove(old)
         changes.append(FindingChange(outcome=_outcome(old, new, ours, theirs), before=old, after=new))
     resolved = {id(finding) for same in unmatched.values() for finding in same}
-    gone = [old for old in before.findings if id(old) in resolved]
-    changes += [FindingChange(outcome="resolved", before=old) for old in gone]
+    changes += [
+        FindingChange(outcome="resolved", before=old) for old in before.findings if id(old) in resolved
+    ]
     return sorted(changes, key=lambda change: OUTCOMES.index(change.outcome))
-
-
-def _share_heads(old: Finding, new: Finding) -> bool:
-    """Return True if two groups of heads are equal or share two heads; True for findings of other kinds."""
-    return about(new.code) != "group" or old.heads == new.heads or len({*old.heads} & {*new.heads}) > 1
 
 
 def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Records") -> Outcome:

@@ -127,7 +127,7 @@ def measure_heads(
 
 
 def _over_windows(values: Floats, starts: np.ndarray, *, skip_nan: bool) -> Floats:
-    """Return means over the windows of each sequence; a NaN is left out if ``skip_nan``, else it stays."""
+    """Return means over the windows of each sequence, without NaN values if ``skip_nan``, otherwise NaN."""
     if len(starts) == len(values):
         return values
     known = ~np.isnan(values)
@@ -296,7 +296,7 @@ def _without_tokens(heads: int) -> HeadBatch:
 
 
 def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
-    """Return statistics of token states; ``before``: states that the block read; ``ranks``: run an SVD."""
+    """Return statistics of token states. ``before``: states that the block read; ``ranks``: run an SVD."""
     tokens, mask = state.tokens, state.mask
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {

@@ -30,7 +30,7 @@ class MixerKind(NamedTuple):
     mixes_tokens: bool = True
     """False if each row weighs only its own token (diagonal): row measures then carry no information."""
     state_space: bool = True
-    """True for mixers with a matrix for each of thousands of channels, of which dozens are similar."""
+    """True for mixers with a matrix per channel: thousands of matrices, dozens of them similar."""
 
 
 _ATTENTION = MixerKind(rows_are_means=True, scale_is_known=True, state_space=False)
@@ -142,7 +142,7 @@ class Measure:
         return f"{'≈' if estimated and math.isfinite(value) else ''}{format_number(value, self.digits)}"
 
     def known_in(self, records: Sequence[Any]) -> bool:
-        """Return True if the measure is to be shown for these records; see `known_only`."""
+        """Return True if tables of these records should show the measure; see `known_only`."""
         return not self.known_only or any(math.isfinite(self.value(record)) for record in records)
 
     def ends(self, record: Any) -> tuple[float, float]:

@@ -165,7 +165,7 @@ def check_mergeable(abouts: Sequence[Provenance], names: Sequence[str]) -> None:
             other = holder.setdefault(part, number)
             if other != number:
                 got = f"the same in {names[other]} and {names[number]}"
-                fix = "Leave one of them out, or merge the audits of which they were made, each once."
+                fix = "Leave one of them out, or merge the original audits, each once."
                 expected = "each sequence in one of them"
                 raise RecordError("audits to merge", expected=expected, got=got, fix=fix)
 

@@ -28,7 +28,7 @@ rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ
 Severity = Literal["info", "warning", "error"]
 SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 PEAK_MASS = 0.5
-"""Smallest mean attention weight at which a token is named as the peak: then no other token can have more. If
+"""Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
@@ -381,7 +381,7 @@ class Action(Record):
     """Suggested next step for the reader of an audit."""
 
     text: str
-    """The step in words, with its commands in backticks."""
+    """Description of the step, with commands in backticks."""
     shell: str = ""
     """Shell command; empty if the step has none."""
     python: str = ""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
 NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
-ADVISED = "skip connections are to be looked at again: rw.skips.recommend(audit, model, batch)"
+ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 _MOST_NAMES = 6
 """Maximum number of names listed in an error."""
@@ -86,16 +86,16 @@ class Audit(Record):
         over all sequences. Findings are recomputed. Values of single sequences (spectra, membership maps,
         attention maps) come from the first audit that has them. Importance is the mean over all tokens. The
         set of removable heads and the baseline are omitted, because they need runs over all the data. Notes
-        in the merged audit list what was omitted.
+        in the merged audit list the omitted parts.
 
         Merging in several steps returns the same result as merging at once. Audits in older files without
-        merge data yield no nearest heads and no names of tokens. Each audit keeps its 16 most frequent
-        token names, so rarer names may be missing. Cost: linear in the number of records.
+        merge data yield no nearest heads and no names of tokens. Each audit stores only its 16 most
+        frequent token names, so counts of rarer names may be missing. Cost: linear in the number of records.
 
         An error is raised if sequences would be counted twice: if an audit is passed twice, alone or as part
         of a merged audit, or if two audits have the same batches. The same sequences in different batches are
-        not detected. Weights are compared by 64 numbers per weight. Older files without digests are not
-        checked.
+        not detected. Equal weights are recognized by 64 entries per weight tensor. Older files without
+        digests are not checked.
 
         Args:
             audits: audits of the same model at the same δ, each of different sequences.

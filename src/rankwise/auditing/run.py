@@ -115,7 +115,7 @@ def audit(
 
     Raises:
         AuditError: if the model or a batch fails, or importance or the baseline cannot be measured; its
-            ``audit`` contains what was measured before.
+            ``audit`` contains the finished measurements.
         CaptureError: if no mixing operator is found.
         InputError: if an option is wrong, there are no batches or both batches and texts, or (after the first
             batch) the model has none of the heads in ``matrices``.

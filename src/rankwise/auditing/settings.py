@@ -109,7 +109,7 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def chosen_heads(matrices: Any) -> ChosenHeads | None:
-    """Return the heads whose attention maps are kept, None if no maps; raise `InputError` if malformed."""
+    """Return the heads that keep attention maps, None for no maps; raise `InputError` if malformed."""
     if matrices is None:
         return None
     given = matrices

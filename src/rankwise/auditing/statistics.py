@@ -358,7 +358,7 @@ class AuditStatistics(ModelStatistics):
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: Importance | None = None
     built: str = ""
-    """How the copies at initialization were built, in words."""
+    """Description of how the copies at initialization were built."""
     copies: dict[int, ModelStatistics] = field(default_factory=dict)
     """Statistics of the copies at initialization, by random seed."""
 
@@ -381,7 +381,7 @@ class AuditStatistics(ModelStatistics):
             copy.merge(other.copies[seed])
 
     def note(self, text: str) -> None:
-        """Add a note to the provenance, unless the note is already there."""
+        """Add a note to the provenance unless the provenance already has this note."""
         notes = list(dict.fromkeys([*self.provenance.notes, text]))
         self.provenance = self.provenance.model_copy(update={"notes": notes})
 

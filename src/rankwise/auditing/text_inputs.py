@@ -145,7 +145,7 @@ def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str]
         raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
     if not callable(tokenizer):
         fix = "Pass `tokenizer=transformers.AutoTokenizer.from_pretrained(…)` with the name of the model."
-        expected = "the tokenizer of the model, to go with `texts`"
+        expected = "the tokenizer of the model for `texts`"
         got = "none" if tokenizer is None else type(tokenizer).__name__
         raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
     return several, tokenizer
@@ -195,7 +195,7 @@ def _windows(text: str, tokenizer: Tokenizer, tokens: int, sequences: int) -> li
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, sequences: int) -> list[list[int]]:
-    """Choose evenly spaced texts, and return one sequence of token ids per text; raise if all are empty."""
+    """Choose up to ``sequences`` texts at even spacing; return the first ``tokens`` token ids of each."""
     nonempty = [text for text in texts if text.strip()]
     chosen = [nonempty[i] for i in evenly(len(nonempty), sequences)]
     encoded = [(text, ids) for text, ids in zip(chosen, _encode(chosen, tokenizer), strict=True) if ids]

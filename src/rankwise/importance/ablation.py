@@ -57,7 +57,7 @@ def measure(
     group: Group | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Importance:
-    """Measure what a model loses without each head and block, and the largest removable set of heads.
+    """Measure the cost of removing each head and block, and the largest set of heads removable together.
 
     Formula: the output M V of head h is multiplied by a gate ξ_h = 1; with ``ablation="mean"`` it becomes
     ξ M V + (1 − ξ) m, where m is the mean output. The loss is L = Σ S_i / N, with S_i the summed loss of all
@@ -298,7 +298,7 @@ def _search(
         return None
     if not passes.reference:
         name = passes.loss.reference
-        notes.append(f"no set of heads was searched for: {name}, of which {tolerance:.2%} may be lost, is 0")
+        notes.append(f"no removable set of heads: the tolerance is {tolerance:.2%} of {name}, which is 0")
         return None
     limit, runs = tolerance * passes.reference, 0
 

@@ -58,7 +58,7 @@ ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 
 
 def importance_settings(value: ImportanceOption, tokenizer: Any = None) -> ImportanceSettings | None:
-    """Return settings from a value of `importance=`, with the tokenizer's mask token if no other is set."""
+    """Return settings from a value of `importance=`; the tokenizer's mask token is used if none is set."""
     if value is False:
         return None
     if value is True or value == "exact":
