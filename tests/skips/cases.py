@@ -1,4 +1,4 @@
-"""Models of many families, tiny and random, with what to run them on."""
+"""Models of many families, tiny and random, with a batch for each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,22 +35,16 @@ def _modern(build: Callable[[], nn.Module]) -> Build:
 FOUND: dict[str, tuple[Build, int]] = {
     **{family.name: (_family(family), family.mixers) for family in FAMILIES},
     **{name: (_modern(build), sites) for name, (build, sites) in MODERN.items()},
-} | {"ALBERT": (_family(next(one for one in FAMILIES if one.name == "ALBERT")), 1)}  # its layers are one
-"""By family: model and batch, and how many λ it has."""
+} | {"ALBERT": (_family(next(family for family in FAMILIES if family.name == "ALBERT")), 1)}
+"""Builder of a model and a batch, and the number of λ, by family; layers of ALBERT share one λ."""
 
 
 def outputs(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """What a model gives, without gradients."""
+    """Return all tensors of a model's output, without gradients."""
     with torch.no_grad():
         return tensors_in(model(**batch))
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two outputs are the same bit by bit."""
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
-
-
-def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """A number that depends on every output in another way."""
-    out = tensors_in(model(**batch))[0]
-    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).sin()).sum()
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Return True if two outputs are bit-identical."""
+    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))

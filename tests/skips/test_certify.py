@@ -241,16 +241,12 @@ ONE, EMBEDDING, OUT = (
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     "sequence of padding": (bert, PADDING, "`attention_mask` of the batch: .*1 of 2 sequences"),
     "one token": (partial(skipped, bert), ONE, "`batch`: expected two real tokens in a sequence, or more"),
-    "NaN as λ": (
-        partial(skipped, bert, LAMBDA),
-        IDS,
-        "λ of 'encoder.layer.0.attention.output': expected finite",
-    ),
+    "NaN as λ": (partial(skipped, bert, LAMBDA), IDS, "λ of 'encoder.layer.0.*expected finite numbers"),
     "NaN in the states": (partial(skipped, llama, EMBEDDING), IDS, "'layers.0.self_attn'.*in the residual"),
     "infinity in a mixer": (
         partial(skipped, llama, OUT, math.inf),
         IDS,
-        "'layers.1.self_attn'.*in the output",
+        "layers.1.*in the output of the mixer",
     ),
 }
 

@@ -1,73 +1,79 @@
-"""Value and output weights count only where what they give is what is added."""
+"""Certificates use value and output weights only if their output is the branch that is added."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from experiments.zoo.transformers import GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND
+from tests.support.modules import Attention, Block
 from torch import Tensor, nn
 
-from rankwise.skips import add_lambda_skip, certify_skip
+from rankwise.skips import LayerCertificate, add_lambda_skip, certify_skip
 
 WIDTH = 8
-llama = hugging_face("LlamaModel", **LLAMA)
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1))
 NAMES = ("value_norm", "min_lambda_paper", "paper_guaranteed", "min_lambda_any_mixing")
 
 
-class Attention(nn.Module):
-    """One head, written out, with something behind its projection."""
+class ChangedAttention(Attention):
+    """Attention with a function of (input, output) after its output projection."""
 
-    def __init__(self, behind: str) -> None:
-        super().__init__()
-        self.behind = behind
-        self.q, self.k, self.v, self.o, self.beside = (nn.Linear(WIDTH, WIDTH) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.q(x) @ self.k(x).mT / math.sqrt(WIDTH)
-        out = self.o(scores.softmax(-1) @ self.v(x))
-        if self.behind == "gain":
-            return 10 * out
-        if self.behind == "gain in place":
-            return out.mul_(10)
-        if self.behind == "norm":
-            return nn.functional.layer_norm(out, (WIDTH,))
-        return out + torch.relu(self.beside(x)) if self.behind == "summand" else out
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), read by a linear map."""
-
-    def __init__(self, behind: str) -> None:
-        super().__init__()
-        self.norm, self.attention, self.out = nn.LayerNorm(WIDTH), Attention(behind), nn.Linear(WIDTH, WIDTH)
+    def __init__(self, after: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(WIDTH)
+        self.after = after
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x + self.attention(self.norm(x)))
+        return self.after(x, super().forward(x))
 
 
-def block(behind: str) -> nn.Module:
+def block(after: Callable[[Tensor, Tensor], Tensor] = lambda _, y: y) -> nn.Module:
+    """Return x + attention(norm(x)) and a linear map of the sum."""
     torch.manual_seed(0)
-    return Block(behind).eval()
+    attention = ChangedAttention(after)
+    return nn.Sequential(Block(attention, before=nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH)).eval()
 
 
-@pytest.mark.parametrize("behind", ["gain", "gain in place", "norm", "summand"])
-def test_what_stands_behind_the_projection_takes_the_numbers_away(behind: str) -> None:
-    certificate = certify_skip(block(behind), torch.randn(2, 5, WIDTH))
-    assert all(getattr(certificate.layers[0], name) is None for name in NAMES)
+def layer_of(model: nn.Module, a: float = 0.5) -> LayerCertificate:
+    return certify_skip(model, X, a).layers[0]
+
+
+def has_none(layer: LayerCertificate) -> bool:
+    return all(getattr(layer, name) is None for name in NAMES)
+
+
+AFTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gain": lambda _, y: 10 * y,
+    "gain in place": lambda _, y: y.mul_(10),
+    "norm": lambda _, y: nn.functional.layer_norm(y, (WIDTH,)),
+    "summand": lambda x, y: y + torch.relu(x),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_numbers_of_weights_are_none_if_the_projection_is_not_the_branch(name: str) -> None:
+    certificate = certify_skip(block(AFTER[name]), X)
+    assert has_none(certificate.layers[0])
     assert certificate.layers[0].mixing_norm is not None
     assert any("nothing between its output projection and the sum" in note for note in certificate.notes)
 
 
+@pytest.mark.parametrize("name", ["Gemma-2", "GPT-NeoX", "Falcon"])
+def test_numbers_of_weights_are_none_in_families_that_change_the_branch(name: str) -> None:
+    model, batch = FOUND[name][0]()
+    assert all(has_none(layer) for layer in certify_skip(model, batch).layers)
+
+
 class Louder(nn.Linear):
-    """Ten times what its weights say."""
+    """Multiply the output of a linear layer by 10."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 10 * super().forward(x)
 
 
-class Turned(nn.Module):
-    """A linear map whose weight has its inputs first."""
+class Transposed(nn.Module):
+    """Linear map with its input axis first."""
 
     def __init__(self, like: nn.Linear) -> None:
         super().__init__()
@@ -78,82 +84,65 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["v", "o"])
-def test_a_linear_map_is_told_by_what_it_computes(name: str) -> None:
-    """A promise of 1.6 for any mixing, of a projection taken for a tenth of what it is."""
-    model, x = block(""), torch.randn(2, 5, WIDTH)
-    plain = getattr(model.attention, name)
-    wanted = certify_skip(model, x).layers[0]
-    setattr(model.attention, name, Turned(plain))
-    assert certify_skip(model, x).layers[0].value_norm == pytest.approx(wanted.value_norm)
+def test_a_linear_map_is_recognized_by_its_output(name: str) -> None:
+    model = block()
+    attention = model[0].mixer
+    plain, wanted = getattr(attention, name), layer_of(model)
+    setattr(attention, name, Transposed(plain))
+    assert layer_of(model).value_norm == pytest.approx(wanted.value_norm)
     louder = Louder(WIDTH, WIDTH)
     louder.load_state_dict(plain.state_dict())
-    setattr(model.attention, name, louder)
-    assert all(getattr(certify_skip(model, x).layers[0], name) is None for name in NAMES)
+    setattr(attention, name, louder)
+    assert has_none(layer_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_of_other_dtypes_are_found(dtype: torch.dtype) -> None:
-    model = block("").to(dtype)
-    layer = certify_skip(model, torch.randn(2, 5, WIDTH, dtype=dtype)).layers[0]
-    wanted = (model.attention.o.weight.double() @ model.attention.v.weight.double()).norm().item()
-    assert layer.value_norm == pytest.approx(wanted)
+    model = block().to(dtype)
+    wanted = (model[0].mixer.o.weight.double() @ model[0].mixer.v.weight.double()).norm().item()
+    assert certify_skip(model, X.to(dtype)).layers[0].value_norm == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("init", [1.0, 0.3, -2.0])
-def test_with_nothing_there_they_are_given_at_any_scale(init: float) -> None:
-    model, x = block(""), torch.randn(2, 5, WIDTH)
-    add_lambda_skip(model, init=init, example=x)
-    certificate = certify_skip(model, x)
-    wanted = float((model.attention.o.weight @ model.attention.v.weight).norm())
+def test_weights_are_found_at_any_lambda(init: float) -> None:
+    model = block()
+    add_lambda_skip(model, init=init, example=X)
+    certificate = certify_skip(model, X)
+    wanted = float((model[0].mixer.o.weight @ model[0].mixer.v.weight).norm())
     assert certificate.layers[0].value_norm == pytest.approx(wanted, rel=1e-5)
     assert certificate.layers[0].min_lambda_any_mixing is not None
     assert not any("any mixing" in note for note in certificate.notes)
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 3.0, -3.0, 30.0])
-def test_any_mixing_is_any(sharpness: float) -> None:
-    """λ for any mixing keeps √a whatever queries and keys are, the values as they were."""
-    model, x = block(""), torch.randn(2, 5, WIDTH)
-    with torch.no_grad():  # values that undo what tells tokens apart
-        model.attention.v.weight.copy_(torch.eye(WIDTH))
-        model.attention.o.weight.copy_(-3 * torch.eye(WIDTH))
-    least = certify_skip(model, x, 0.9).layers[0].min_lambda_any_mixing
-    assert least is not None
-    with torch.no_grad():
-        model.attention.q.weight.copy_(sharpness * torch.eye(WIDTH))
-        model.attention.k.weight.copy_(torch.eye(WIDTH))
-    skips = add_lambda_skip(model, example=x)
-    with torch.no_grad():
-        next(iter(skips.values())).fill_(least)
-    assert certify_skip(model, x, 0.9).layers[0].kept >= math.sqrt(0.9)
-
-
-@pytest.mark.parametrize("name", ["Gemma-2", "GPT-NeoX", "Falcon"])
-def test_families_that_put_something_there(name: str) -> None:
-    model, batch = FOUND[name][0]()
-    for layer in certify_skip(model, batch).layers:
-        assert all(getattr(layer, number) is None for number in NAMES)
+def test_the_lambda_for_any_mixing_holds_for_any_queries_and_keys(sharpness: float) -> None:
+    model = block()
+    attention, eye = model[0].mixer, torch.eye(WIDTH)
+    attention.v.weight.data.copy_(eye)
+    attention.o.weight.data.copy_(-3 * eye)  # the branch cancels differences of tokens
+    least = layer_of(model, 0.9).min_lambda_any_mixing
+    attention.q.weight.data.copy_(sharpness * eye)
+    attention.k.weight.data.copy_(eye)
+    (skip,) = add_lambda_skip(model, example=X).values()
+    skip.data.fill_(least)
+    assert layer_of(model, 0.9).kept >= math.sqrt(0.9)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_does_not_hide_the_weights(side: str) -> None:
-    model, batch = llama(), text_inputs()
-    with torch.no_grad():
-        model.embed_tokens.weight[0] = 0  # as a padding token has it: all columns are the same there
+    model, batch = hugging_face("LlamaModel", **LLAMA)(), text_inputs()
+    model.embed_tokens.weight.data[0] = 0  # the embedding of padding: all columns are equal there
     pads, ids = torch.zeros(2, 4, dtype=torch.long), batch["input_ids"]
-    real, none = torch.ones_like(ids), torch.zeros_like(pads)
-    order = (lambda one, other: [one, other]) if side == "left" else (lambda one, other: [other, one])
-    padded = {
-        "input_ids": torch.cat(order(pads, ids), 1),
-        "attention_mask": torch.cat(order(none, real), 1),
-    }
+    order = slice(None, None, 1 if side == "left" else -1)
+    mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)][order], 1)
+    padded = {"input_ids": torch.cat([pads, ids][order], 1), "attention_mask": mask}
     for one, other in zip(certify_skip(model, padded).layers, certify_skip(model, batch).layers, strict=True):
         assert one.value_norm == pytest.approx(other.value_norm)
         assert one.min_lambda_any_mixing == pytest.approx(other.min_lambda_any_mixing, rel=1e-3)
 
 
-def test_equal_columns_are_each_taken_once() -> None:
-    """A head without values: its columns are all zero, its output weights are not."""
+def test_equal_columns_are_each_counted_once() -> None:
+    """The columns of a head without values are all zero, but its output weights are not."""
     model = hugging_face("GPT2Model", **GPT)()
     attention = model.h[0].attn
     with torch.no_grad():

@@ -1,11 +1,13 @@
-"""Fitting λ: the loss falls, nothing else moves, and padding is not learnt from."""
+"""Fits of λ: the loss decreases, only λ changes, and padding is not predicted."""
 
-import copy
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, GPT, T5, hugging_face, text_inputs
+from tests.support.untouched import untouched
 from torch import nn
 
 from rankwise.errors import InputError
@@ -14,137 +16,111 @@ from rankwise.skips import SkipError, add_lambda_skip, fit_skips, mean_loss, ski
 from rankwise.skips.fit import loss_of
 
 gpt2 = hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT)
-MASK = 63
+MASK, TEXT = 63, text_inputs()
 MODELS = {
     "causal": gpt2,
     "masked": hugging_face("BertForMaskedLM", "BertConfig", **BERT),
-    "to and from": hugging_face("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0),
+    "encoder-decoder": hugging_face("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0),
 }
 
 
+def skipped(kind: str = "causal", init: float = 1.0) -> nn.Module:
+    model = MODELS[kind]()
+    add_lambda_skip(model, init=init)
+    return model
+
+
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_loss_falls_and_nothing_else_moves(kind: str) -> None:
-    model, batches = MODELS[kind]().train(), [text_inputs()]
-    with torch.no_grad():
-        for parameter in add_lambda_skip(model).values():
-            parameter.fill_(0.3)
-    first = next(model.parameters()).requires_grad_(False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    start = mean_loss(model, batches, MASK)
-    fit = fit_skips(model, batches, steps=12, lr=0.02, mask_token=MASK)
+def test_the_loss_decreases_and_only_lambda_changes(kind: str) -> None:
+    model = skipped(kind, 0.3).train()
+    next(model.parameters()).requires_grad_(False)
+    start = mean_loss(model, [TEXT], MASK)
+    with untouched(model, but="lambda_skip"):
+        fit = fit_skips(model, [TEXT], steps=12, lr=0.02, mask_token=MASK)
     assert fit.losses[0] == pytest.approx(start, rel=1e-5)
-    assert mean_loss(model, batches, MASK) < start
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved == {name for name in before if name.endswith("lambda_skip")}
-    assert {name: scales[0] for name, scales in fit.scales.items()} == pytest.approx(
-        dict.fromkeys(skips_of(model), 0.3)
-    )
-    assert model.training
-    assert not first.requires_grad
-    assert sum(not parameter.requires_grad for parameter in model.parameters()) == 1
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert mean_loss(model, [TEXT], MASK) < start
+    skips = skips_of(model)
+    assert fit.scales == {name: [pytest.approx(0.3), value.item()] for name, value in skips.items()}
+    assert all(value.requires_grad and value.grad is None and value.item() != 0.3 for value in skips.values())
 
 
-def test_padding_is_not_learnt_from() -> None:
-    model, batch = gpt2(), text_inputs()
-    add_lambda_skip(model)
+@pytest.mark.parametrize(
+    ("lr", "steps", "subject"),
+    [
+        (1e30, 4, "loss after step 1"),
+        (1e30, 1, "loss after step 1"),  # the last step
+        (math.nextafter(math.inf, 0), 1, "λ of 'transformer.h.0.attn' after step 1"),
+    ],
+)
+def test_a_fit_that_diverges_restores_lambda(lr: float, steps: int, subject: str) -> None:
+    model = skipped(init=0.7)
+    with untouched(model), pytest.raises(SkipError, match=f"{subject}: expected finite.*lower learning rate"):
+        fit_skips(model, [TEXT], steps=steps, lr=lr)
+
+
+def test_any_other_error_restores_lambda() -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no room")
+
+    model = skipped(init=0.7)
+    with untouched(model), pytest.raises(ValueError, match="no room"):
+        fit_skips(model, [TEXT], steps=2, on_step=fail)
+
+
+IDS = TEXT["input_ids"]
+PADDING = {"batches": [TEXT | {"attention_mask": torch.zeros_like(IDS)}], "mask_token": MASK}
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    **{
+        f"lr = {lr}": (skipped, {"lr": lr}, r"`lr`: expected a number in \(0, ∞\)")
+        for lr in (-1.0, 0.0, math.inf, math.nan)
+    },
+    **{f"padding, {kind}": (partial(skipped, kind), PADDING, "got no real token") for kind in MODELS},
+    "one token": (skipped, {"batches": [{"input_ids": IDS[:, :1]}]}, "one real token a sequence"),
+    "no skips": (gpt2, {}, "expected λ-skips that can learn, got none"),
+    "no mask token": (partial(skipped, "masked"), {}, "expected the id of the mask token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_fit_without_a_loss_is_refused(name: str) -> None:
+    build, change, message = REFUSED[name]
+    model = build()
+    with untouched(model), pytest.raises((SkipError, InputError), match=message):
+        fit_skips(model, **({"batches": [TEXT], "steps": 1} | change))
+
+
+def test_a_model_without_a_head_is_refused() -> None:
+    bare = hugging_face("GPT2Model", **GPT)()
+    add_lambda_skip(bare)
+    with pytest.raises(SkipError, match="expected a language model of transformers with its head"):
+        fit_skips(bare, [TEXT], steps=1)
+
+
+def test_padding_does_not_change_the_loss() -> None:
     longer = {
-        "input_ids": torch.cat([batch["input_ids"], torch.full((2, 3), 9)], 1),
+        "input_ids": torch.cat([TEXT["input_ids"], torch.full((2, 3), 9)], 1),
         "attention_mask": torch.tensor([[1] * 12 + [0] * 3] * 2),
     }
-    assert loss_of(model, longer).item() == pytest.approx(loss_of(model, batch).item(), rel=1e-5)
-
-
-def test_collapse_by_layer() -> None:
     model = gpt2()
-    states = spread_by_layer(model, [text_inputs()])
-    assert list(states) == ["transformer.h"]
-    assert len(states["transformer.h"]) == 4
-    assert all(0 < value < 1 for value in states["transformer.h"])
+    assert loss_of(model, longer).item() == pytest.approx(loss_of(model, TEXT).item(), rel=1e-5)
 
 
-def test_collapse_of_batches_without_names() -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_each_sequence_of_a_masked_model_predicts_a_real_token(side: str) -> None:
+    model, ids = MODELS["masked"](), TEXT["input_ids"][:1]
+    for place in range(ids.shape[1]):  # for some lengths, no random mask falls on a real token
+        mask = torch.zeros_like(ids)
+        mask[:, slice(place, None) if side == "left" else slice(place + 1)] = 1
+        assert math.isfinite(loss_of(model, {"input_ids": ids, "attention_mask": mask}, MASK).item())
+
+
+def test_spreads_are_returned_by_stack_and_layer() -> None:
+    (values,) = spread_by_layer(gpt2(), [TEXT]).values()
+    assert list(spread_by_layer(gpt2(), [TEXT])) == ["transformer.h"]
+    assert len(values) == 4
+    assert all(0 < value < 1 for value in values)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     model, states = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
     (found,) = spread_by_layer(model, [states]).values()
     assert found[0] == pytest.approx(float(token_spread(states).mean()))
     assert spread_by_layer(model, [(states,)]) == {"layers": found}
-
-
-def test_models_without_a_loss_and_masks_without_a_token() -> None:
-    bare = hugging_face("GPT2Model", **GPT)()
-    add_lambda_skip(bare)
-    with pytest.raises(SkipError, match="expected a language model of transformers with its head"):
-        fit_skips(bare, [text_inputs()], steps=1)
-    masked = MODELS["masked"]()
-    add_lambda_skip(masked)
-    with pytest.raises(SkipError, match="expected the id of the mask token"):
-        fit_skips(masked, [text_inputs()], steps=1)
-
-
-def test_without_skips_there_is_nothing_to_fit() -> None:
-    with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
-        fit_skips(gpt2(), [text_inputs()], steps=1)
-
-
-@pytest.mark.parametrize(
-    ("lr", "steps", "words"),
-    [
-        (1e30, 4, "loss after step 1"),
-        (1e30, 1, "loss after step 1"),
-        (math.nextafter(math.inf, 0), 1, "λ of 'transformer.h.0.attn' after step 1"),
-    ],
-    ids=["loss midway", "loss after the last step", "λ after the last step"],
-)
-def test_a_fit_that_is_lost_leaves_the_skips_as_they_were(lr: float, steps: int, words: str) -> None:
-    model = gpt2()
-    add_lambda_skip(model, init=0.7)
-    before = copy.deepcopy({name: value.detach() for name, value in skips_of(model).items()})
-    with pytest.raises(SkipError, match=f"{words}: expected finite numbers.*lower learning rate"):
-        fit_skips(model, [text_inputs()], steps=steps, lr=lr)
-    assert all(torch.equal(value, before[name]) for name, value in skips_of(model).items())
-
-
-def test_any_other_error_restores_the_skips_too() -> None:
-    model = gpt2()
-    skips = add_lambda_skip(model, init=0.7)
-
-    def fail(*_: object) -> None:
-        raise ValueError("no room")
-
-    with pytest.raises(ValueError, match="no room"):
-        fit_skips(model, [text_inputs()], steps=2, on_step=fail)
-    assert {round(value.item(), 6) for value in skips.values()} == {0.7}
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("lr", [-1.0, 0.0, math.inf, math.nan])
-def test_what_is_no_learning_rate(lr: float) -> None:
-    model = gpt2()
-    add_lambda_skip(model)
-    with pytest.raises(InputError, match=r"`lr`: expected a number in \(0, ∞\)"):
-        fit_skips(model, [text_inputs()], steps=1, lr=lr)
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_batch_of_padding_has_nothing_to_learn_from(kind: str) -> None:
-    model = MODELS[kind]()
-    add_lambda_skip(model)
-    batch = text_inputs() | {"attention_mask": torch.zeros_like(text_inputs()["input_ids"])}
-    with pytest.raises(SkipError, match="got no real token, all are padding"):
-        fit_skips(model, [batch], steps=1, mask_token=MASK)
-
-
-def test_a_causal_model_learns_nothing_from_one_token() -> None:
-    batch = {name: value[:, :1] for name, value in text_inputs().items()}
-    with pytest.raises(SkipError, match="got one real token a sequence"):
-        loss_of(gpt2(), batch)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_masked_models_are_asked_for_real_tokens_only(side: str) -> None:
-    model, ids = MODELS["masked"](), text_inputs()["input_ids"][:1]
-    for place in range(ids.shape[1]):  # wherever the masks fall, one real token must be asked for
-        mask = torch.zeros_like(ids)
-        mask[:, slice(place, None) if side == "left" else slice(place + 1)] = 1
-        assert math.isfinite(loss_of(model, {"input_ids": ids, "attention_mask": mask}, MASK).item())

@@ -481,9 +481,8 @@ def finding() -> Finding:
     return Finding(code="COLLAPSE", severity="error", where=where, evidence={}, meaning="", remedy="")
 
 
-OTHER = holding().model_copy(
-    update={"provenance": Provenance(model="m", delta=0.01, model_class="net.Stack")}
-)
+STACK = Provenance(model="m", delta=0.01, model_class="net.Stack")
+OTHER = holding().model_copy(update={"provenance": STACK})
 
 
 @pytest.mark.parametrize(

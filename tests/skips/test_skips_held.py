@@ -1,10 +1,11 @@
-"""A residual on its way to where it is added: one for each call, each thread and each recomputation."""
+"""The stored residual of a λ-skip: each call, thread and recomputation has its own."""
 
 import threading
 
 import pytest
 import torch
 from experiments.zoo.transformers import LLAMA, hugging_face
+from tests.support.modules import SelfAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,17 +14,15 @@ from rankwise.skips import SkipError, add_lambda_skip
 llama = hugging_face("LlamaModel", "LlamaConfig", **LLAMA)
 
 
-def llama_at(scale: float) -> nn.Module:
+def skipped_llama() -> nn.Module:
     model = llama()
-    with torch.no_grad():
-        for parameter in add_lambda_skip(model).values():
-            parameter.fill_(scale)
+    add_lambda_skip(model, init=0.5)
     return model
 
 
-def test_a_thread_is_not_given_the_residual_of_another() -> None:
-    """Two calls meet where each has read its residual and none has added it."""
-    model = llama_at(0.5)
+def test_threads_do_not_share_a_residual() -> None:
+    """Two calls wait for each other after each has read its residual and before any adds it."""
+    model = skipped_llama()
     batches = [torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(at)) for at in (0, 1)]
     with torch.no_grad():
         wanted = [model(input_ids=ids)[0] for ids in batches]
@@ -49,53 +48,36 @@ def test_a_thread_is_not_given_the_residual_of_another() -> None:
         assert torch.allclose(got[at], wanted[at], rtol=1e-4, atol=1e-5)
 
 
-def test_a_part_alone_does_not_use_what_another_left() -> None:
-    model, plain = llama_at(0.5), llama()
-    block, x = model.layers[0], torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
-    rotations = model.rotary_emb(x, torch.arange(5)[None])
-    block.input_layernorm(torch.randn(1, 3, 32))
-    alone, _ = block.self_attn(x, position_embeddings=rotations, attention_mask=None)
-    wanted, _ = plain.layers[0].self_attn(x, position_embeddings=rotations, attention_mask=None)
-    assert torch.equal(alone, wanted)
+def test_a_part_that_runs_alone_does_not_use_a_residual() -> None:
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    alone = []
+    for model in (skipped_llama(), llama()):
+        rotations = model.rotary_emb(x, torch.arange(5)[None])
+        model.layers[0].input_layernorm(torch.randn(1, 3, 32))  # reads a residual that must not be used
+        alone.append(model.layers[0].self_attn(x, position_embeddings=rotations, attention_mask=None)[0])
+    assert torch.equal(*alone)
 
 
-def test_a_call_that_fails_leaves_nothing() -> None:
-    model = llama_at(0.5)
-    ids = torch.arange(3, 9)[None]
+def test_a_call_that_fails_leaves_no_residual() -> None:
+    model, ids = skipped_llama(), torch.arange(3, 9)[None]
     wanted = model(input_ids=ids)[0]
-    block = model.layers[0]
-    fails = block.self_attn.register_forward_pre_hook(lambda *given: 1 / 0)
+    fails = model.layers[0].self_attn.register_forward_pre_hook(lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(input_ids=ids)
     fails.remove()
-    slots = [
-        hook.held.slot
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-        if hasattr(hook, "held")
-    ]
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    slots = [hook.held.slot for hook in hooks if hasattr(hook, "held")]
     assert len(slots) == 6  # two hooks before modules of each of three blocks
     assert all(slot.residual is None and not slot.open for slot in slots)
     assert torch.equal(model(input_ids=ids)[0], wanted)
 
 
-class Attention(nn.Module):
-    """Attention of one argument."""
+class Checkpointed(nn.Module):
+    """Block that checkpoints its mixer, or its branch: the mixer with the norm before it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Block(nn.Module):
-    """A block that can checkpoint its mixer alone, or the norm with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix, self.out = nn.LayerNorm(8), Attention(), nn.Linear(8, 8)
+        self.norm, self.mix, self.out = nn.LayerNorm(8), SelfAttention(), nn.Linear(8, 8)
         self.part, self.reentrant = "none", False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -108,16 +90,15 @@ class Block(nn.Module):
         return self.out(x + branch)
 
 
-def gradients(block: Block, x: Tensor) -> list[Tensor]:
+def gradients(block: Checkpointed, x: Tensor) -> list[Tensor]:
     block.zero_grad()
     block(x.clone().requires_grad_()).square().sum().backward()
     return [parameter.grad.clone() for parameter in block.parameters()]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_within_a_block(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    block, x = Block().eval(), torch.randn(2, 5, 8)
+def test_a_checkpoint_in_a_block_needs_the_module_that_reads_the_residual(reentrant: bool) -> None:
+    block, x = Checkpointed().eval(), torch.randn(2, 5, 8)
     add_lambda_skip(block, init=0.5, example=x)
     wanted = gradients(block, x)
     block.part, block.reentrant = "branch", reentrant

@@ -1,4 +1,4 @@
-"""λ-skips are tried at every site: one that acts with another λ is found, and rounding is no fault."""
+"""`verify` finds a λ-skip that applies another λ, at every site, and accepts rounding errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
-from tests.skips.cases import FOUND
+from tests.skips.cases import FOUND, Build
 from torch import Tensor, nn
 
 from rankwise.skips import SkipError
@@ -15,17 +15,14 @@ from rankwise.skips.hooks import Port, SkipHook
 from rankwise.skips.locate import SkipSite, find_sites
 from rankwise.skips.verify import SumCheck, verify
 
-Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
-
-
-def mamba(depth: int) -> Build:
-    """In its first block the branch is thousands of times the residual."""
-    settings = {"vocab_size": 64, "hidden_size": 64, "state_size": 4, "num_hidden_layers": depth}
-    return lambda: (hugging_face("MambaModel", **settings)(), text_inputs())
-
 
 def deep(model: str, **settings: Any) -> Build:
     return lambda: (hugging_face(model, **settings)(), text_inputs())
+
+
+def mamba(depth: int) -> Build:
+    """Return a builder of a model whose first branch is thousands of times larger than the residual."""
+    return deep("MambaModel", vocab_size=64, hidden_size=64, state_size=4, num_hidden_layers=depth)
 
 
 FAMILIES = [
@@ -45,41 +42,38 @@ DEEP = {
 
 
 class OffScale(SkipHook):
-    """A hook that acts with some multiple of any λ but 1."""
+    """Hook that applies 1.01 times λ, except for λ = 1."""
 
-    def __init__(self, hook: SkipHook, by: float) -> None:
-        self.hook, self.by, self.parameter = hook, by, hook.parameter
+    def __init__(self, hook: SkipHook) -> None:
+        self.hook, self.parameter = hook, hook.parameter
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
         scale = module._parameters[self.parameter]
         if bool((scale != 1).all()):
-            module._parameters[self.parameter] = nn.Parameter(self.by * scale.detach())
+            module._parameters[self.parameter] = nn.Parameter(1.01 * scale.detach())
         try:
             return self.hook(module, *given)
         finally:
             module._parameters[self.parameter] = scale
 
 
-def with_hooks(model: nn.Module, batch: dict[str, Any]) -> list[SkipSite]:
+def with_hooks(model: nn.Module, batch: dict[str, Any], sites: slice = slice(None)) -> list[SkipSite]:
+    """Install λ-skips at some of the sites of a model, and return all sites."""
     found = find_sites(model, batch)[0]
-    for site in found:
+    for site in found[sites]:
         install(model, site, learnable=True, per="layer")
     return found
 
 
-def spoil(model: nn.Module, site: SkipSite, by: float) -> None:
-    module = model.get_submodule(site.write.module)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number, hook in hooks.items():
-            if isinstance(hook, SkipHook) and getattr(hook, "parameter", "") == site.parameter:
-                hooks[number] = OffScale(hook, by)
-
-
 @pytest.mark.parametrize(("build", "at"), CASES)
-def test_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> None:
+def test_an_error_of_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> None:
     model, batch = build()
     found = with_hooks(model, batch)
-    spoil(model, found[at], by=1.01)
+    module = model.get_submodule(found[at].write.module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number, hook in hooks.items():
+            if isinstance(hook, SkipHook) and getattr(hook, "parameter", "") == found[at].parameter:
+                hooks[number] = OffScale(hook)
     with pytest.raises(SkipError) as error:
         verify(model, batch, found, found)
     assert f"at λ ≠ 1, got something else at {found[at].name}." in str(error.value)
@@ -89,7 +83,7 @@ def test_one_percent_at_one_site_is_found_and_named(build: Build, at: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Mamba", *FAMILIES])
-def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
+def test_correct_hooks_pass(name: str, dtype: torch.dtype) -> None:
     model, batch = FOUND[name][0]()
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     found = with_hooks(model.to(dtype), batch)
@@ -100,23 +94,62 @@ def test_right_hooks_pass(name: str, dtype: torch.dtype) -> None:
     ("sites", "dtype"), [(slice(None), torch.bfloat16), (slice(1), torch.float32)], ids=["all", "the first"]
 )
 @pytest.mark.parametrize("name", DEEP)
-def test_right_hooks_of_deep_models_pass(name: str, sites: slice, dtype: torch.dtype) -> None:
-    """Rounding that grows with depth is no fault."""
+def test_rounding_errors_of_deep_models_pass(name: str, sites: slice, dtype: torch.dtype) -> None:
     model, batch = DEEP[name]()
-    found = find_sites(model.to(dtype), batch)[0]
-    for site in found[sites]:
-        install(model, site, learnable=True, per="layer")
+    found = with_hooks(model.to(dtype), batch, sites)
     verify(model, batch, found[sites], found)
 
 
+class Sum(nn.Module):
+    """Return the sum of the input and a branch, which a hook can only correct after the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(64, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x + self.mix(x.mT).mT, "more"
+
+
+def test_a_corrected_output_is_compared_when_its_module_returns() -> None:
+    model, batch = nn.Sequential(Sum()), {"input": torch.randn(2, 5, 64)}
+    found = with_hooks(model, batch)
+    ((read, write, scope),) = [(site.read, site.write, site.scope) for site in found]
+    assert (read.argument, write.argument, scope) == (("x", 0), None, None)  # the output is corrected
+    verify(model, batch, found, found)
+    hooks = model[0]._forward_hooks
+    right = dict(hooks)
+    hooks.clear()
+    with pytest.raises(SkipError, match="something else at 0"):
+        verify(model, batch, found, found)
+    hooks.update(right)
+    verify(model, batch, found, found)
+    assert len(hooks) == 1  # hooks of the comparison are removed
+    assert not model[0]._forward_pre_hooks
+
+
+def test_a_lambda_that_also_acts_at_another_site_is_found() -> None:
+    model, batch = FOUND["GPT-2"][0]()
+    found = with_hooks(model, batch, slice(1))
+    scale = model.get_submodule(found[0].name).get_parameter(found[0].parameter)
+
+    def leak(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (output[0] * scale, *output[1:])
+
+    model.get_submodule(found[1].name).register_forward_hook(leak)
+    with pytest.raises(SkipError, match=rf"something else at {found[1].name}\."):
+        verify(model, batch, found[:1], found)
+
+
+# --- tolerance of one sum --------------------------------------------------------------------------------
+
 NAME = ("", 0, 0)
-PORT = Port("", ("x", 0))
-SITE = SkipSite("site", "lambda_skip", PORT, PORT, None, (NAME,))
+SITE = SkipSite("site", "lambda_skip", Port("", ("x", 0)), Port("", ("x", 0)), None, (NAME,))
 SCALE = 0.75
 
 
 def operands(dtype: torch.dtype, branch: float, size: float = 1.0) -> tuple[Tensor, Tensor]:
-    """A residual of some size and a branch that is some multiple of it."""
+    """Return a residual of a size, and a branch that is larger by a factor."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 3, 5, 64, dtype=torch.float64, generator=generator)
     return (size * x).to(dtype), (size * branch * y).to(dtype)
@@ -127,16 +160,17 @@ def agrees(x: Tensor, y: Tensor, hooked: tuple[Tensor, Tensor]) -> bool:
     check.keep(NAME, x, y)
     assert not check.right  # not compared yet
     got = check.at_sum(NAME, *hooked)
-    assert torch.equal(got, (x * SCALE).to(x.dtype) + y)  # whatever it was: errors do not add up
+    assert torch.equal(got, (x * SCALE).to(x.dtype) + y)  # the exact sum replaces the compared sum
     return check.right
 
 
 BRANCHES = pytest.mark.parametrize("branch", [0.0, 1e-3, 1.0, 1e3])
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 
 
 @BRANCHES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_wrong_scale_of_one_token(dtype: torch.dtype, branch: float) -> None:
+def test_a_wrong_lambda_of_one_token_differs(dtype: torch.dtype, branch: float) -> None:
     x, y = operands(dtype, branch)
     for by in (0.99, 1.01):
         scaled = x * SCALE
@@ -148,86 +182,41 @@ def test_a_wrong_scale_of_one_token(dtype: torch.dtype, branch: float) -> None:
 @pytest.mark.parametrize("size", [1e-6, 1.0, 10.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_rounding_in_another_order_agrees(dtype: torch.dtype, size: float, branch: float) -> None:
-    """(λ − 1)·x added to the branch; some tokens are zero, some numbers subnormal."""
+    """(λ − 1)·x is added to the branch; some tokens are zero, and some numbers are subnormal."""
     x, y = operands(dtype, branch, size)
-    x[0, 0] = 0
-    y[0, 0] = y[0, 1] = 0
+    x[0, 0] = y[0, 0] = y[0, 1] = 0
     assert agrees(x, y, (x, y + x * (SCALE - 1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_branch_of_a_finer_dtype(dtype: torch.dtype) -> None:
-    """λ·x is rounded to the dtype of x, (λ − 1)·x is not; in tokens of one channel, no mean hides it."""
+@HALF
+def test_a_branch_of_a_finer_dtype_agrees(dtype: torch.dtype) -> None:
+    """λ·x is rounded to the dtype of x, but (λ − 1)·x is not; one channel per token averages no errors."""
     x, y = operands(dtype, 1.0)[0][..., :1], operands(torch.float32, 1.0)[1][..., :1]
     assert agrees(x, y, (x, y + x.float() * (SCALE - 1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_an_effect_below_rounding_cannot_be_told(dtype: torch.dtype) -> None:
+@HALF
+def test_an_effect_below_rounding_agrees(dtype: torch.dtype) -> None:
     x, y = operands(dtype, branch=1e3)
     assert agrees(x, y, (x, y))
-    assert not agrees(x, x, (x, x))  # the same scale, where it can
+    assert not agrees(x, x, (x, x))  # the same error above rounding
 
 
-@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite(spoiled: float) -> None:
+WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "NaN": lambda x, y: (x * SCALE, y.index_fill(0, torch.tensor([0]), float("nan"))),
+    "infinity": lambda x, y: (x * SCALE, y.index_fill(0, torch.tensor([0]), float("inf"))),
+    "another shape": lambda x, y: (x[None] * SCALE, y[None]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_numbers_that_are_not_finite_and_other_shapes_differ(name: str) -> None:
     x, y = operands(torch.float32, 1.0)
-    wrong = y.clone()
-    wrong[0, 0, 0] = spoiled
-    assert not agrees(x, y, (x * SCALE, wrong))
+    assert not agrees(x, y, WRONG[name](x, y))
 
 
-def test_another_shape() -> None:
-    x, y = operands(torch.float32, 1.0)
-    assert not agrees(x, y, (x[None] * SCALE, y[None]))
-
-
-def test_a_sum_that_only_the_pass_with_hooks_takes() -> None:
+def test_a_sum_of_the_pass_with_hooks_alone_is_not_compared() -> None:
     x, y = operands(torch.float32, 1.0)
     check = SumCheck(SITE, SCALE)
     assert torch.equal(check.at_sum(NAME, x, y), x + y)
     assert check.right
-
-
-class Sum(nn.Module):
-    """Gives the sum of what it is given and a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(64, 64, 3, padding=1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        return x + self.mix(x.mT).mT, "more"
-
-
-def test_what_a_module_gives_is_compared_when_it_ends() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Sum()), torch.randn(2, 5, 64)
-    found = with_hooks(model, {"input": x})
-    ((read, write, scope),) = [(site.read, site.write, site.scope) for site in found]
-    assert (read.argument, write.argument, scope) == (("x", 0), None, None)  # the sum is corrected
-    verify(model, {"input": x}, found, found)
-    hooks = model[0]._forward_hooks
-    right = dict(hooks)
-    hooks.clear()
-    with pytest.raises(SkipError, match="something else at 0"):
-        verify(model, {"input": x}, found, found)
-    hooks.update(right)
-    verify(model, {"input": x}, found, found)
-    assert len(hooks) == 1  # its own are gone
-    assert not model[0]._forward_pre_hooks
-
-
-def test_a_residual_sum_without_a_skip_must_stay() -> None:
-    """A hook whose λ also acts in the block behind it."""
-    model, batch = FOUND["GPT-2"][0]()
-    found = find_sites(model, batch)[0]
-    install(model, found[0], learnable=True, per="layer")
-    scale = model.get_submodule(found[0].name).get_parameter(found[0].parameter)
-
-    def leak(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (output[0] * scale, *output[1:])
-
-    model.get_submodule(found[1].name).register_forward_hook(leak)
-    with pytest.raises(SkipError, match=rf"something else at {found[1].name}\."):
-        verify(model, batch, found[:1], found)
