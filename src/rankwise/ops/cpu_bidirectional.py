@@ -58,7 +58,7 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     energy, assigned, mass = (array(part, dtype) for part in saved.sums)
     inverse, factor = _inverse(energy), _factor(assigned, mass[..., None])
     d_membership, d_score = np.empty_like(membership), np.empty_like(membership)
-    added, unused = work.empty_sums()
+    added, unused = work.empty_sums()  # `add_chunk` also writes sums of d_score, which are not used
     d_temperature, dw = np.empty(unused.shape[:2]), work.new()
 
     work.run(outputs_back, w, d_output, membership, factor, tokens[0], *chunks, d_membership, added)
