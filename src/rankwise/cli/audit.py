@@ -59,23 +59,18 @@ def command(
     batch_size: options.BatchSize = 4,
     delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
     method: Annotated[
-        str,
-        typer.Option(help="Compute ranks exactly, by estimate, or by auto (exact up to 8,192 tokens)."),
+        str, typer.Option(help="Compute ranks by exact, estimate, or auto (exact up to 8,192 tokens).")
     ] = "auto",
     matrices: Annotated[
         str | None,
-        typer.Option(
-            help="Show the matrices of these heads with the words of two sequences: flagged (by a finding), "
-            "all, or layer:head,… For the demo, all are shown."
-        ),
+        typer.Option(help="Show attention maps of heads: flagged (with a finding), all, or layer:head,…"),
     ] = None,
     importance: Annotated[
         str | None,
         typer.Option(
             metavar="[auto|estimate|exact|none]",
-            help="Measure what the model loses without each head: estimate uses gradients (it sorts heads; "
-            "large losses can come out far too small), exact removes heads one by one, auto is exact for the "
-            "demo and an estimate for other models.",
+            help="Measure the loss without each head: estimate uses gradients (it sorts heads; large losses "
+            "can come out far too small), exact removes heads one by one, auto is exact for the demo only.",
         ),
     ] = None,
     importance_tolerance: Annotated[
@@ -87,17 +82,12 @@ def command(
     importance_loss: Annotated[
         str,
         typer.Option(
-            help="Loss that measures importance: auto, causal, masked, encoder-decoder, labels, own, or "
-            "output (distance that the output moves)."
+            help="auto, causal, masked, encoder-decoder, labels, own, or output (change of outputs)."
         ),
     ] = "auto",
     baseline: Annotated[
         bool,
-        typer.Option(
-            "--baseline",
-            help="Also audit the same architecture at initialization, and show both side by side. The demo "
-            "always has a baseline.",
-        ),
+        typer.Option("--baseline", help="Also audit the architecture at initialization, as for the demo."),
     ] = False,
     baseline_seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --baseline.")
@@ -105,15 +95,12 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Run on this device: cpu (default), cuda, cuda:1, mps, …; under torchrun, cuda is the GPU "
-            "of each process."
+            help="cpu (default), cuda, cuda:1, mps, …; under torchrun, cuda is one GPU per process."
         ),
     ] = None,
     device_map: Annotated[
         str | None,
-        typer.Option(
-            help="Spread the model over devices and memory: auto, balanced, sequential, a device, or JSON."
-        ),
+        typer.Option(help="Spread the model over devices: auto, balanced, sequential, a device, or JSON."),
     ] = None,
     offload_folder: Annotated[
         Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")
@@ -126,9 +113,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Write the report to this folder.")] = Path("rankwise-audit"),
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Keep finished audits in --out: those of the same command and unchanged files."
-        ),
+        typer.Option("--resume", help="Keep finished audits in --out if command and files are the same."),
     ] = False,
     ray: Annotated[
         str | None,
@@ -139,15 +124,11 @@ def command(
         ),
     ] = None,
     cpus: Annotated[
-        float | None, typer.Option(min=0, help="With --ray: reserve this many CPUs per model, 1 by default.")
+        float | None, typer.Option(min=0, help="With --ray: CPUs per model, 1 by default.")
     ] = None,
     gpus: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            help="With --ray: reserve this many GPUs or this share of one per model; 1 by default with "
-            "--device cuda, else 0.",
-        ),
+        typer.Option(min=0, help="With --ray: GPUs or share of one per model; 1 with --device cuda, else 0."),
     ] = None,
     fail_on: Annotated[
         list[str] | None,
@@ -155,8 +136,7 @@ def command(
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="Merge saved audits of one model on different data into one."),
+        bool, typer.Option("--merge", help="Merge saved audits of one model on different data.")
     ] = False,
 ) -> None:
     """Audit one model or several models; `HELP` describes the command."""

@@ -43,10 +43,7 @@ def command(
     images: options.Images = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Share of the width, the heads or the cache to keep, such as 0.5; or one share for a part, "
-            "such as kv=0.5, repeated for each part. Without targets, 0.5."
-        ),
+        typer.Option(help="Share to keep, such as 0.5 (default); or one per part, such as kv=0.5, repeated."),
     ] = None,
     tolerance: Annotated[
         list[str] | None,
@@ -59,13 +56,9 @@ def command(
         str | None,
         typer.Option(help="Parts for one number: heads, qk, rotary, kv, with commas between. By default qk."),
     ] = None,
-    calibrate: Annotated[
-        int, typer.Option(help="Steps of Adam per layer of qk and rotary, such as 200.")
-    ] = 0,
+    calibrate: Annotated[int, typer.Option(help="Steps of Adam per layer of qk and rotary.")] = 0,
     tokens: options.Tokens = 256,
-    sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences for calibration; as many are held out.")
-    ] = 32,
+    sequences: Annotated[int, typer.Option(min=1, help="Calibrate on so many; hold out as many.")] = 32,
     batch_size: options.BatchSize = 8,
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
     seed: options.Seed = 0,
