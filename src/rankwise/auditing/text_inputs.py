@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rankwise.errors import InputError, instance_of, whole_number
 
@@ -225,7 +226,6 @@ def _special_tokens(text: str, tokenizer: Tokenizer, tokens: int) -> tuple[list[
 
 
 def _padded(rows: Sequence[list[int]], pad: int) -> dict[str, Tensor]:
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}

@@ -49,9 +49,6 @@ def quoted(sites: Sequence[str]) -> str:
     return shown if len(sites) <= 3 else f"{shown} and {len(sites) - 3} more"
 
 
-# --- interventions -----------------------------------------------------------------------------------------
-
-
 class UnitGate(torch.autograd.Function):
     """Autograd function ξ·part + (values − part) at ξ = 1: the forward pass returns the values bit by bit.
 
@@ -171,9 +168,6 @@ def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
             seen.add(node)
             open_nodes += [following for following, _ in node.next_functions if following is not None]
     return seen
-
-
-# --- passes ------------------------------------------------------------------------------------------------
 
 
 class GateSums:

@@ -25,9 +25,6 @@ LossFunction = Callable[[Any, Any], Tensor]
 """Function of (output, batch) that returns the loss of each sequence, (B,), or one number."""
 
 
-# --- logits, real tokens and token ids ---------------------------------------------------------------------
-
-
 def logits_of(output: Any) -> Tensor:
     """Return ``logits`` of a model's output; without this name, the first floating-point tensor."""
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -77,9 +74,6 @@ def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"
     decoded = isinstance(inputs, Mapping) and any(str(name).startswith("decoder_") for name in inputs)
     decoder = decoded or named.get("encoder_last_hidden_state") is not None
     return real_tokens(inputs, values.shape[:2], decoder).to(values.device)
-
-
-# --- losses ------------------------------------------------------------------------------------------------
 
 
 @dataclass
