@@ -17,11 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import measures
 from experiments.experiment import gpu_hours, run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
-from experiments.render import PAGE, page
+from experiments.render import PAGE, fill_page, page
 from experiments.results import RESULTS
-from experiments.study import Study
+from experiments.study import DOCS, Study
 from rankwise._internals.files import write_file
 from rankwise.errors import RankwiseError
 
@@ -87,7 +88,10 @@ def _run_study(study: Study, data: Path) -> None:
 
 def _render(*, check: bool) -> int:
     """Write all pages and figures, or compare them with the files."""
-    files = {PAGE: page(list(EXPERIMENTS.values()))}
+    files = {
+        PAGE: page(list(EXPERIMENTS.values())),
+        DOCS / "measures.md": fill_page("measures", measures.tables()),
+    }
     for study in STUDIES.values():
         files |= study.files(study.kept())
     if check:

@@ -33,8 +33,8 @@ EXPERIMENTS: dict[str, Experiment] = {
 MODULES = (
     "coverage.architectures",
     "coverage.families",
-    "memberships",
-    "replacement",
+    "tost.memberships",
+    "tost.replacement",
     "rank.compress_cache",
     "rank.compress_demo",
     "rank.compress_minilm",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from experiments.measures import END, PAGE, START, tables
 from tests.support import records
 from tests.support.modules import GivenOperator, sites_of
 from torch import Tensor, nn
@@ -24,13 +23,6 @@ from rankwise.report.head_columns import color_limits
 
 UNBOUNDED = {"sigma_max", "coding_rate", "removal_cost", "norm", "token_spread"}
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_shows_the_table() -> None:
-    """If not, run `python -m experiments.measures`."""
-    page = PAGE.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        assert f"{START.format(name)}\n{table}{END.format(name)}\n" in page
 
 
 @pytest.mark.parametrize(

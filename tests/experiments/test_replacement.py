@@ -1,18 +1,17 @@
-"""Replaced layers: every set was run, orders follow their guides, and a run on little text is whole."""
+"""Replaced layers: every set was run, orders follow their guides, and replaced models mix causally."""
 
 from typing import Any
 
 import pytest
 import torch
-from experiments import replacement as recipe
-from experiments import replacement_page as page
+from experiments.tost import replacement as experiment
 from experiments.tost.replaced_attention import real_tokens_of, replace_attention
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rankwise as rw
 
-CONTENT = recipe.STUDY.kept()
+CONTENT = experiment.STUDY.kept()
 
 
 def made_up(sets: dict[str, float]) -> dict[str, Any]:
@@ -27,34 +26,35 @@ def test_every_set_was_run() -> None:
         moved = abs(tuned[""] - run["sets"][""]["distilled"])
         assert all(
             loss - tuned[""] > moved for name, loss in tuned.items() if name
-        )  # not tuning is what is seen
+        )  # more than tuning alone moves it
         for before, after in ((one["before"], one["after"]) for one in run["distillation"]):
             assert after < before
 
 
-def test_orders_follow_their_guides_and_are_judged_by_the_sets_between() -> None:
+def test_orders_follow_their_guides_and_are_compared_by_the_sets_between() -> None:
     run = made_up({"": 1.0, "0": 1.5, "1": 1.25, "0 1": 2.0})
-    orders = page.orders(run)
-    assert (orders[page.GUIDES["importance"]], orders[page.GUIDES["rank"]]) == ((1, 0), (0, 1))
-    assert page.losses(run, (1, 0)) == [1.0, 1.25, 2.0]
-    assert (page.ranked(run, (1, 0)), page.ranked(run, (0, 1))) == ((0, 2), (1, 2))
-    assert (page.adds(run, 0), page.adds(run, 1)) == (0.625, 0.375)
-    assert page.among_last(run) == (0, 0)
-    assert page.among_last({**run, "guides": {**run["guides"], "importance": [1.0, 3.0]}}) == (1, 1)
-    assert page.places([run]).endswith("last to first 0 of 1")
+    orders = experiment.orders(run)
+    assert (orders[experiment.GUIDES["importance"]], orders[experiment.GUIDES["rank"]]) == ((1, 0), (0, 1))
+    assert experiment.losses(run, (1, 0)) == [1.0, 1.25, 2.0]
+    every = [(0, 1), (1, 0)]
+    assert [experiment.better(run, order, every) for order in every] == [1, 0]
+    assert (experiment.adds(run, 0), experiment.adds(run, 1)) == (0.625, 0.375)
+    assert experiment.among_last(run) == (0, 0)
+    assert experiment.among_last({**run, "guides": {**run["guides"], "importance": [1.0, 3.0]}}) == (1, 1)
+    assert experiment.places([run]).endswith("last to first 0 of 1")
 
 
 def test_layers_are_distilled_and_tuned() -> None:
-    small = recipe.Recipe(
+    small = experiment.Settings(
         tokens=32, distil_windows=4, distil_steps=8, distil_batch=4, tune_steps=1, tune_batch=1
     )
     torch.manual_seed(0)
-    reader = recipe.Reader("To be, or not to be, that is the question.\n" * 20, small.tokens, 0)
-    mixers, errors = recipe.distil(small, reader.draw(4), "linear")
+    reader = experiment.Reader("To be, or not to be, that is the question.\n" * 20, small.tokens, 0)
+    mixers, errors = experiment.distil(small, reader.draw(4), "linear")
     assert all(one["after"] < one["before"] for one in errors)
-    held_out = recipe.batches(reader.draw(2), 2)
-    whole = recipe.replaced(small, (), "linear", mixers, [], held_out)
-    found = recipe.replaced(small, (2,), "linear", mixers, [reader.draw(1)], held_out)
+    held_out = experiment.batches(reader.draw(2), 2)
+    whole = experiment.replaced(small, (), "linear", mixers, [], held_out)
+    found = experiment.replaced(small, (2,), "linear", mixers, [reader.draw(1)], held_out)
     assert whole["tuned"] == whole["distilled"]
     assert len({*found.values(), whole["tuned"]}) == 3
 
@@ -88,7 +88,7 @@ def test_audits_see_the_new_kind(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_token_sees_a_later_one_and_none_sees_padding(kind: str) -> None:
+def test_no_token_sees_later_tokens_or_padding(kind: str) -> None:
     model = llama()
     replace_attention(model, range(3), kind, **OPTIONS[kind])
     whole, other = logits(model), IDS.clone()
@@ -104,7 +104,7 @@ def test_no_token_sees_a_later_one_and_none_sees_padding(kind: str) -> None:
         torch.testing.assert_close(padded[:, 3:], whole, rtol=0, atol=rounding)
 
 
-def test_projections_start_from_those_of_the_attention() -> None:
+def test_projections_start_from_the_attention() -> None:
     model = llama()
     attention = [layer.self_attn for layer in model.model.layers]
     replace_attention(model, [0], "tssa")
@@ -127,7 +127,7 @@ def test_a_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_masks_of_pairs_say_which_tokens_are_real(add: bool) -> None:
+def test_masks_of_pairs_show_real_tokens(add: bool) -> None:
     real = torch.tensor([[True, True, True], [False, True, True], [True, True, False]])
     mask = torch.ones(3, 3).tril().bool() & real[:, None, None, :]
     given = torch.where(mask, 0.0, torch.finfo(torch.float32).min) if add else mask

@@ -1,8 +1,8 @@
-"""Which tokens of a picture belong to which head of a ToST, trained and at fresh weights.
+"""Memberships of the tokens of a picture in the heads of a ToST, trained and with fresh weights.
 
 Claim     Wu et al., “Token Statistics Transformer”, ICLR 2025, figures of memberships: heads group the tokens
-          of a picture by what they show.
-Asked     How far memberships are from uniform, and whether they follow the picture or only the place in it.
+          of a picture by their content.
+Question  How far are memberships from uniform, and do they follow the picture or only the place in it?
 Model     the row `tost` of the experiment `vision`, about 4 minutes of a CPU core
 Data      held-out pictures of CIFAR-10, in data/cifar10/cifar10.npz
 Hardware  one CPU core, seconds
@@ -11,6 +11,7 @@ Hardware  one CPU core, seconds
     python -m experiments run memberships
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +22,48 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
-from experiments.study import DOCS, Study
+from experiments.study import DOCS, Report, Study
 from experiments.tasks.pictures import cifar10
 from rankwise.models import TokenStatisticsAttention
 
 PICTURE = DOCS / "images" / "memberships.webp"
 EXAMPLES, SHOWN, ENLARGED, GAP = 200, 6, 2, 4
-"""Pictures measured and pictures drawn; screen pixels for a pixel, and between two pictures."""
+"""Measured pictures and drawn pictures; screen pixels per pixel, and between two pictures."""
 
 
 def memberships(model: PreTrainedModel, pixels: Float[Tensor, "N C H W"]) -> list[Float[Tensor, "N T H"]]:
-    """Memberships of the tokens of pictures in the heads of each TSSA layer, the first one first."""
+    """Return the memberships of the tokens of pictures in the heads of each TSSA layer."""
     found: list[Tensor] = []
 
     def keep(mixer: TokenStatisticsAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(mixer.memberships(*args, **{k: v for k, v in kwargs.items() if k == "hidden_states"}))
 
-    hooks = [
-        module.register_forward_pre_hook(keep, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, TokenStatisticsAttention)
-    ]
-    try:
-        with torch.no_grad():
-            model.eval()(pixel_values=pixels)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, TokenStatisticsAttention):
+                handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+                hooks.callback(handle.remove)
+        model.eval()(pixel_values=pixels)
     return found
 
 
 def entropy(membership: Float[Tensor, "N T H"]) -> float:
-    """Mean entropy of memberships over ln H: 1 where all heads share a token, 0 where one head has it."""
+    """Return the mean entropy over ln H: 1 if all heads share a token, 0 if one head has it."""
     bits = -(membership * membership.clamp(min=1e-30).log()).sum(-1)
     return float(bits.mean() / np.log(membership.shape[-1]))
 
 
 def by_place(membership: Float[Tensor, "N T H"]) -> float:
-    """Share of the variance over pictures and places that the place alone explains, from 0 to 1.
+    """Return the share of the variance over pictures and places that the place alone explains, from 0 to 1.
 
-    1: every picture has the same memberships. With N pictures, 1/N is expected of chance alone.
+    1: every picture has the same memberships. With N pictures, chance alone explains 1/N.
     """
     whole = membership.var((0, 1), correction=0).sum()
     return float(membership.mean(0).var(0, correction=0).sum() / whole)
 
 
 def measured(model: PreTrainedModel, pixels: Tensor) -> list[dict[str, float]]:
-    """The numbers of each layer."""
+    """Return the numbers of each layer."""
     return [
         {
             "entropy": entropy(layer),
@@ -80,28 +76,29 @@ def measured(model: PreTrainedModel, pixels: Tensor) -> list[dict[str, float]]:
 
 
 def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
-    """A row for each picture: itself, then memberships by layer and head, over the range of the layer."""
+    """Draw a row per picture: itself, then memberships by layer and head, over the range of the layer."""
     layers = memberships(model, pixels)
-    scaled = [(layer - layer.min()) / (layer.max() - layer.min()) for layer in layers]
-    edge = pixels.shape[-1] * ENLARGED
-    heads = layers[0].shape[-1]
-    width = edge + len(layers) * (3 * GAP + heads * (edge + GAP))
-    sheet = Image.new("RGB", (width, len(pixels) * (edge + GAP) - GAP), "white")
+    edge, heads = pixels.shape[-1] * ENLARGED, layers[0].shape[-1]
+    step = edge + GAP
+    strip = 3 * GAP + heads * step  # width of a layer
+    sheet = Image.new("RGB", (edge + len(layers) * strip, len(pixels) * step - GAP), "white")
+
+    def paste(values: Tensor, left: int, row: int) -> None:
+        image = Image.fromarray(values.round().to(torch.uint8).numpy())
+        sheet.paste(image.resize((edge, edge), Image.Resampling.NEAREST), (left, row * step))
+
     for row, picture in enumerate(pixels):
-        top = row * (edge + GAP)
-        colours = ((picture.permute(1, 2, 0) + 1) * 127.5).round().to(torch.uint8).numpy()
-        sheet.paste(Image.fromarray(colours).resize((edge, edge), Image.Resampling.NEAREST), (0, top))
-        for number, layer in enumerate(scaled):
+        paste((picture.permute(1, 2, 0) + 1) * 127.5, 0, row)
+        for number, layer in enumerate(layers):
+            scaled = (layer[row] - layer.min()) / (layer.max() - layer.min()) * 255
             side = round(layer.shape[1] ** 0.5)
             for head in range(heads):
-                grey = (layer[row, :, head].reshape(side, side) * 255).round().to(torch.uint8).numpy()
-                left = edge + 3 * GAP + number * (heads * (edge + GAP) + 3 * GAP) + head * (edge + GAP)
-                tile = Image.fromarray(grey).resize((edge, edge), Image.Resampling.NEAREST)
-                sheet.paste(tile, (left, top))
+                left = edge + 3 * GAP + number * strip + head * step
+                paste(scaled[:, head].reshape(side, side), left, row)
     return sheet
 
 
-def measure(data: Path) -> dict[str, Any]:
+def measure(data: Path) -> Report:
     """Measure the newest model of the row `tost` of the experiment `vision`, and draw its memberships."""
     folders = sorted(Path("runs", "vision").glob("tost-seed0-*/model"), key=lambda path: path.stat().st_mtime)
     torch.manual_seed(0)
@@ -124,7 +121,7 @@ def measure(data: Path) -> dict[str, Any]:
     }
 
 
-def tables(found: dict[str, Any]) -> dict[str, str]:
+def tables(found: Report) -> dict[str, str]:
     """Return the rows of the table, and the numbers of the text."""
     rows = [
         f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
