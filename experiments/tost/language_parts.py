@@ -166,10 +166,10 @@ RECALL_PARTS = Experiment(
     expectations=(
         below("tost", "decayed-conv-scan16", "accuracy", by=0.1),
         below("decayed", "decayed-conv-scan16", "accuracy", by=0.1),
-        below("tost, needle", "softmax, needle", "accuracy", by=0.1, floor=0.15),
+        below("tost, needle", "softmax, needle", "accuracy", by=0.1, floor=0.25),
     ),
     notes="Two layers of width 64, 2 pairs of keys and values in 16 tokens; not of equal "
     "parameters. Half of the answers are right if a model finds the values of a sequence but not "
     "their keys. needle: five digits hidden in 128 bytes of tiny Shakespeare, 600 steps; softmax is "
-    "softmax-rotary there. A tenth of the digits are right by chance.",
+    "softmax-rotary there. With the space before them, a quarter is right by chance.",
 )

@@ -1,0 +1,70 @@
+"""Commands and files that the documentation names exist, and every table of measurements names a command."""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import NAMES
+from experiments.registry import EXPERIMENTS, STUDIES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+]
+COMMAND = re.compile(r"python -m ((?:experiments|benchmarks)[.\w]*)(?: +([\w-]+))?(?: +([\w-]+))?")
+FILE = re.compile(r"\b(?:experiments|benchmarks)/[\w/-]+\.(?:py|jsonl|json|md)\b")
+ANY = {"NAME"}
+"""Stands for every name."""
+
+
+def wrong_commands(text: str) -> Iterator[str]:
+    for match in COMMAND.finditer(text):
+        module, first, second = match.groups()
+        if module == "experiments":
+            known = first in ("list", "render") or (
+                first == "run" and second in {*EXPERIMENTS, *STUDIES, *ANY}
+            )
+        elif module == "benchmarks":
+            known = first in {*NAMES, *ANY}
+        else:
+            known = find_spec(module) is not None
+        if not known:
+            yield match[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_files_of_a_page_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert list(wrong_commands(text)) == []
+    named = {file for file in FILE.findall(text) if "NAME" not in file}
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_wrong_commands_are_found() -> None:
+    text = (
+        "`python -m experiments run no-name` `python -m experiments.none` `python -m experiments run depth`"
+    )
+    found = ["python -m experiments run no-name", "python -m experiments.none"]
+    assert list(wrong_commands(text)) == found
+    assert list(wrong_commands("`python -m benchmarks none` `python -m benchmarks tssa --plot x`")) == [
+        "python -m benchmarks none"
+    ]
+
+
+@pytest.mark.parametrize("study", [one for one in STUDIES.values() if one.page], ids=lambda one: one.name)
+def test_the_page_of_a_study_names_its_command(study: object) -> None:
+    for path, text in study.files(study.kept()).items():
+        if path.suffix == ".md" and "assets" not in str(path):  # cards name the command of their time
+            assert f"python -m experiments run {study.name}" in text
+
+
+def test_every_measured_row_of_the_readme_names_its_command() -> None:
+    part = (ROOT / "README.md").read_text(encoding="utf-8").split("## Measured\n")[1].split("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 5
+    assert all(re.search(r"`(python -m|pytest) ", row) for row in rows)
