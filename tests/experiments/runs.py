@@ -1,4 +1,4 @@
-"""Runs as the results hold them, of what a test reads of them."""
+"""Makers of runs with the values that tests read."""
 
 from pathlib import Path
 from typing import Any

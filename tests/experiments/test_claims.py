@@ -38,7 +38,7 @@ def test_half_and_a_quarter_of_the_cache_keep_the_loss() -> None:
 
 
 @pytest.mark.parametrize("split", range(3))
-def test_rotary_pairs_and_heads_cost_no_more_than_claimed(split: int) -> None:
+def test_rotary_pairs_and_heads_cost_at_most_the_claimed_loss(split: int) -> None:
     found = compress_demo.STUDY.kept()["splits"][split]
     for pairs, allowed in (("12", 0.014), ("8", 0.074), ("4", 0.374)):
         own = found["pairs"][pairs]

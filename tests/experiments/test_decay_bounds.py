@@ -164,7 +164,7 @@ def test_for_selective_layers_the_input_decides() -> None:
 
 
 @pytest.mark.parametrize("decay", [attention_decay, linear_decay, selective_decay])
-def test_norms_that_are_none_are_refused(decay) -> None:
+def test_negative_and_infinite_norms_are_refused(decay) -> None:
     with pytest.raises(RankwiseError, match="expected one number of each kind per layer, got 2 and 1"):
         decay(1.0, [1.0, 1.0], [1.0])
     for wrong in (-1.0, math.nan, math.inf):

@@ -1,4 +1,4 @@
-"""Lines of results: sorted, never lost, refused if they are of another row; and the page of the runs."""
+"""Lines of results: sorted, never lost, refused if they belong to another row; and the page of the runs."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 from experiments import __main__ as command
 from experiments import render
 from experiments.audits import by_layer, collapse
-from experiments.experiment import Experiment
 from experiments.registry import EXPERIMENTS
 from experiments.results import Run, append_run, audits_to_columns, read_runs
 from experiments.study import Study
@@ -19,10 +18,19 @@ from tests.experiments.runs import LANGUAGE, kept, made
 from rankwise.errors import RecordError
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
-def test_rows_that_are_spoken_of_are_there(experiment: Experiment) -> None:
-    spoken = {*experiment.published, *(label for one in experiment.expectations for label in one.needs)}
-    assert spoken <= set(experiment.rows)
+def test_published_numbers_and_expectations_name_rows() -> None:
+    for experiment in EXPERIMENTS.values():
+        named = {*experiment.published, *(label for one in experiment.expectations for label in one.needs)}
+        assert named <= set(experiment.rows), experiment.name
+
+
+def test_claims_of_the_papers_have_their_rows() -> None:
+    """A needle in a text, and rows at the papers' sizes without a run."""
+    assert {"softmax, needle", "tost, needle"} <= set(EXPERIMENTS["recall-parts"].rows)
+    for name in ("language", "long-range-text", "vision"):
+        experiment = EXPERIMENTS[name]
+        assert "tost, paper size" in experiment.large
+        assert not set(experiment.large) & set(experiment.table())
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
@@ -74,7 +82,7 @@ def test_runs_on_other_data_are_not_counted(tmp_path: Path) -> None:
         LANGUAGE.table(tmp_path)
 
 
-def test_a_run_replaces_that_of_its_row_and_seed_and_lines_are_sorted(tmp_path: Path) -> None:
+def test_a_run_replaces_its_row_and_seed_and_lines_are_sorted(tmp_path: Path) -> None:
     for seed, name, loss in ((10, "b", 1.0), (9, "b", 2.0), (0, "a", 3.0), (10, "b", 4.0)):
         append_run(tmp_path / "x.jsonl", {**kept(tmp_path, "tost", seed, loss), "row": name})
     found = [
@@ -148,11 +156,11 @@ def test_rows_at_the_size_of_the_paper_are_refused_with_their_cost(
     assert "not run here: tost, paper size, 4.1 hours" in capsys.readouterr().out
 
 
-def test_all_pages_and_figures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_pages_and_figures_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["render", "--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_page_that_is_not_that_of_the_results_is_named(
+def test_a_page_that_disagrees_with_the_results_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("experiments.render.HOLDS", {False: "n", None: "u", True: "y"})
@@ -247,7 +255,7 @@ def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> 
     assert best_rates(table).splitlines()[-1] == "| linear | 0.0003 | 0.400 |"
 
 
-def test_the_frontier_holds_what_no_smaller_state_beats(tmp_path: Path) -> None:
+def test_no_smaller_state_beats_the_frontier(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["language-parts"]
     for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
         kept(tmp_path, name, 0, loss, experiment)

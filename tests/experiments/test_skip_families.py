@@ -104,7 +104,7 @@ def test_changes_of_a_model_are_found(
     assert is_right(row) == (not found)
 
 
-def test_a_scale_that_differs_from_that_of_the_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_differs_from_the_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, tried = skip_families.scaled_sums, []
 
     def other(sites: Any, scales: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ def test_the_reader_reads() -> None:
         {"min_length": 500, "length": 2000},
     ],
 )
-def test_every_label_is_the_value_of_what_is_written(options: dict[str, int]) -> None:
+def test_every_label_is_the_value_of_its_expression(options: dict[str, int]) -> None:
     task = listops(train=60, test=20, **options)
     depth, most = options.get("max_depth", 10), options.get("max_arguments", 10)
     for split in (task.train, task.test):

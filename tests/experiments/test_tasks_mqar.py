@@ -13,7 +13,7 @@ SHA256 = "73bc5a9a44ccc2d88c75b876f452fec0ef319ac205af952dc855e9082bf18c01"
 
 
 def solve(ids: list[int], pairs: int) -> dict[int, int]:
-    """The answers at their positions, by reading the sequence: not what the generator noted."""
+    """The answers at their positions, from the sequence alone, without notes of the generator."""
     value_of = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2], strict=True))
     return {
         position + 1: value_of[ids[position]]

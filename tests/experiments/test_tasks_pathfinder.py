@@ -48,7 +48,7 @@ def easy() -> Pictures:
 
 
 @pytest.mark.parametrize(("size", "length", "count"), [(32, 6, 80), (32, 14, 40), (128, 6, 15)])
-def test_every_label_is_what_the_search_finds(size: int, length: int, count: int) -> None:
+def test_the_search_finds_every_label(size: int, length: int, count: int) -> None:
     drawn = draw_pictures(count, size, length, [0, 1])
     margin = RULES[size][1][0]
     for label, dashes, dots in zip(drawn.labels, drawn.dashes, drawn.dots, strict=True):
@@ -83,13 +83,13 @@ def test_half_of_the_dots_are_joined_and_their_distance_tells_little(easy: Pictu
     assert abs(nearer - 0.6) < 5 * (1 / 12 * (1 / len(joined) + 1 / len(parted))) ** 0.5
 
 
-def test_contours_turn_no_more_than_continuity_allows(easy: Pictures) -> None:
+def test_contours_turn_as_continuity_allows(easy: Pictures) -> None:
     contour = easy.dashes[:, 0:12:2]  # the first contour of each picture
     along = contour[:, :, 1] - contour[:, :, 0]
     assert np.allclose(np.hypot(*np.moveaxis(along, -1, 0)), 2)
     cosine = (along[:, 1:] * along[:, :-1]).sum(-1) / 4
     assert cosine.min() > 0  # continuity 1: |Δ| < 90°
-    assert cosine.mean() > 0.6  # cos² weights give 8/(3π) = 0.85 where there is room
+    assert cosine.mean() > 0.6  # cos² weights give 8/(3π) = 0.85 without obstacles
 
 
 def test_the_task_is_the_pictures_and_the_first_do_not_depend_on_how_many() -> None:

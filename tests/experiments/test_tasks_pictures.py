@@ -33,7 +33,7 @@ def test_pixels_and_classes_equal_the_file(tmp_path: Path) -> None:
     assert task.record["seed"] is None
 
 
-def test_gray_equals_that_of_pillow_up_to_rounding() -> None:
+def test_gray_agrees_with_pillow_up_to_rounding() -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = arrays()["x_train"]
     theirs = np.stack([np.asarray(image.fromarray(one).convert("L")) for one in pixels])

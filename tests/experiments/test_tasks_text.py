@@ -58,7 +58,7 @@ def test_a_tokenizer_restores_every_text(vocab_size: int) -> None:
     assert len(tokenizer) <= vocab_size
 
 
-def test_tokens_are_those_of_the_training_part_and_end_marks_count(tmp_path: Path) -> None:
+def test_the_training_part_decides_the_tokens_and_end_marks_count(tmp_path: Path) -> None:
     text = "to be or not to be, that is the question " * 60
     (tmp_path / "a.txt").write_text(text)
     task = token_text(tmp_path / "a.txt", length=8, vocab_size=300)

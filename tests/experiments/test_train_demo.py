@@ -93,7 +93,7 @@ def test_the_loss_counts_every_byte_except_the_first() -> None:
 
 
 @given(joined=st.sampled_from([0.0, 1.0]), tokens=st.integers(2, 20), seed=st.integers(0, 9))
-def test_training_windows_are_one_passage_or_two(joined: float, tokens: int, seed: int) -> None:
+def test_training_windows_are_passages_or_pairs_of_passages(joined: float, tokens: int, seed: int) -> None:
     recipe = tiny(joined=joined, tokens=tokens, seed=seed, steps=4)
     windows = [one["input_ids"] for one in training_windows(torch.arange(3, 103), recipe, EOS)]
     assert len(windows) == 4 * recipe.batch

@@ -40,7 +40,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(run: tuple[Path, dict[str, Any]], other: tuple[Path, dict[str, Any]], step: int) -> None:
-    """Hold a run that was resumed at a step against an uninterrupted one."""
+    """Compare a run that was resumed at a step with an uninterrupted run."""
     (folder, values), (other_folder, others) = run, other
     assert values["evaluations"] == others["evaluations"]
     assert [entry for entry in values["curve"] if entry[0] > step] == [
@@ -123,7 +123,7 @@ def test_the_newest_checkpoint_whose_state_parses_is_the_start(tmp_path: Path) -
     assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_the_scores_are_those_of_the_best_model(tmp_path: Path) -> None:
+def test_scores_belong_to_the_best_model(tmp_path: Path) -> None:
     options = {"skip": "learned"}
     config, task = tiny(tmp_path, model="tost", model_options=options, steps=5, log_every=4, monitor_every=3)
     values = train(config, task, tmp_path / "out", 0)
@@ -142,7 +142,7 @@ def test_the_scores_are_those_of_the_best_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("metric", "best"), [("accuracy", 2), ("loss", 1)])
-def test_the_best_evaluation_is_that_of_the_metric(metric: Any, best: int, tmp_path: Path) -> None:
+def test_the_metric_decides_the_best_evaluation(metric: Any, best: int, tmp_path: Path) -> None:
     config, task = tiny(tmp_path, metric=metric)
     scores = {1: (1.0, 0.2), 2: (3.0, 0.6), 3: (2.0, 0.4)}
     log = [{"step": at, "eval_loss": loss, "eval_accuracy": right} for at, (loss, right) in scores.items()]
