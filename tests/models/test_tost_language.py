@@ -8,7 +8,7 @@ from safetensors import safe_open
 from tests.unchecked import unchecked
 from torch.nn import functional as F
 from tost_cases import LIMIT, VARIANTS, config, stirred, texts
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from rankwise.errors import InputError
 from rankwise.models import (
@@ -170,20 +170,6 @@ def test_cache_rows() -> None:
     assert repr(cache) == f"MixerCache(layers=2, length=6, numel={cache.numel()})"
     cache.reset()
     assert (cache.numel(), cache.get_seq_length(), cache.is_initialized) == (0, 0, False)
-
-
-def test_a_cache_cannot_be_cropped_nor_be_of_another_kind() -> None:
-    from transformers import DynamicCache
-
-    with pytest.raises(InputError, match=r"`MixerCache.crop`: expected no removal of tokens, got -1"):
-        MixerCache(2).crop(-1)
-    with (
-        unchecked(),
-        pytest.raises(InputError, match=r"expected the MixerCache of 2 layers .* got a DynamicCache"),
-    ):
-        model()(texts(1, 3), past_key_values=DynamicCache())
-    with pytest.raises(InputError, match=r"got a MixerCache of 3"):
-        model()(texts(1, 3), past_key_values=MixerCache(3))
 
 
 @EVERY
@@ -357,27 +343,61 @@ def test_half_precision_and_autocast(variant: str) -> None:
     assert out.shape == (2, 12)
 
 
-def test_it_compiles_as_one_graph() -> None:
-    lm, ids = model("hybrid"), texts(2, 8)
+@pytest.mark.parametrize(("variant", "padded"), [("hybrid", False), ("tssa", True)])
+def test_it_compiles_as_one_graph(variant: str, padded: bool) -> None:
+    """Also if a text of the largest length is followed by padding."""
+    lm, ids = model(variant), texts(1, LIMIT)
+    given = {}
+    if padded:
+        ids = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], 1)
+        given = {"attention_mask": (ids != 0).long()}
     with unchecked():
         compiled = torch.compile(lm, backend="aot_eager", fullgraph=True)
-        logits = compiled(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, lm(ids).logits, **CLOSE)
+        logits = compiled(ids, **given, use_cache=False).logits
+    torch.testing.assert_close(logits, lm(ids, **given).logits, **CLOSE)
 
 
-def test_bad_calls() -> None:
-    lm, ids = model(), texts(2, 5)
-    with pytest.raises(InputError, match="expected input_ids or inputs_embeds, got neither"):
-        lm()
-    with pytest.raises(InputError, match="expected input_ids or inputs_embeds, got both"):
-        lm(ids, inputs_embeds=lm.get_input_embeddings()(ids))
-    with (
-        unchecked(),
-        pytest.raises(InputError, match=r"`attention_mask`: expected \(2, 5\), got \(2, 4\)"),
-    ):
-        lm(ids, attention_mask=torch.ones(2, 4))
+REFUSED = {
+    "no tokens": ({"input_ids": None}, "expected input_ids or inputs_embeds, got neither"),
+    "two inputs": ({"inputs_embeds": torch.zeros(2, 5, 12)}, "input_ids or inputs_embeds, got both"),
+    "a short mask": (
+        {"attention_mask": torch.ones(2, 4)},
+        r"`attention_mask`: expected \(2, 5\), got \(2, 4\)",
+    ),
+    "another cache": ({"past_key_values": DynamicCache()}, "MixerCache of 2 layers .* got a DynamicCache"),
+    "a cache of 3 layers": ({"past_key_values": MixerCache(3)}, "got a MixerCache of 3"),
+    "a misspelt mask": ({"atention_mask": torch.ones(2, 5)}, "`atention_mask`.* Did you mean attention_mask"),
+    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "`cu_seq_lens_q`.* TSSA does not read"),
+    "another order": ({"is_causal": False}, "`is_causal`: expected an argument of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_are_refused(case: str) -> None:
+    given, match = REFUSED[case]
+    lm = model()
+    for made in (lm, lm.model):
+        with unchecked(), pytest.raises(InputError, match=match):
+            made(**{"input_ids": texts(2, 5)} | given)
+
+
+def test_a_model_that_looks_ahead_has_no_cache_and_no_next_token() -> None:
+    wrong = config(causal=False)
     with pytest.raises(InputError, match="ToSTForCausalLM: expected causal=True"):
-        ToSTForCausalLM(config(causal=False))
+        ToSTForCausalLM(wrong)
+    with pytest.raises(InputError, match="`past_key_values`: expected None, got a MixerCache"):
+        ToSTModel(wrong)(texts(1, 3), past_key_values=MixerCache(2))
+
+
+def test_a_cache_cannot_be_cropped() -> None:
+    with pytest.raises(InputError, match=r"`MixerCache.crop`: expected no removal of tokens, got -1"):
+        MixerCache(2).crop(-1)
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_generation_refuses_another_cache(kind: str) -> None:
+    with pytest.raises(InputError, match=f"`cache_implementation`: expected None, got '{kind}'"):
+        model().generate(texts(1, 3), max_new_tokens=2, do_sample=False, cache_implementation=kind)
 
 
 def test_a_mask_is_of_this_call_or_of_all_tokens_so_far() -> None:
@@ -408,25 +428,6 @@ def test_a_mask_is_of_any_dtype() -> None:
         assert torch.equal(lm(ids, attention_mask=mask.to(dtype)).logits, lm(ids, attention_mask=mask).logits)
 
 
-KEYWORDS = {
-    "a misspelt mask": (
-        {"atention_mask": torch.ones(1, 4)},
-        r"`atention_mask`.* Did you mean attention_mask",
-    ),
-    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, r"`cu_seq_lens_q`.* TSSA does not read"),
-    "another order": ({"is_causal": False}, "`is_causal`: expected an argument of"),
-}
-
-
-@pytest.mark.parametrize("case", sorted(KEYWORDS))
-def test_no_argument_is_ignored(case: str) -> None:
-    given, match = KEYWORDS[case]
-    lm, ids = model(), texts(1, 4)
-    for made in (lm, lm.model):
-        with pytest.raises(InputError, match=match):
-            made(ids, **given)
-
-
 def test_arguments_of_transformers_are_accepted() -> None:
     lm, ids = model(), texts(2, 4)
     given = {"output_attentions": True, "cache_position": torch.arange(4), "token_type_ids": ids * 0}
@@ -452,17 +453,6 @@ def test_positions_only_count(variant: str) -> None:
             lm(ids, position_ids=torch.tensor([other]))
 
 
-def test_a_model_that_looks_both_ways_takes_no_cache() -> None:
-    with pytest.raises(InputError, match="`past_key_values`: expected None, got a MixerCache"):
-        ToSTModel(config(causal=False))(texts(1, 3), past_key_values=MixerCache(2))
-
-
-@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
-def test_generation_refuses_another_cache(kind: str) -> None:
-    with pytest.raises(InputError, match=f"`cache_implementation`: expected None, got '{kind}'"):
-        model().generate(texts(1, 3), max_new_tokens=2, do_sample=False, cache_implementation=kind)
-
-
 def test_a_copied_cache_is_cut_from_the_graph() -> None:
     lm, ids = model("hybrid"), texts(2, 5)
     cache = lm(ids, use_cache=True).past_key_values
@@ -473,12 +463,3 @@ def test_a_copied_cache_is_cut_from_the_graph() -> None:
         assert any(tensor.requires_grad for tensor in old)
     lm(texts(2, 1, seed=3), past_key_values=first)
     assert (first.length, cache.length) == (6, 5)
-
-
-def test_a_row_padded_past_the_limit_compiles() -> None:
-    lm, ids = model(), torch.cat([texts(1, LIMIT), torch.zeros(1, 4, dtype=torch.long)], 1)
-    mask = (ids != 0).long()
-    with unchecked():
-        compiled = torch.compile(lm, backend="aot_eager", fullgraph=True)
-        logits = compiled(ids, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(logits, lm(ids, attention_mask=mask).logits, **CLOSE)
