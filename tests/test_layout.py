@@ -1,9 +1,11 @@
-"""The package keeps its arrows, and `import rankwise` stays light."""
+"""Packages import only the packages that they may import, and `import rankwise` loads no large library."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import rankwise
 
 PACKAGE = Path(rankwise.__file__).parent
 GROUND = {"errors", "shapes", "operators", "_internals"}
-"""What every package may import."""
+"""Packages that every package may import."""
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "shapes": set(),
@@ -44,18 +46,18 @@ ALLOWED: dict[str, set[str]] = {
         "tracing",
     },
 }
-"""Packages that a package may import besides the ground."""
+"""Packages that a package may import in addition to `GROUND`."""
 KNOWN_CLASHES: list[str] = []
 LAZY = {
-    ("auditing", "report"): "Audit.to_html is the contract; imported when it is called",
-    ("compression", "report"): "Compression.to_html, likewise",
+    ("auditing", "report"): "imported when `Audit.to_html` is called",
+    ("compression", "report"): "imported when `Compression.to_html` is called",
     ("compression", "models"): "load_compressed finds the classes of ToST",
-    ("plan", "report"): "HeadDimPlan.to_html, likewise",
+    ("plan", "report"): "imported when `HeadDimPlan.to_html` is called",
 }
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:
-    """Parts of the package a file imports, and whether inside a function."""
+    """Return the packages that a file imports, each with True if the import is inside a function."""
     tree = ast.parse(path.read_text())
     inside = {
         id(node)
@@ -107,8 +109,44 @@ def test_only_recommendations_of_skips_read_audits_and_none_runs_one() -> None:
 
 def test_the_arrow_test_sees_a_wrong_import(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from rankwise.tracing import capture\ndef f():\n    import rankwise.report\n")
+    lines = ["from rankwise.tracing.context import capture", "def f():", "    import rankwise.report"]
+    wrong.write_text("\n".join(lines))
     assert imports(wrong) == {("tracing", False), ("report", True)}
+    assert internal_names(wrong) == ["capture"]
+
+
+INTERNAL_NAMES = {
+    "auditing": 69, "cli": 35, "compression": 77, "conftest.py": 1, "experiments": 13, "importance": 14,
+    "internals": 3, "measures": 18, "models": 10, "monitor": 5, "operators": 4, "ops": 11, "plan": 3,
+    "report": 79, "skips": 24, "support": 6, "test_private_names.py": 1, "theory": 3, "tracing": 4,
+}  # fmt: skip
+"""By folder of tests, the largest number of internal names that its files import; only smaller numbers are
+allowed in place of these."""
+
+
+def internal_names(path: Path) -> list[str]:
+    """Return names imported from rankwise that no package exports.
+
+    A test may also import from the module that it is named after, and from `rankwise.errors`.
+    """
+    own, found = path.stem.removeprefix("test_"), []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.module or not node.module.startswith("rankwise"):
+            continue
+        parts = node.module.split(".")
+        package = PACKAGE.joinpath(*parts[1:], "__init__.py").exists()
+        public = getattr(importlib.import_module(node.module), "__all__", ()) if package else ()
+        if node.module != "rankwise.errors" and own not in parts:
+            found += [name.name for name in node.names if name.name not in (*public, own)]
+    return found
+
+
+def test_tests_import_few_internal_names() -> None:
+    tests = Path(__file__).parent
+    found = {path.relative_to(tests): internal_names(path) for path in tests.rglob("*.py")}
+    counts = Counter(path.parts[0] for path, names in found.items() for _ in names)
+    more = {folder for folder, count in counts.items() if count > INTERNAL_NAMES.get(folder, 0)}
+    assert not more, {str(path): names for path, names in found.items() if path.parts[0] in more}
 
 
 def in_fresh_process(code: str) -> str:
