@@ -100,7 +100,7 @@ def test_removed_heads_are_heads_at_zero(family: str, plan: str) -> None:
         assert sum(weight.numel() for weight in model.parameters()) < before
 
 
-def test_a_model_without_removable_heads_stays_as_it_is() -> None:
+def test_a_model_without_removable_heads_is_unchanged() -> None:
     model = decided()
     batch = own_words(model, ids())
     with untouched(model, but="config"):

@@ -1,4 +1,4 @@
-"""Errors and Ctrl-C during a compression: the model stays as it was, and finished calibration is kept."""
+"""Errors and Ctrl-C during a compression: the model is unchanged, and finished calibration is kept."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_a_step_without_memory_is_named_and_the_model_stays(parts: Any, calls: i
     ],
     ids=["before the change", "after the change"],
 )
-def test_an_error_leaves_the_model_as_it_was(
+def test_an_error_leaves_the_model_unchanged(
     function: str, error: BaseException, raised: type, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: Any) -> Any:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import transformers
 from tests.compression.compression_cases import (
     CACHED,
     SIZES,
-    VOCABULARY,
     Make,
     bigcode,
+    cohere,
     gpt2,
     ids,
     in_steps,
@@ -27,10 +26,8 @@ from tests.compression.compression_cases import (
     output,
     qwen3,
 )
-from torch import nn
 
 import rankwise as rw
-from rankwise._internals.rotary import apply_rope
 from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.compression.kv_find import find_cached_layers, full_latents
 from rankwise.compression.kv_modules import (
@@ -213,7 +210,7 @@ def test_a_cached_prompt_is_copied_and_refused_by_another_model() -> None:
     whole, tail = output(model, batch), batch["input_ids"][:, 6:]
     with torch.no_grad():
         cache = model(batch["input_ids"][:, :6], use_cache=True).past_key_values
-        for _ in range(2):  # the prompt stays as it is
+        for _ in range(2):  # the prompt is unchanged
             again = model(tail, past_key_values=copy.deepcopy(cache), use_cache=True).logits
             assert torch.allclose(again, whole[:, 6:], atol=1e-4 * float(whole.abs().max()))
         assert cache.get_seq_length() == 6
@@ -324,106 +321,44 @@ def test_models_without_full_caches_are_refused(said: str) -> None:
     assert not latent_layers(model)
 
 
-class ToyAttention(nn.Module):
-    """Attention with a cache. Tests replace `project`, which returns queries, keys and values."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-
-    def project(self, x: torch.Tensor, **_: Any) -> list[torch.Tensor]:
-        return [part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v)]
-
-    def forward(self, x: torch.Tensor, past_key_values: Any, **kwargs: Any) -> torch.Tensor:
-        query, key, value = self.project(x, **kwargs)
-        key, value = past_key_values.update(key, value, self.layer_idx)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
-        out: torch.Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class ToyBlock(nn.Module):
-    """Block that receives the cache and has a number, as its attention does."""
-
-    def __init__(self, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx, self.attention = layer_idx, ToyAttention(layer_idx)
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return x + self.attention(x, **kwargs)
-
-
-class ToyRotary(nn.Module):
-    """One tiny angle for all channels: both pairings fit its layout, within rounding."""
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = 1e-6 * position_ids[..., None].expand(-1, -1, 8)
-        return angles.cos(), angles.sin()
-
-
-class ToyDecoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.config = SimpleNamespace()
-        self.embed, self.rotary = nn.Embedding(VOCABULARY, 16), ToyRotary()
-        self.blocks = nn.ModuleList(ToyBlock(at) for at in range(2))
-
-    def can_generate(self) -> bool:
-        return True
-
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False, **more: Any) -> Any:
-        x, cache = self.embed(input_ids), transformers.DynamicCache()
-        for block in self.blocks:
-            x = block(x, past_key_values=cache, **more)
-        return SimpleNamespace(logits=x, past_key_values=cache)
-
-
-def found_in(model: nn.Module, **more: torch.Tensor) -> tuple[list[LatentLayer], dict[str, str]]:
-    with torch.no_grad():
-        return find_cached_layers(model, ids(2, 9) | more)
-
-
 def test_the_innermost_module_with_a_cache_is_the_layer() -> None:
-    layers, reasons = found_in(ToyDecoder())
-    assert [(one.module, one.key, one.value) for one in layers] == [
-        (f"blocks.{at}.attention", "k", "v") for at in range(2)
-    ]
+    model: Any = llama(2)
+    for at, block in enumerate(model.model.layers):
+        block.layer_idx = at  # the block receives the cache and has a number, too
+    layers, reasons = find_cached_layers(model, ids(2, 9))
+    assert [layer.module for layer in layers] == [f"model.layers.{at}.self_attn" for at in range(2)]
     assert not reasons
 
 
 def test_shared_projections_and_different_tokens_are_refused() -> None:
-    model = ToyDecoder()
-    model.blocks[1].attention.k = model.blocks[0].attention.k
-    layers, reasons = found_in(model)
+    model: Any = llama(2)
+    first, second = (block.self_attn for block in model.model.layers)
+    first.v_proj.register_forward_pre_hook(lambda _module, given: (2 * given[0],))
+    layers, reasons = find_cached_layers(model, ids(2, 9))
+    assert [layer.module for layer in layers] == ["model.layers.1.self_attn"]
+    said = "its keys and its values are made from different tokens"
+    assert reasons == {"model.layers.0.self_attn": said}
+    second.k_proj = first.k_proj
+    layers, reasons = find_cached_layers(model, ids(2, 9))
     assert not layers
-    assert set(reasons) == {"blocks.0.attention", "blocks.1.attention"}
-    model = ToyDecoder()
-    first = model.blocks[0].attention
-    first.v.register_forward_pre_hook(lambda _module, given: (2 * given[0],))
-    layers, reasons = found_in(model)
-    assert [one.module for one in layers] == ["blocks.1.attention"]
-    assert reasons == {"blocks.0.attention": "its keys and its values are made from different tokens"}
+    assert len(reasons) == 2
 
 
-def test_the_closer_of_two_fitting_rotations_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, whole = ToyAttention.project, ToyDecoder.forward
+@pytest.mark.parametrize(("make", "rotation"), [(cohere, "pairs"), (llama, "halves")])
+def test_the_closer_of_two_fitting_rotations_is_taken(
+    make: Make, rotation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tiny angle for all channels fits both pairings within rounding."""
 
-    def project(self: Any, x: torch.Tensor, position_embeddings: Any, **_: Any) -> list[torch.Tensor]:
-        query, key, value = plain(self, x)
-        cos, sin = (angles[:, None, :, ::2] for angles in position_embeddings)
-        return [query, apply_rope(key, cos, sin, "neighbors"), value]
+    def tiny(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = 2e-7 * position_ids[..., None].expand(-1, -1, 8)
+        return angles.cos(), angles.sin()
 
-    def forward(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
-        angles = self.rotary(self.embed(input_ids), position_ids=position_ids)
-        return whole(self, input_ids, position_ids=position_ids, position_embeddings=angles)
-
-    monkeypatch.setattr(ToyAttention, "project", project)
-    monkeypatch.setattr(ToyDecoder, "forward", forward)
-    layers, reasons = found_in(ToyDecoder(), position_ids=torch.arange(9).expand(2, 9))
+    model: Any = make()
+    monkeypatch.setattr(model.model.rotary_emb, "forward", tiny)
+    layers, reasons = find_cached_layers(model, ids(2, 9))
     assert not reasons
-    assert {(one.rotary, one.rotation) for one in layers} == {("rotary", "pairs")}
+    assert {layer.rotation for layer in layers} == {rotation}
 
 
 def test_a_layer_whose_decoding_from_the_cache_is_wrong_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rankwise.report.plan_report import plan_document
 WIDTHS = tuple(range(1, 33))
 
 
-def test_the_rule_on_a_curve_with_a_known_gain() -> None:
+def test_k_star_of_a_curve_with_a_known_gain() -> None:
     """r = 1 − 1/K gains 1/(2K²) per unit from K to 2K: below 0.01 from K = 8 on (1/128; at 7: 1/98)."""
     curve = 1 - 1 / np.array(WIDTHS)
     assert gains(WIDTHS, curve) == pytest.approx([1 / (2 * k**2) for k in range(1, 17)])
@@ -51,7 +51,7 @@ def test_resamples_that_do_not_saturate_count_as_the_widest_width() -> None:
     assert saturation(WIDTHS, trials, 0.015, seed=0) == (0, (1, 32))
 
 
-def test_a_plan_says_that_its_curve_falls() -> None:
+def test_a_falling_curve_is_noted() -> None:
     """Causal softmax is triangular: at δ = 1e-9 width 1 is nearly full, and wider heads have less."""
     plan = plan_head_dim(64, "causal", temperature=0.3, delta=1e-9, head_dims=[1, 2, 4, 8, 16, 32])
     assert plan.fall is not None
@@ -64,12 +64,12 @@ def test_a_plan_says_that_its_curve_falls() -> None:
 def test_the_barrier_holds() -> None:
     plan = rw.plan_head_dim(256, trials=10)
     assert plan.barrier == rw.theory.rank_barrier(256)
-    # 5 standard errors of the mean, for the expectation is what the barrier bounds
+    # 5 standard errors of the mean: the barrier bounds the expectation
     assert all(m <= plan.barrier / 256 + 5 * s / 10**0.5 for _, m, s in plan.curve)
     assert abs({k: m for k, m, _ in plan.curve}[16] - 0.43) < 0.04  # .45 at T = 200, .33 at 800
 
 
-def test_equal_tokens_are_one_column() -> None:
+def test_equal_tokens_have_a_common_winner() -> None:
     states = torch.randn(10, 32)[torch.arange(100) % 10]
     plan = plan_head_dim(states, trials=2, head_dims=[1, 2, 4, 8])
     assert max(m for _, m, _ in plan.curve) <= 0.1
@@ -113,7 +113,7 @@ def test_rotary_heads_have_even_widths() -> None:
     assert all(width % 2 == 0 for width, _, _ in plan.curve)
 
 
-def test_a_plan_that_does_not_saturate_says_so() -> None:
+def test_a_plan_without_saturation_is_marked() -> None:
     plan = plan_head_dim(256, trials=2, head_dims=[1, 2, 4], heads=2, width=64)
     assert (plan.saturated, plan.head_dim, plan.interval) == (False, 4, (4, 4))
     assert [cost.head_dim for cost in plan.costs] == [32]
@@ -142,7 +142,7 @@ def test_a_trained_head_requires_as_much_width_as_its_logits_have() -> None:
     assert loose.required == 0
 
 
-def test_trained_heads_require_what_an_audit_reports() -> None:
+def test_trained_heads_require_the_width_of_an_audit() -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
@@ -219,7 +219,7 @@ def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) ->
         ({"tokens": torch.arange(4)}, "token ids"),
     ],
 )
-def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with unchecked(), pytest.raises(rw.RankwiseError, match=message):
         plan_head_dim(**{"tokens": 32, **arguments})
 

@@ -13,7 +13,7 @@ CAUSAL = torch.ones(60, 60, dtype=torch.bool).tril()
 
 @settings(max_examples=20, deadline=None)
 @given(tokens=st.integers(1, 300), widths=st.sets(st.integers(1, 12), min_size=1), seed=st.integers(0, 99))
-def test_all_widths_at_once_are_what_each_is_alone(tokens: int, widths: set[int], seed: int) -> None:
+def test_ranks_of_all_widths_equal_the_rank_of_each_width(tokens: int, widths: set[int], seed: int) -> None:
     torch.manual_seed(seed)
     # Whole numbers: sums of products are exact in float32 in any order, and equal scores occur.
     query, key = torch.randint(-4, 5, (2, tokens, 12)).float()
