@@ -15,14 +15,15 @@ from rankwise.theory.barrier import MASKS
 from rankwise.theory.random_rank import MAX_ENTRIES
 
 DENSE_WIDTHS = tuple(range(1, 257))
-"""Query/key widths tried for hardmax without rotary positions: all of them cost as much as the widest."""
+"""Query/key widths to try for hardmax without rotary positions: together they cost as much as the widest."""
 SPARSE_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Query/key widths tried for softmax or with rotary positions, where each width has its own cost."""
+"""Query/key widths to try for softmax or with rotary positions, where each width has its own cost."""
 MAX_TOKENS = 131_072
 """Largest number of tokens; at this length, one trial takes about half an hour on one core."""
 RESAMPLES = 2000
+"""Number of bootstrap resamples of the trials for the interval of K*."""
 SIGNIFICANT = 4.0
-"""Standard errors that a decrease of rank/T must exceed to count: many, because many pairs are compared."""
+"""Number of standard errors that a fall of rank/T must exceed: large, because many pairs are compared."""
 
 
 def plan_head_dim(

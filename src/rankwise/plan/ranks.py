@@ -79,7 +79,7 @@ class RandomHead:
 
 
 def _weight(generator: torch.Generator, width: int, dim: int) -> Float[Tensor, "D K"]:
-    """Draw N(0, 1/D) entries column by column, so that a wider weight begins with the narrower one."""
+    """Draw N(0, 1/D) entries column by column: a wider weight starts with the narrower weight."""
     drawn = torch.randn((width, dim), generator=generator) / math.sqrt(width)
     return (drawn * math.sqrt(width / dim)).mT
 

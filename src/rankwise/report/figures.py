@@ -246,10 +246,11 @@ def _state_hover(measure: LayerMeasure, layer: LayerRecord) -> str:
 
 
 def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[Figure]:
-    """Draw memberships, how far each token of the first sequence belongs to each head, per TSSA layer.
+    """Draw memberships per layer of TSSA (token statistics self-attention), for tokens of the first sequence.
 
-    A layer of a text model is drawn as heads by tokens. A layer of an image model is drawn as one image per
-    head, side by side. Layers whose heads have different tokens are left out.
+    A membership is the share with which a token belongs to a head. A layer of a text model is drawn as heads
+    by tokens, a layer of an image model as one image per head, side by side. Layers whose heads have
+    different tokens are left out.
     """
     figures = []
     for grid in grids:

@@ -1,4 +1,4 @@
-// The figures of the page: Plotly's dictionaries without colors, drawn in the colors of the style sheet.
+// Figures of the page: Plotly dictionaries without colors, drawn in the colors of the style sheet.
 const figurePlots = findAll("[data-figure]");
 const AXIS = { zeroline: false, fixedrange: true, automargin: true };
 const LAYOUT = {

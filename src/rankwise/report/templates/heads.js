@@ -1,4 +1,4 @@
-// Heads: their numbers, heat maps, the card of the open head, and the way from a finding to its heads.
+// Heads: numbers, heat maps, the card of the open head, and links from findings to heads.
 const columnNamed = Object.fromEntries(report.columns.map((column) => [column.name, column]));
 const drawn = report.columns.filter((column) => column.meaning);
 const undefinedFor = Object.fromEntries(drawn.map((column) => [column.name, new Set(column.undefined_for)]));
@@ -46,7 +46,7 @@ function outlines(grid) {
   }));
 }
 
-// The numbers in the cells, dark or light as the cell demands; where cells are small only the missing ones.
+// Numbers in the cells, dark on light cells and light on dark ones; in small cells, only signs of missing numbers.
 function words(grid, column) {
   const steps = ramp();
   const [low, high] = scaleOf(column);
@@ -237,10 +237,10 @@ function unpackedSpectra({ values, points }) {
 
 const spectra = unpackedSpectra(report.spectra);
 const initialSpectra = report.initial_spectra ? unpackedSpectra(report.initial_spectra) : null;
-let kept = Array(SERIES).fill(null); // a kept head has one color
-let waiting = null; // a seventh one waits until another is let go
+let kept = Array(SERIES).fill(null); // heads kept to compare, by their color
+let waiting = null; // a seventh head waits until another is removed
 
-// Of N values the k-th stands at k/N, so that a rank stands where its share says.
+// The k-th of N singular values is drawn at k/N: so a rank is drawn at its share.
 function spectrumOf(head, from = spectra) {
   const points = from.points[head];
   const whole = report.heads.full_rank[head] ?? points;
@@ -252,7 +252,7 @@ function spectrumOf(head, from = spectra) {
   };
 }
 
-// Where the curve passes the rank of the table, the mean over the sequences.
+// The point of the curve at the rank share of the table, which is a mean over sequences.
 function ringOf(head, { x, y }) {
   const share = columnNamed.numerical_rank.values[head];
   const after = x.findIndex((place) => place >= share - 1e-9);
@@ -307,7 +307,7 @@ function drawSpectra() {
 function drawChips() {
   const chips = kept.flatMap((head, slot) => {
     if (head === null) return [];
-    const button = element("button", { type: "button", className: `chip series-${slot}`, textContent: fullName(head), title: "Let this spectrum go" });
+    const button = element("button", { type: "button", className: `chip series-${slot}`, textContent: fullName(head), title: "Remove this spectrum" });
     button.setAttribute("aria-label", `Remove ${button.textContent}`);
     button.addEventListener("click", () => letGo(head));
     return [element("li", {}, button)];
@@ -339,7 +339,7 @@ function letGo(head) {
 const matrixPlot = find("#matrix-plot");
 const MOST_TICKS = 12;
 
-// The tokens of a row or column of the map, which can be a mean over a block.
+// The tokens of a row or column of the map, which can be the mean over a block of tokens.
 function blockOf(at, cells, size, texts) {
   const from = Math.ceil((at * size) / cells), to = Math.ceil(((at + 1) * size) / cells) - 1;
   const text = texts ? texts.slice(from, to + 1).join(" ") : "";
@@ -361,7 +361,7 @@ function axis(cells, size, texts) {
   return { tickvals: at, ticktext: at.map((one) => tick(blockOf(one, cells, size, texts))) };
 }
 
-// Which columns get most of the weight, all rows together.
+// The columns with most of the weight, summed over rows.
 function heaviest(values, columns, blocks) {
   const sums = Array(columns).fill(0);
   values.forEach((row) => row.forEach((value, x) => { sums[x] += Math.abs(value ?? 0); }));
@@ -371,9 +371,9 @@ function heaviest(values, columns, blocks) {
   return `Most weight on ${order.map(([share, x]) => `${blocks[x].text || `token ${blocks[x].place}`} ${(100 * share).toFixed(0)} %`).join(", ")}.`;
 }
 
-let sequence = 0; // that was chosen last, for all heads
+let sequence = 0; // the sequence chosen last, for all heads
 
-// A button for each sequence of which the head kept its matrix; none where there is one alone.
+// One button per sequence with an attention map; none if there is only one map.
 function drawSequences(ownMaps, shownMap) {
   const buttons = ownMaps.map((ownMap) => {
     const words = `${nth[ownMap.sequence]} sequence`;

@@ -1,4 +1,4 @@
-// Tables as CSV, figures as PNG, made here: nothing is asked for.
+// Saves tables as CSV and figures as PNG, without any request to the network.
 function download(name, blob) {
   const link = element("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
@@ -7,7 +7,7 @@ function download(name, blob) {
 
 const fileName = (...parts) => parts.join("-").replace(/[^\p{L}\p{N}._-]+/gu, "-").slice(0, 120);
 
-// A spreadsheet runs text that begins as a formula does; an apostrophe keeps it text. Numbers stay numbers.
+// A spreadsheet would run a text that begins like a formula: an apostrophe keeps it text. Numbers stay numbers.
 function csvCell(value) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return String(value);

@@ -1,4 +1,4 @@
-// The tables: sorted by any column, saved as CSV, long ones shown in part until asked for.
+// Tables that are sorted by any column and saved as CSV; long tables are shown in part at first.
 const MOST_ROWS = 200;
 
 function headTable() {
@@ -29,7 +29,7 @@ function headTable() {
 const rowsOf = (columns) => (columns[0].texts ?? columns[0].order ?? columns[0].values).length;
 const keyOf = (column, row) => column.order?.[row] ?? column.texts?.[row] ?? column.values?.[row] ?? null;
 
-// What has no number comes last, whichever way the rest is sorted.
+// Rows without a number come last in both directions.
 function compare(a, b, direction) {
   if (a === null || b === null) return (a === null) - (b === null);
   return direction * (typeof a === "string" ? a.localeCompare(b) : a - b);

@@ -1,8 +1,8 @@
-// Colors live in the style sheet alone; the plots read them from there, so that they follow light and dark.
+// Plots read their colors from the style sheet, so that they follow light and dark mode.
 const report = JSON.parse(document.getElementById("report-data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 640px)");
-const wide = matchMedia("(min-width: 1100px)"); // room for a head wide the map; else it is a sheet below
+const wide = matchMedia("(min-width: 1100px)"); // room for the card of a head next to the map; otherwise it is a sheet below
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 const SERIES = 6;
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
@@ -12,7 +12,7 @@ const findAll = (selector, within = document) => [...within.querySelectorAll(sel
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const series = (number) => color(`series-${number % SERIES}`);
 
-// Plotly reads some HTML in its texts; a name must stay a name.
+// Escapes a name, because Plotly interprets some HTML in texts.
 const literal = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -56,9 +56,9 @@ function scrollTo(element, block = "center") {
   element.scrollIntoView({ behavior: reducedMotion.matches ? "auto" : "smooth", block });
 }
 
-// The one scale of colors, from little to much: no end of it is good or bad.
+// Color scale from small to large values; neither end is good or bad.
 const ramp = () => [0, 1, 2, 3, 4].map((step) => [step / 4, color(`scale-${step}`)]);
-// Of numbers with signs: two hues around 0.
+// Color scale for numbers with signs: two hues around 0.
 const signedRamp = () => ["minus-2", "minus-1", "scale-0", "plus-1", "plus-2"].map((name, step) => [step / 4, color(name)]);
 
 function element(tag, fields = {}, ...inside) {
