@@ -93,6 +93,17 @@ class Block(nn.Module):
         return self.after(x + self.mixer(self.before(x)))
 
 
+class Apply(nn.Module):
+    """Apply a function to the states."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Stack(nn.Module):
     """Run modules one after the other."""
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from rankwise.skips.store import apply_saved_skips, load_skips, save_skips
 
 __all__ = [
-    "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate",
-    "SkipError", "SkipSite", "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips",
-    "certify_skip", "choose_lambda", "fit_skips", "load_skips", "mean_loss",
-    "recommend", "remove_lambda_skip",
+    "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipSite",
+    "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips", "certify_skip",
+    "choose_lambda", "fit_skips", "load_skips", "mean_loss", "recommend", "remove_lambda_skip",
     "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer",
 ]  # fmt: skip
 

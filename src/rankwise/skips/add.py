@@ -122,7 +122,7 @@ def add_lambda_skip(
         example = example_for(model) if example is None else example
         found, missed = find_sites(model, example)
         if not found:
-            out = f"{len(missed)} that no module reads or gives the parts of, in {', '.join(missed[:3])}"
+            out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
             got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
             raise SkipError(
                 subject, expected="residual connections around mixers", got=got,
@@ -163,15 +163,7 @@ def add_lambda_skip(
 
 
 def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Remove all λ-skips of a model, or of a copy of a model, and restore the original model.
-
-    Args:
-        model: model with λ-skips.
-        missing_ok: True to accept a model without λ-skips.
-
-    Raises:
-        SkipError: if the model has no λ-skips.
-    """
+    """Remove all λ-skips of a model; raise `SkipError` if it has none, unless ``missing_ok`` is True."""
     if not missing_ok:
         check_skips(model)
     for module in model.modules():
@@ -252,15 +244,12 @@ def check_lambda(subject: str, value: object) -> None:
 
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
-    limit = "no module reads or gives its parts"
+    limit = "no module receives x or returns f(x)"
     notes = [f"the residual connection in {name} has no λ: {limit}" for name in missed]
     if dropping := [site.name for site in sites if site.drops]:
         limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
         notes.append(f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: {limit}")
     return notes
-
-
-# --- models and examples ---------------------------------------------------------------------------------
 
 
 def check_traceable(model: Any) -> None:

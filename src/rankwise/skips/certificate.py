@@ -39,7 +39,7 @@ class LayerCertificate(_Numbers):
     lambda_value: float
     """λ; if each channel has its own λ, the λ with the least magnitude."""
     norm: str
-    """Norm layer that reads the sum: "none", "LayerNorm", "RMSNorm", or "unknown", where nothing is proved.
+    """Norm layer that reads the sum: "none", "LayerNorm", "RMSNorm", or "unknown" (nothing is proved).
     With a norm, spreads and bounds are about the output of the norm before gain and bias."""
     norm_gain: float | None = None
     """Least gain |γ| of the norm; the bound times this number is a bound after the gain. 1 without a norm."""

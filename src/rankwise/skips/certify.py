@@ -45,7 +45,8 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     The spread is μ(Y) = ‖Y − 1ȳᵀ‖_F, the distance of the token states Y from their mean ȳ. The certificate
     has for each layer: μ before and after the skip connection; a proved lower bound of their ratio, and the
     least |λ| for which it is √a (`rankwise.theory.skip_bound`, `min_lambda`); the least |λ| of the paper's
-    theorem; and ‖f(x)‖ relative to the sum. A model without λ-skips is certified at λ = 1.
+    theorem; and ‖f(x)‖ relative to the sum. A model without λ-skips is certified at λ = 1;
+    without residual connections around mixers, the certificate has a note and no layers.
 
     The bounds hold for single layers on the states of this batch; a changed λ changes the states of later
     layers. Feed-forward parts and gains of norms are not part of the bounds. `choose_lambda` recommends λ.
@@ -59,9 +60,6 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
         model: any module that `add_lambda_skip` accepts, or a ToST model with its own λ.
         batch: inputs, as in `audit`.
         a: fraction of μ² that each layer should keep, in (0, 1).
-
-    Returns:
-        The certificate; without residual connections around mixers, it has a note and no layers.
 
     Raises:
         SkipError: if a sequence is all padding, no sequence has two tokens, or λ or a state is not finite.
@@ -179,9 +177,8 @@ def _weight(module: nn.Module) -> Tensor | None:
 def _of_rows(call: RecordedCall) -> bool:
     """Return True if a recorded call maps each row of its input to one row of its output."""
     rows = [value for value in (*call.args[:1], call.output) if isinstance(value, Tensor)]
-    if len(rows) < 2 or rows[1].dim() < 2:
-        return False
-    return rows[0].is_floating_point() and rows[0].shape[:-1] == rows[1].shape[:-1]
+    matrices = len(rows) == 2 and rows[1].dim() > 1 and rows[0].is_floating_point()
+    return matrices and rows[0].shape[:-1] == rows[1].shape[:-1]
 
 
 def _common(first: str, other: str) -> int:
@@ -211,7 +208,8 @@ def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]
         return found
     into, out = calls[int(read.module)], calls[int(gave.module)]
     values, projection = _linear(into), _linear(out)
-    if values is None or projection is None or not _same(as_batch(out.output, added.site.axis), added.branch):
+    written = as_batch(out.output, added.site.axis).double()
+    if values is None or projection is None or not torch.equal(written, added.branch.double()):
         return found  # not linear, or the projection's output is changed before the sum
     group = heads // once.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
@@ -221,17 +219,13 @@ def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]
         lengths = (once[:, head // group].double().cpu() @ weights.mT).norm(dim=-1)
         reach += lengths.masked_fill(~mixer.valid_sources.cpu(), 0).amax(-1)
     found.value_norm, found.max_row_norm = square**0.5, reach + float(projection[1].norm())
-    if not _same(as_batch(into.args[0], added.site.axis), added.x):
+    if not torch.equal(as_batch(into.args[0], added.site.axis).double(), added.x.double()):
         found.unlike = "the mixer reads something else than the state that the skip connection adds"
     elif bool(values[1][read.channels].any()):
         found.unlike = "its values have a bias"
     else:
         found.unlike = "its output has a bias" if bool(projection[1].any()) else ""
     return found
-
-
-def _same(first: Tensor, other: Tensor) -> bool:
-    return first.shape == other.shape and torch.equal(first.double(), other.double())
 
 
 def _projection(heads: Tensor, mask: Tensor, tables: Iterable[Tensor]) -> Projection | None:
@@ -373,7 +367,7 @@ def _unlike(sum_: _Sum, mixing: _Mixing | None) -> str:
     if any(bool(((_lengths(rows)[sum_.mask] - 1).abs() > SPHERE).any()) for rows in (sum_.y, sum_.rows)):
         return "the states it reads do not lie on the sphere of the norm"
     if sum_.gain > (1 + ROUNDING) * mixing.norm * mixing.value_norm:
-        return "the mixer gives more than its matrix and weights can"
+        return "the output of the mixer is larger than its matrix and weights allow"
     return ""
 
 
@@ -393,9 +387,6 @@ def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, f
     now = abs(float(sum_.scale.flatten()[0]))
     held = (now >= least and now > 0) if sum_.common else None
     return {"min_lambda_paper": least, "paper_guaranteed": held}
-
-
-# --- stacks and notes ------------------------------------------------------------------------------------
 
 
 def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) -> list[StackCertificate]:

@@ -1,7 +1,6 @@
 """Find skip connections: run a model on an example, return its sums x + f(x) in which f mixes tokens.
 
-The forward pass is recorded with its autograd graph; derivatives between tokens then show which sums count.
-`locate` reads the same record. `ReplaceSums` runs a model with some of the sums replaced.
+A forward pass is recorded with its autograd graph; derivatives between tokens show which sums count.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ PRODUCTS = frozenset((
 """Matrix products, by which a linear layer is distinguished from a norm."""
 
 Version = tuple[int, int]
-"""A tensor at one time: its identity, and the number of in-place changes before."""
+"""State of a tensor: its Python id, and how often the tensor was changed in place before."""
 SumName = tuple[str, int, int]
 """Name of a sum in a forward pass: (innermost module, index of its call, index of the sum in that call)."""
 SumChange = Callable[[Tensor, Tensor], Tensor]
@@ -90,12 +89,12 @@ class ForwardRecord:
 
     sums: list[Sum] = field(default_factory=list)
     sources: dict[Version, tuple[Version, Literal["copy", "view", "dropout"]]] = field(default_factory=dict)
-    """Tensor from which each copy, view of all values, or output of functional dropout was made, in order."""
+    """By tensor: the source of a copy, of a view of all values, or of an output of functional dropout."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     received: dict[Version, list[Passage]] = field(default_factory=dict)
     returned: dict[Version, list[Passage]] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
-    """Tensors kept alive, so that Python does not give their identity to a new tensor."""
+    """Tensors kept alive, so that Python does not reuse their identity for a new tensor."""
     time: int = 0
 
     def tick(self) -> int:
@@ -123,7 +122,7 @@ class ForwardRecord:
             notes.setdefault(version(value), []).append(Passage(time, call, Port(call.name, way, key)))
 
     def origin(self, tensor: Version) -> Version:
-        """Return the first tensor of which a tensor is a copy, or a copy of a copy."""
+        """Return the tensor at the start of the chain of copies that ends with a tensor."""
         while tensor in self.sources and self.sources[tensor][1] == "copy":
             tensor = self.sources[tensor][0]
         return tensor
@@ -277,9 +276,6 @@ def is_view(func, given, made):
 def floating(values):
     """Return the floating-point tensors among values."""
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-
-
-# --- test ------------------------------------------------------------------------------------------------
 
 
 class Residual(NamedTuple):

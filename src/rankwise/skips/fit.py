@@ -136,11 +136,7 @@ def skip_parameter_groups(
 
 
 def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
-    """Return the mean loss of a language model over batches, in evaluation mode; arguments as in `fit_skips`.
-
-    Raises:
-        SkipError: if the model has no language-model loss, or a batch has no token to predict.
-    """
+    """Return the mean loss over batches, in evaluation mode; arguments are the same as in `fit_skips`."""
     with eval_mode(model), torch.no_grad():
         return sum(loss_of(model, batch, mask_token).item() for batch in batches) / len(batches)
 

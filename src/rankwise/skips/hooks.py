@@ -1,7 +1,4 @@
-"""Hooks that apply λ: each is called by a module of the model, and changes its arguments or its output.
-
-They stay in a model when it is copied, pickled or compiled.
-"""
+"""Hooks that apply λ in modules of a model; they stay when the model is copied, pickled or compiled."""
 
 import threading
 from collections.abc import Iterator

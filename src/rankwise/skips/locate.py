@@ -35,13 +35,13 @@ class SkipSite:
     """Argument or output at which λ is applied. (λ − 1)·x is added to an output; an argument is x itself, and
     is multiplied by λ."""
     scope: str | None
-    """Module whose call opens and closes the slot for x; None if x is an argument of the same call."""
+    """Module that opens and closes the slot for x in each call; None if x is an argument of the same call."""
     sums: tuple[SumName, ...] = field(default=(), compare=False)
     """Names of the sums that λ scales: several if the module is called several times in a forward pass."""
     block: str = ""
     """Name of the module that computes the sum."""
     time: int = field(default=0, compare=False)
-    """Time of the first sum in the forward pass, in recorded events."""
+    """Position of the first sum among the recorded events of the forward pass."""
     which: int = 0
     """Index of the operand of the sum that is x, 0 or 1."""
     axis: int = 1
@@ -91,8 +91,8 @@ def _parts(name: str) -> list[str]:
 def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
     """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
 
-    Several calls of one module in a forward pass are one site. A norm outside of its block counts as the norm
-    of the site only if every sum has a reader; otherwise it is the final norm of a stack.
+    Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
+    the norm of the site only if every sum has a reader; otherwise it is the final norm of a stack.
     """
     residuals, record = find_residuals(model, example)
     located, missed = [], []
@@ -125,11 +125,11 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
 
 
 def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
-    """Return (module, function, True if in the block) for the only reader of a sum; None if there is none.
+    """Return (module, function, True if in the block) for the only reader of a sum, or None.
 
-    There is none if the sum itself is the state: if it is read and also added to, or is read only by matrix
-    products, by functions with smaller outputs (such as a mean over tokens), or not at all. If the sum is
-    only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
+    The sum has no reader if it is itself the state: if it is read and also added to, or is read only by
+    matrix products, by functions with smaller outputs (such as a mean over tokens), or not at all. If the sum
+    is only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
     """
     same = record.same_numbers(sum_.result)
     uses = [use for tensor in same for use in record.uses.get(tensor, ()) if use.returns == "other"]
@@ -155,7 +155,7 @@ Way = tuple[Port, Port, str | None]
 
 
 def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
-    """Return ports to scale x, an argument that the module of the sum only adds; None if there is none."""
+    """Return ports to scale x, if x is an argument that the module of the sum only adds; None otherwise."""
     sum_ = residual.sum
     inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])
     uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]

@@ -111,7 +111,7 @@ def with_lambdas(
     """Context manager in which a model runs with the given λ at some sites; no weight of the model changes.
 
     Sites may be λ-skips, `LambdaSkip` modules or plain residual connections; sites without a given λ keep
-    their λ. ``on_sum`` is called with the site, x, f(x) and λx + f(x) of each sum.
+    their λ. ``on_sum`` is called for each sum.
     """
     scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
@@ -135,7 +135,7 @@ def plain_skips(model: nn.Module) -> Iterator[None]:
 def sites_in(model: nn.Module, batch: Batch) -> tuple[list[SkipSite], list[str]]:
     """Return the λ-skips of a model; if there are none, its residual connections, found by running the batch.
 
-    The second result names blocks whose residual connections no hook can reach. A `LambdaSkip` module is
+    The second result names blocks with residual connections that no hook can reach. A `LambdaSkip` module is
     found as a residual connection, independent of its λ.
     """
     if sites := skip_sites(model):
@@ -207,7 +207,7 @@ def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
                 continue
             if torch.equal(value.reshape(total.shape).double().nan_to_num(0.0, 0.0, 0.0), wanted):
                 return read_norm(call.module, total, call.output)
-    return Norm("unknown", reason=f"{site.norm} was not given the sum as it is")
+    return Norm("unknown", reason=f"{site.norm} does not receive the sum itself")
 
 
 def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:

@@ -43,7 +43,7 @@ TRAINS = (
     "known about training with it (docs/how-to/monitor.md has an experiment)"
 )
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
-UNHELPFUL = f"no larger |λ| up to {TRIED[-1]:g} helps; examine what is between the mixers of the stack"
+UNHELPFUL = f"no larger |λ| up to {TRIED[-1]:g} helps; examine the parts between the mixers of the stack"
 TOLD = " Tried on this batch: "
 
 
@@ -54,8 +54,8 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     of the stack to the tried value, and applies the rule of this finding to the token states of the batch.
     Signs of λ are preserved, and 0 counts as positive. The model is not changed.
 
-    The result makes three separate statements. ``tried`` and ``removes_collapse`` are measured on this batch.
-    ``proved`` is a bound for single layers on this batch. Nothing is known about training with such a λ.
+    ``tried`` and ``removes_collapse`` are measured, and ``proved`` is a bound for single layers, all on this
+    batch. Nothing is known about training with such a λ.
     Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the mixing
     matrix of each head.
 
@@ -95,7 +95,7 @@ def _sites_of(
             found, _ = find_sites(model, batch)
         if inside := [site for site in found if site.name.startswith(f"{stack}.")]:
             return found, inside
-    # names of sites may lack the stack's name: take the sites of no other stack
+    # names of sites may lack the stack's name: take all sites that belong to no other stack
     others = tuple(f"{other}." for other in stacks - {stack})
     return sites, [site for site in sites if not site.name.startswith(others)]
 
@@ -112,7 +112,6 @@ def _choose(
         )  # fmt: skip
     current = lambdas_of(model, inside)
     tried: list[tuple[float, float]] = []
-    removed = False
     for value in TRIED:
         with with_lambdas(model, sites, _raised(current, value)):
             layers = _layers(model, [batch])
@@ -265,10 +264,9 @@ def _remedy(
     model: nn.Module, batch: Batch, choice: LambdaChoice, below: Mapping[str, Tensor], whole: bool
 ) -> str:
     """Return a command or Python code that raises the λ in ``below``, which are all λ if ``whole``."""
-    if not below and choice.removes_collapse:
-        return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
     if not below:
-        return UNHELPFUL
+        call = f"`rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
+        return f"pass a batch that collapses to {call}" if choice.removes_collapse else UNHELPFUL
     value, modules = choice.value, _own(model)
     if own := [(name, modules[name]) for name in below if name in modules]:
         if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:

@@ -151,7 +151,7 @@ def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], fo
             raise _another(model, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
     if not facts.parameters:
         warnings.warn(
-            f"{folder / FACTS} does not say what parameters its model had: λ may be those of another one; "
+            f"{folder / FACTS} does not say what parameters its model had: λ may belong to another model; "
             "save them again", UserWarning, stacklevel=3,
         )  # fmt: skip
     elif facts.parameters != _digest(model):

@@ -53,8 +53,8 @@ def verify(model: nn.Module, example: Batch, sites: Sequence[SkipSite], found: S
 class SumCheck:
     """Compare a sum of a model with hooks to λ·x + y, for the same x and y.
 
-    The compared tensor is the sum, or the output of the module that computes the sum, if a hook corrects that
-    output. The error e of a token is accepted if
+    If a hook corrects the output of the module around the sum, the output is compared in place of the sum.
+    The error e of a token is accepted if
 
         ‖e‖ ≤ ¼ % · |λ|·‖x‖ + 5 · ε/2 · ‖|x| + |y|‖.
 

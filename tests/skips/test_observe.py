@@ -1,5 +1,6 @@
-"""Norms after a λ-skip: LayerNorm and RMSNorm are recognized by their outputs, and bounds hold after them."""
+"""Observed sums and norms: names do not depend on the batch, and norms are read from their outputs."""
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -7,18 +8,83 @@ from typing import Any
 
 import pytest
 import torch
+from experiments.zoo.transformers import BERT
+from tests.skips.cases import FOUND
 from tests.support.modules import Block, CausalAverage
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise.measures import token_spread
-from rankwise.skips import LayerCertificate, SkipCertificate, add_lambda_skip, certify_skip
-from rankwise.skips.observe import Norm, read_norm
+from rankwise.skips import LayerCertificate, SkipCertificate, add_lambda_skip, certify_skip, skips_of
+from rankwise.skips.observe import Norm, ObservedSkip, observe, read_norm
 
 mu = partial(token_spread, normalized=False)
 WIDTH, TOKENS = 8, 6
 SLACK = 1e-4
 """Relative tolerance: states are sums of float32 numbers, with a constant of ten times their size."""
+
+
+# --- sums ------------------------------------------------------------------------------------------------
+
+
+def observed(model: nn.Module, ids: Tensor, scale: float = 0.5) -> list[ObservedSkip]:
+    sites = list(skips_of(model).sites.values())
+    return observe(model, {"input_ids": ids}, sites, {site.name: scale for site in sites})
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(3, 60, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba-2", "Bamba", "GPT-2", "ALBERT"])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 8), (1, 24), (3, 5)])
+def test_sums_are_observed_in_batches_of_other_sizes(name: str, sequences: int, tokens: int) -> None:
+    model, batch = FOUND[name][0]()
+    skips = add_lambda_skip(model, example=batch)
+    seen = observed(model, random_ids(sequences, tokens))
+    assert {one.site.name for one in seen} == set(skips)
+    assert len(seen) == sum(len(site.sums) for site in skips.sites.values())
+    for one in seen:
+        assert one.x.shape == one.branch.shape == (sequences, tokens, 32)
+        assert torch.allclose(one.total, 0.5 * one.x + one.branch, atol=1e-5)
+
+
+def test_sums_of_a_scan_do_not_change_the_sites() -> None:
+    model, batch = FOUND["Mamba"][0]()
+    add_lambda_skip(model, example=batch)
+    inputs: list[Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    for one, residual in zip(observed(model, random_ids(2, 24), scale=1.0), inputs, strict=True):
+        assert torch.equal(one.x, residual)
+    assert len(certify_skip(model, {"input_ids": random_ids(2, 24)}).layers) == 2
+
+
+class Wrapper(nn.Module):
+    """Model inside another model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids=input_ids).last_hidden_state
+
+
+def test_sites_are_found_in_a_larger_model_and_in_a_part() -> None:
+    model, batch = FOUND["BERT"][0]()
+    add_lambda_skip(model, example=batch)
+    ids = batch["input_ids"]
+    inside = observed(Wrapper(copy.deepcopy(model)), ids)
+    for one, other in zip(inside, observed(model, ids), strict=True):
+        assert torch.equal(one.total, other.total)
+        assert one.site.norm == f"inner.{other.site.norm}"
+    (site,) = skips_of(copy.deepcopy(model.encoder.layer[1])).sites.values()
+    assert len(skips_of(model)) == BERT["num_hidden_layers"]
+    assert (site.block, site.norm) == ("attention.output", "attention.output.LayerNorm")
+
+
+# --- norms -----------------------------------------------------------------------------------------------
 
 
 class Written(nn.Module):
@@ -81,14 +147,6 @@ def layer_norm(gain: float = 1.0) -> nn.LayerNorm:
     return norm
 
 
-def scale_norm(shortest: float) -> nn.Module:
-    """Compute g·x/‖x‖ with one g for all channels: RMSNorm with γ = g/√D, down to a length."""
-    return Written(
-        lambda self, x: self.g * x / x.norm(dim=-1, keepdim=True).clamp(min=shortest),
-        g=torch.tensor(math.sqrt(2.0)),
-    )
-
-
 def compressed_rms(_: nn.Module, x: Tensor) -> Tensor:
     """Compute RMSNorm of D + 1 channels; the last channel makes their sum 0."""
     square = x.square().sum(-1, keepdim=True) + x.sum(-1, keepdim=True).square()
@@ -115,6 +173,7 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 FUNCTIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "F.normalize": lambda _, x: F.normalize(x, dim=-1),
+    "ScaleNorm": lambda _, x: 1.4 * x / x.norm(dim=-1, keepdim=True).clamp(min=1e-3),
     "PowerNorm": lambda _, x: x / ramp(0.1, 3).sqrt(),  # divides by a running square per channel
     "DyT": lambda _, x: torch.tanh(0.5 * x) * 1.2 + 0.1,
     "CRMSNorm": compressed_rms,
@@ -127,8 +186,6 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(Written, function) for name, function in FUNCTIONS.items()},
-    "ScaleNorm": lambda: scale_norm(1e-12),
-    "ScaleNorm down to 1e-3": lambda: scale_norm(1e-3),
     "GroupNorm of two groups": lambda: of_rows(2),
     "GroupNorm over tokens": lambda: over_tokens(nn.GroupNorm(1, WIDTH)),
     "GroupNorm of channels over tokens": lambda: over_tokens(nn.GroupNorm(WIDTH, WIDTH)),
@@ -204,17 +261,6 @@ def test_the_proved_lambda_keeps_the_spread_after_the_norm(name: str) -> None:
     assert math.isfinite(least)
     layer = certified(PostNorm(build()).eval(), tokens(), least).layers[0]
     assert math.sqrt(0.5) <= layer.kept_lower_bound * (1 + SLACK) <= layer.kept * (1 + 2 * SLACK)
-
-
-def test_a_layer_norm_without_bias_is_not_taken_for_an_rms_norm() -> None:
-    """The norm removes the constants by which tokens differ, and with them nearly all of μ."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((1, 1, WIDTH), generator=generator) + 5 * torch.randn((1, 16, 1), generator=generator)
-    x += 0.02 * torch.randn((1, 16, WIDTH), generator=generator)
-    model = PostNorm(nano_layer_norm(None, torch.ones(WIDTH)), strength=0.01).eval()
-    layer = certified(model, x, 1.0).layers[0]
-    assert layer.kept_lower_bound * layer.spread_in <= float(mu(model.state)) < 1
-    assert layer.norm == "LayerNorm"
 
 
 # --- which module is the norm ----------------------------------------------------------------------------
@@ -305,7 +351,7 @@ def test_a_norm_that_reads_more_than_the_sum_is_unknown(post: bool, norm: str) -
     certificate = certify_skip(stack, tokens())
     assert [layer.norm for layer in certificate.layers] == [norm] * 2
     assert [layer.kept_lower_bound is None for layer in certificate.layers] == [post] * 2
-    assert any("was not given the sum as it is" in note for note in certificate.notes) == post
+    assert any("does not receive the sum itself" in note for note in certificate.notes) == post
 
 
 # --- recognition -----------------------------------------------------------------------------------------
