@@ -14,9 +14,9 @@ def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
     Class attention, whose output is one row of rank 1, is left out.
 
     Args:
-        row: of a table.
+        row: row of a table.
         measure: such as `states_relative_collapse` or `heads_effective_rank`.
-        step: of the training.
+        step: training step.
     """
     layers: dict[str, list[float]] = {}
     for run in row.runs:

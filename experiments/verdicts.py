@@ -1,4 +1,4 @@
-"""Verdicts: does a table of runs bear out what is expected of it? Yes, no, or unclear."""
+"""Verdicts: does a table of runs support an expectation? Yes, no, or unclear."""
 
 import math
 import statistics
@@ -50,7 +50,7 @@ def evaluated_examples(run: Run) -> int:
 Table = Mapping[str, Row]
 """Rows by label; rows without a run are absent."""
 Verdict = tuple[bool | None, str]
-"""True, False or None (unclear), and the numbers that say so."""
+"""True, False or None (unclear), and the numbers that decide it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def decide_difference(
 def below(
     better: str, worse: str, metric: str = "loss", by: float = 0.0, floor: float = -math.inf
 ) -> Expectation:
-    """Expect the mean of one row to be below that of another by more than `by`."""
+    """Expect the mean of one row to be below the mean of another by more than `by`."""
 
     def decide(table: Table) -> Verdict:
         rows = table[better], table[worse]
@@ -139,7 +139,7 @@ def close_to(
 
 
 def within(near: str, of: str, by: float, metric: str = "loss", floor: float = -math.inf) -> Expectation:
-    """Expect the mean of one row to be worse than that of another by less than `by`."""
+    """Expect the mean of one row to be worse than the mean of another by less than `by`."""
     worse, side = (-1, "below") if metric == "accuracy" else (1, "above")
 
     def decide(table: Table) -> Verdict:

@@ -278,7 +278,7 @@ HEADINGS = ("model type", "operators", "mixers captured", "of `output_attentions
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the sums, the table, and what was not captured or did not run, with reasons."""
+    """Return the totals, the table, and the reasons of uncaptured mixers and of failures."""
     versions, entries = report["versions"], sorted(report["entries"].items())
     ran = {name: entry for name, entry in entries if entry["ran"]}
     failed = {name: entry["why"] for name, entry in entries if not entry["ran"]}

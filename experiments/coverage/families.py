@@ -1,7 +1,6 @@
 """Capture sees every mixer of these model families, and sees it exactly.
 
-Each family is built tiny and with random float64 weights (no download), runs one batch, and what was captured
-is compared with the computation of the model:
+Each family is built tiny and with random float64 weights (no download) and runs one batch. Compared are
 
 - outputs with and without capture, bit by bit;
 - the captured matrix times the values, with the product of the model's own attention;
@@ -14,7 +13,7 @@ the whole path as one operator.
     python -m experiments run families
 
 takes fifteen seconds on one core. Expected: every mixer and every state, bit-identical outputs, M V within
-1e-12 of the model's own; matrices and states of the fused model within 1e-4 of those of its eager twin, which
+1e-12 of the model's own; matrices and states of the fused model within 1e-4 of its eager twin, which
 computes some softmaxes in float32.
 """
 

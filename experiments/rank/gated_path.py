@@ -1,6 +1,6 @@
 """The whole path through a gated state-space layer as one operator, next to its scan alone.
 
-Between input and output of a Mamba layer lie, channel by channel,
+A Mamba layer computes, channel by channel,
 
     x ─► K x + bias ─► u·σ(u) ─► M v ─► + D v ─► · silu(z) ─► (norm) ─► output projection
          short conv     SiLU     scan    D-term     gate

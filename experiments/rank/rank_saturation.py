@@ -193,7 +193,7 @@ def rebuttal(settings: Settings, text: Path) -> dict[str, Any]:
 
 
 def distance(tables: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the mean distance of measured means, by width, layer and K, from those of the rebuttal."""
+    """Return the mean distance of measured means, by width, layer and K, from the means of the rebuttal."""
     away = [
         abs(tables[str(width)][str(layer)][str(head_dim)][0] - mean)
         for (layer, width, head_dim), (mean, _) in REBUTTAL.items()

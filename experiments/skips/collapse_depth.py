@@ -46,7 +46,7 @@ MIXERS = {
 }
 """By name in tables: the mixer, and whether it is causal."""
 COLORS = {0.0: "#111111", -2.0: "#b2182b", -1.0: "#ef8a62", 0.5: "#92c5de", 1.0: "#2166ac", 2.0: "#1b7837"}
-"""Colors of the lines by λ; 0 is no skip."""
+"""Colors of the lines by λ; 0 means without a skip."""
 NORMS = {"none": "no norm", "pre": "pre-norm", "post": "post-norm"}
 FLOOR = -6
 """Lowest log10 of μ/‖Y‖ that the figure shows."""
@@ -78,7 +78,7 @@ class Stack:
 
     mixer: str
     skip: float = 0.0
-    """λ; 0 is no skip."""
+    """λ; 0 means without a skip."""
     norm: str = "none"
     gate: bool = False
     weights: float = 1.0

@@ -140,7 +140,7 @@ def guides(model: nn.Module, given: list[Batch]) -> dict[str, list[float]]:
 
 
 def replace_by(model: Any, layers: Sequence[int], kind: str, settings: Settings) -> None:
-    """Replace attention; statistics of TSSA decay like those of the demo's ToST twin."""
+    """Replace attention; statistics of TSSA decay as in the demo's ToST twin."""
     heads = model.config.num_attention_heads
     options = {"half_life": half_lives(heads, 4, settings.tokens).tolist()} if kind == "tssa" else {}
     replace_attention(model, layers, kind, **options)

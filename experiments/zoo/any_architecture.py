@@ -136,7 +136,7 @@ def _small(name: str, value: Any, settings: dict[str, Any], widths: bool, stages
     if name == "attention_types":  # GPT-Neo: kinds of layers, and their numbers
         return [[kinds, LAYERS // len(kinds)] for kinds, _ in value]
     if name.endswith("_in_channels") and isinstance(value, list) and widths:
-        inner = settings.get("encoder_hidden_dim")  # of the encoder; others are of a backbone
+        inner = settings.get("encoder_hidden_dim")  # width of the encoder; others are of a backbone
         return [WIDTH if one == inner else one for one in value] if len(set(value)) == 1 else value
     if isinstance(value, list | tuple) and value and all(isinstance(one, int) for one in value):
         return _small_list(name, list(value), widths)
@@ -386,7 +386,7 @@ PLAIN: dict[str, Callable[[], Tensor]] = {
     "freq": lambda: torch.zeros(BATCH, 1, dtype=torch.long),
     "audio_mel_mask": lambda: torch.zeros(BATCH, 64, dtype=torch.bool),
 }
-"""Arguments whose values depend on no setting."""
+"""Arguments with values that do not depend on settings."""
 FEATURES = {
     "visual_feats": ("visual_feat_dim", DECODED),
     "visual_pos": ("visual_pos_dim", DECODED),

@@ -1,4 +1,4 @@
-"""Theorem 1: its bound over every head width, what it does not bound, and the kept curves."""
+"""Theorem 1: its bound over every head width, matrices above it, and the kept curves."""
 
 import math
 from itertools import pairwise

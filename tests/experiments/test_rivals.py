@@ -1,4 +1,4 @@
-"""What `rankwise.compress` does is better than its rivals, which are what they say."""
+"""`rankwise.compress` loses less than other methods, which compute what their names promise."""
 
 import torch
 from experiments.rank.compress_cache import rivals as latent_rivals
@@ -50,7 +50,7 @@ def test_greedy_pairs_cost_less_than_random_pairs() -> None:
     assert ours < costs["random pairs, one width"]
 
 
-def test_weighted_latents_beat_those_of_tokens_and_of_weights_alone() -> None:
+def test_weighted_latents_beat_latents_of_tokens_or_weights_alone() -> None:
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
     costs = latent_rivals([{"input_ids": tokens[:20]}], [{"input_ids": tokens[20:]}], seed=0)
     for share in (

@@ -51,7 +51,7 @@ def told(rows: list[Row], *distances: float, more: Sequence[Row] = ()) -> list[b
     return [decide_difference(distance, rows, "loss", table) for distance in distances]
 
 
-def test_the_table_of_student_is_that_of_his_distribution() -> None:
+def test_the_table_has_the_quantiles_of_student() -> None:
     # two degrees of freedom have a closed form: P(|t| < x) = x / √(2 + x²)
     assert STUDENT[3] == pytest.approx(0.95 * (2 / (1 - 0.95**2)) ** 0.5, abs=0.005)
     # one degree is Cauchy's: tan(0.95 π / 2)
@@ -66,7 +66,7 @@ def test_the_table_of_student_is_that_of_his_distribution() -> None:
 
 def test_differences_within_their_interval_decide_nothing() -> None:
     three = [losses(-1, 0, 1), losses(-1, 0, 1)]
-    error = STUDENT[3] * (2 / 3) ** 0.5  # of two means of three seeds with standard deviation 1
+    error = STUDENT[3] * (2 / 3) ** 0.5  # two means of three seeds with standard deviation 1
     assert told(three, -1.01 * error, -0.99 * error, 0.99 * error, 1.01 * error) == [False, None, None, True]
     two = losses(-(0.5**0.5), 0.5**0.5)
     error = STUDENT[2] * (1 / 3 + 1 / 2) ** 0.5
