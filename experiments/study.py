@@ -44,12 +44,10 @@ class Study:
 
     @property
     def path(self) -> Path:
-        """Return the file of the report."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def command(self) -> str:
-        """Return the command that repeats the study."""
         return f"python -m experiments run {self.name}"
 
     def kept(self) -> Report:

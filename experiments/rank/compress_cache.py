@@ -110,7 +110,6 @@ def latency(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Measure every split."""
     unit = "loss and KL in nats a byte; bytes a token; milliseconds"
     splits = [run_split(recipe, split) for split in range(recipe.splits)]
     return {"settings": asdict(recipe), "unit": unit, "splits": splits}

@@ -112,7 +112,6 @@ def remove_heads(calibration: list[Any], held_out: list[Any], tolerance: float) 
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Measure every split."""
     splits = [run_split(recipe, split) for split in range(recipe.splits)]
     return {"settings": asdict(recipe), "unit": "nats a byte", "splits": splits}
 

@@ -156,7 +156,6 @@ def embed(model: nn.Module, tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 def measure(recipe: Recipe, data: Path) -> dict[str, Any]:
-    """Measure every split."""
     folder = require_minilm()
     train, test = (list(load_text(data / "imdb" / f"{part}.jsonl.gz")) for part in ("train", "test"))
     unit = "attention KL in nats, mean over rows, heads and layers; mean reciprocal rank; milliseconds"

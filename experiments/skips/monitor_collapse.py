@@ -180,9 +180,6 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     return {"settings": asdict(recipe), "threads": torch.get_num_threads(), "runs": runs}
 
 
-def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return the runs."""
-    return {"runs": table(report["runs"])}
-
-
-STUDY = Study("monitor_collapse", lambda data: measure(Recipe()), tables=tables)
+STUDY = Study(
+    "monitor_collapse", lambda data: measure(Recipe()), tables=lambda report: {"runs": table(report["runs"])}
+)

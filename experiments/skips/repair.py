@@ -135,7 +135,6 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 
 def section(model: dict[str, Any]) -> str:
-    """Return the stages of a model, its repair and the comparison."""
     rows = [
         (
             name,

@@ -66,7 +66,6 @@ def counting_accuracy(train: Examples, test: Examples) -> tuple[float, float]:
 
 
 def measure(data: Path) -> dict[str, Any]:
-    """Measure both classifiers."""
     task = load_task(config("listops", "tost"), data)
     accuracy, loss = counting_accuracy(task.train, task.test)
     return {

@@ -101,19 +101,16 @@ def measure_layers(model: nn.Module, ids: Tensor) -> list[dict[str, float]]:
 
 
 def windows(text: str, count: int, generator: torch.Generator) -> list[str]:
-    """Draw passages of TOKENS bytes."""
     starts = torch.randint(len(text) - TOKENS, (count,), generator=generator).tolist()
     return [text[start : start + TOKENS] for start in starts]
 
 
 def as_ids(passages: list[str]) -> Tensor:
-    """Return bytes as ids of the bundled tokenizer."""
     rows = [list(passage.encode("utf-8"))[:TOKENS] for passage in passages]
     return torch.tensor([row + [0] * (TOKENS - len(row)) for row in rows]) + OFFSET
 
 
 def shuffled(passage: str, generator: torch.Generator) -> str:
-    """Return the passage with its words in random order."""
     words = passage.split(" ")
     return " ".join(words[i] for i in torch.randperm(len(words), generator=generator).tolist())
 
@@ -154,7 +151,6 @@ def train(seed: int, text: str, steps: int) -> tuple[nn.Module, float]:
 
 
 def measure(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
-    """Measure all models."""
     text = str(load_text(demo_text()))
     ids = as_ids(windows(text, WINDOWS, torch.Generator().manual_seed(0)))
     torch.manual_seed(0)

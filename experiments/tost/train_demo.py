@@ -117,7 +117,6 @@ def excerpt(validation: str, size: int) -> str:
 
 
 def split(text: str, recipe: Recipe) -> tuple[str, str]:
-    """Split a text into the training and the validation part."""
     boundary = int(len(text) * (1 - recipe.validation_share))
     return text[:boundary], text[boundary:]
 
@@ -194,7 +193,6 @@ def measure(recipe: Recipe, folder: Path, data: Path) -> dict[str, Any]:
 
 
 def card(report: dict[str, Any]) -> dict[str, str]:
-    """Return the marks of the model card."""
     settings, scores = report["settings"], report["scores"]
     return {
         **{name: str(settings[name]) for name in ("name", "batch", "tokens", "seed", "threads")},

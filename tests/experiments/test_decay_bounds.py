@@ -47,24 +47,21 @@ def test_both_are_attained() -> None:
     assert spread_of(diameter(simplex), 4) == pytest.approx(float(mu(simplex)))
 
 
+def norms(matrices: Tensor) -> list[float]:
+    return torch.linalg.matrix_norm(matrices, 2).tolist()
+
+
+SIZES = {"seed": st.integers(0, 10**6), "tokens": st.integers(1, 8), "width": st.integers(1, 5)}
+
+
 @settings(max_examples=50)
-@given(
-    seed=st.integers(0, 10**6),
-    tokens=st.integers(2, 8),
-    width=st.integers(1, 5),
-    scores=st.sampled_from([0.1, 1.0, 10.0]),
-    values=st.sampled_from([0.3, 1.0, 3.0]),
-)
+@given(**SIZES, scores=st.sampled_from([0.1, 1.0, 10.0]), values=st.sampled_from([0.3, 1.0, 3.0]))
 def test_attention_decays_as_fast_as_promised(
     seed: int, tokens: int, width: int, scores: float, values: float
 ) -> None:
     y, a, c = drawn(seed, (tokens, width), (LAYERS, width, width), (LAYERS, width, width))
     a, c = a * scores / math.sqrt(width), c * values / math.sqrt(width)
-    bound = attention_decay(
-        diameter(y),
-        torch.linalg.matrix_norm(a, 2).tolist(),
-        torch.linalg.matrix_norm(c, 2).tolist(),
-    )
+    bound = attention_decay(diameter(y), norms(a), norms(c))
     for layer in range(LAYERS):
         y = (y @ a[layer] @ y.mT).softmax(-1) @ y @ c[layer]
         assert diameter(y) <= bound[layer + 1] * SLACK + 1e-14  # tokens that differ by rounding alone
@@ -94,21 +91,13 @@ def test_a_causal_mask_breaks_the_attention_bound() -> None:
 
 
 @settings(max_examples=50)
-@given(
-    seed=st.integers(0, 10**6),
-    tokens=st.integers(1, 8),
-    width=st.integers(1, 5),
-    size=st.sampled_from([0.3, 1.0, 3.0]),
-)
+@given(**SIZES, size=st.sampled_from([0.3, 1.0, 3.0]))
 def test_linear_layers_decay_as_fast_as_promised(seed: int, tokens: int, width: int, size: float) -> None:
     y, kernels, c = drawn(seed, (tokens, width), (LAYERS, tokens), (LAYERS, width, width))
-    ms = [sum(k * torch.eye(tokens, dtype=torch.float64).roll(at, 0).tril() for at, k in enumerate(kernel))
-          for kernel in size * kernels]  # fmt: skip
-    bound = linear_decay(
-        float(y.norm()),
-        [float(torch.linalg.matrix_norm(m, 2)) for m in ms],
-        torch.linalg.matrix_norm(c, 2).tolist(),
-    )
+    eye = torch.eye(tokens, dtype=torch.float64)
+    shifts = torch.stack([eye.roll(at, 0).tril() for at in range(tokens)])
+    ms = torch.einsum("lt,tij->lij", size * kernels, shifts)
+    bound = linear_decay(float(y.norm()), norms(ms), norms(c))
     for layer in range(LAYERS):
         y = ms[layer] @ y @ c[layer]
         assert float(mu(y)) <= bound[layer + 1] * SLACK
@@ -124,27 +113,15 @@ def test_linear_layers_of_equal_row_sums_contract_the_deviations() -> None:
 
 
 @settings(max_examples=50)
-@given(
-    seed=st.integers(0, 10**6),
-    tokens=st.integers(1, 8),
-    width=st.integers(1, 5),
-    size=st.sampled_from([0.01, 0.3, 1.0]),
-    step=st.sampled_from([0.1, 1.0, 2.0]),
-)
+@given(**SIZES, size=st.sampled_from([0.01, 0.3, 1.0]), step=st.sampled_from([0.1, 1.0, 2.0]))
 def test_selective_layers_decay_as_fast_as_promised(
     seed: int, tokens: int, width: int, size: float, step: float
 ) -> None:
-    y, w_b, w_c, c, rates = drawn(
-        seed,
-        (tokens, width),
-        (LAYERS, width, 3),
-        (LAYERS, width, 3),
-        (LAYERS, width, width),
-        (LAYERS, tokens),
-    )
+    maps = (LAYERS, width, 3), (LAYERS, width, 3), (LAYERS, width, width)
+    y, w_b, w_c, c, rates = drawn(seed, (tokens, width), *maps, (LAYERS, tokens))
     y = size * y
-    norms = [torch.linalg.matrix_norm(w, 2) for w in (w_b, w_c, c)]
-    bound = selective_decay(float(y.norm()), (norms[0] * norms[1]).tolist(), norms[2].tolist(), step)
+    gates = [b * gate for b, gate in zip(norms(w_b), norms(w_c), strict=True)]
+    bound = selective_decay(float(y.norm()), gates, norms(c), step)
     for layer in range(LAYERS):
         delta = step * torch.sigmoid(rates[layer])
         log_decay = -delta.cumsum(0)
