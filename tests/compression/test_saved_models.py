@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tests.compression.compression_cases import SIZES, gpt2, ids, llama, output, siglip, t5
+from tests.compression.test_compress_prices import TwoWidths
 from torch import nn
 
 import rankwise as rw
@@ -30,25 +31,6 @@ def test_families_that_initialize_projections_by_name_are_loaded(family: Any, tm
     narrow = [one for one in loaded.modules() if isinstance(one, NarrowProjection)]
     assert len(narrow) == 4
     assert not any(hasattr(one, "weight") or hasattr(one, "bias") for one in narrow)
-
-
-def test_a_module_of_ones_own_is_saved_and_loaded(tmp_path: Path) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
-            return mixed.transpose(1, 2).flatten(2)
-
-    torch.manual_seed(0)
-    model, x = Own(), torch.randn(3, 20, 16)
-    rw.compress(model, [x], keep=3 / 8)
-    save_compressed(model, tmp_path / "own")
-    again = rw.load_compressed(tmp_path / "own", model=Own())
-    assert torch.equal(again(x), model(x))
 
 
 def saved_gpt2(folder: Path, keep: dict[str, float]) -> Any:
@@ -190,13 +172,12 @@ def test_folders_that_hold_something_else_are_refused(
         rw.load_compressed(tmp_path / "one")
 
 
-def test_a_module_of_other_sizes_is_refused(tmp_path: Path) -> None:
-    from tests.compression.test_compress_prices import TwoWidths
-
+def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = TwoWidths().eval()
-    rw.compress(model, [torch.randn(6, 30, 32)], keep=0.5)
+    model, x = TwoWidths().eval(), torch.randn(6, 30, 32)
+    rw.compress(model, [x], keep=0.5)
     save_compressed(model, tmp_path / "one")
+    assert torch.equal(rw.load_compressed(tmp_path / "one", TwoWidths())(x), model(x))
     small = TwoWidths()
     small.layers[0] = small.layers[1]
     with pytest.raises(CompressionError, match="a linear layer with 16 channels"):
