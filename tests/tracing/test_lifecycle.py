@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 import torch
 from capture_zoo import (
+    TOKENS,
     WIDTH,
     Attention,
     Block,
@@ -346,7 +347,7 @@ def test_a_copy_made_during_capture_has_no_hooks(make):
 @every_model
 def test_with_callbacks_nothing_is_kept(make):
     """Each matrix is freed once it has mixed: neither function mode nor trace keeps it alive."""
-    model, refs, states, alive = make(), [], [], []
+    model, refs, states, alive, matrices = make(), [], [], [], []
 
     def mixer(site):
         operator = site.operator
@@ -355,6 +356,9 @@ def test_with_callbacks_nothing_is_kept(make):
         del site, operator
         gc.collect()
         alive.append(sum(ref() is not None for ref in refs))
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dim() == 4]
+        square = [one for one in tensors if one.shape[-2:] == (TOKENS, TOKENS)]
+        matrices.append(len({one.untyped_storage().data_ptr() for one in square}))
 
     def state(site):
         states.append(weakref.ref(site.tokens))
@@ -366,6 +370,7 @@ def test_with_callbacks_nothing_is_kept(make):
     assert trace.mixers == trace.states == []
     assert not any(ref() is not None for ref in states)
     assert max(alive) == 1  # one mixer per block
+    assert matrices[0] == matrices[-1]
     assert len(refs) >= 2
 
 
