@@ -230,3 +230,8 @@ def listed_names(file: Path) -> list[str]:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return list(ast.literal_eval(node.value)) if isinstance(node.value, ast.List) else []
     return []
+
+
+def test_files_of_tests_have_unique_names() -> None:
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
+    assert [name for name, times in names.items() if times > 1 and name != "__init__.py"] == []
