@@ -171,7 +171,7 @@ class TokenNames:
     def peaks(
         self, site: "MixerSite", batch: "Batch | None", columns: Sequence[Sequence[int]]
     ) -> list[list[list[str]]]:
-        """Return token names by sequence and head for columns counted without padding; [] for column −1."""
+        """Return names of tokens at ``columns`` by sequence and head: padding is skipped, −1 is []."""
         _, read = token_ids(site, batch)
         real = [valid.nonzero()[:, 0] for valid in site.valid_sources.cpu()]
         ids = [None if read is None else read.ids.cpu()[at][places] for at, places in enumerate(real)]

@@ -30,7 +30,7 @@ class MixerKind(NamedTuple):
     mixes_tokens: bool = True
     """False if each row weighs only its own token (diagonal): row measures then carry no information."""
     state_space: bool = True
-    """True for mixers with a matrix per channel: thousands of matrices, dozens of them similar."""
+    """True for mixers with a matrix per channel: thousands of matrices, in groups that are nearly equal."""
 
 
 _ATTENTION = MixerKind(rows_are_means=True, scale_is_known=True, state_space=False)

@@ -94,7 +94,7 @@ class _Observed:
     """Modules that received a cache: their index in the cache, and their keyword arguments."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Inputs and outputs of all modules that map a tensor to a tensor."""
+    """Inputs and outputs, by module name, of all modules that map a tensor to a tensor."""
     rotations: list[tuple[str, Any, dict[str, str]]] = field(default_factory=list)
     """Modules that returned two tensors, such as cos and sin: name, tensors, text options of the call."""
 
@@ -306,7 +306,10 @@ def _key_sources(
 
 
 def _fit(heads: Tensor, outputs: dict[str, Tensor]) -> tuple[float, Projection] | None:
-    """Return the projection behind some heads and its error; a factor within rounding of 1 is 1."""
+    """Return the error of the best fit and the projection that it found; None if no projection fits.
+
+    The projection has a scalar factor, which is set to 1 if it differs from 1 only by rounding.
+    """
     found = find_projection(heads, outputs)
     if found is None:
         return None

@@ -115,7 +115,7 @@ class NarrowProjection(nn.Module):
 
 
 def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection]]:
-    """Yield the names and modules of the narrow layers of a model."""
+    """Yield name and module of each projection to queries or keys that compression has narrowed."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, NarrowProjection))
 
 

@@ -37,7 +37,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which the units of a key head are removed."""
+    """Order in which the units (rotary pairs or single channels) of a key head are removed."""
 
     units: list[int]
     """Indices of units, the first to be removed first; the last one is never removed."""

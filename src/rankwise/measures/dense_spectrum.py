@@ -36,7 +36,7 @@ PartFunction = Callable[[Tensor], tuple[Tensor, ...]]
 
 EPS = torch.finfo(torch.float64).eps
 ROW_BLOCKS = 8
-"""Row blocks in which half of the symmetric Gram matrix is computed: 8 take 9/16 of the time of all of it."""
+"""Number of row blocks of the symmetric Gram matrix, of which one half is computed: 9/16 of all products."""
 PLAIN = 2.0**100
 """Matrices are not scaled if their largest magnitude is between 1/PLAIN and PLAIN: the squares of their
 entries then neither overflow nor underflow float64."""

@@ -204,10 +204,10 @@ class EigenvalueCounter:
     A count is the trace of a step function, which no low-degree polynomial approximates well. Two methods
     bracket the count without assuming smoothness:
 
-    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy interlacing). For each
-      further eigenvalue, a Ritz value would have to rise to t; the energy outside the space limits how many.
-    - By probes: for each probe the Chebyshev–Markov–Stieltjes inequalities bound the spectral weight above t
-      by a Gauss rule that has a node at t. Converged Ritz values are counted directly.
+    - By energy: at least as many eigenvalues as Ritz values are above t (Cauchy interlacing). Each further
+      eigenvalue above t needs a part of the trace that is not in the Krylov space, which limits their number.
+    - By probes: for each probe, a Gauss rule with a node at t bounds the spectral weight above t
+      (Chebyshev–Markov–Stieltjes inequalities). Converged Ritz values are counted directly.
 
     Source: N. Akhiezer, "The Classical Moment Problem", 1965; for the rule with a node at t, Golub and
     Meurant 2010.

@@ -244,7 +244,7 @@ class TransposedMixing(ComposedMixing):
         return self.operator.apply_transposed(values)
 
     def apply_transposed(self, values: Float[Tensor, "... T V"]) -> Float[Tensor, "... S V"]:
-        """Return (Mᵀ)ᵀ V = M V."""
+        """Return M V: this operator is Mᵀ, and its transpose is M."""
         return self.operator @ values
 
 

@@ -87,7 +87,7 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
 @inlined
 @no_type_check
 def score_row(row, begin, local, factors, tiny):
-    """Add w² of one token to `local`, the sums in its chunk; return its score Σ_k w²/max(energy, tiny)."""
+    """Add w² to the sums `local` of the chunk; return the score Σ_k w_k²/max(sum of w_k² so far, tiny)."""
     score = row.dtype.type(0)
     for k in range(len(row)):
         square = row[k] * row[k]

@@ -25,7 +25,7 @@ from rankwise.ops.cpu_compile import Loop, inlined, threads_for
 CHUNK = 64
 """Largest number of tokens per chunk; sums of w² are float64 only across chunks."""
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-"""numpy dtype for each torch dtype of the arrays in loops."""
+"""numpy dtype for each torch dtype that the compiled loops accept."""
 
 
 class Chunks(NamedTuple):

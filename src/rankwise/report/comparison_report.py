@@ -266,7 +266,7 @@ def history_document(history: History, links: Mapping[str, str] | None = None) -
 
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
-    """Draw one figure per measure and stack; costs of different losses have one figure per loss."""
+    """Draw one figure per measure and stack, for removal costs one per loss: losses differ in units."""
     known = {measure.name: measure for measure in measures}
     lines: dict[tuple[str, str, str, bool], dict[str, Any]] = defaultdict(dict)
     for key, points in history.curves().items():

@@ -94,7 +94,7 @@ def grids_of(heads: Sequence[HeadRecord]) -> list[Grid]:
 
 
 class HeadIndex:
-    """Index that finds the heads at an address quickly, because an audit can have thousands of heads."""
+    """Index from an address (stack, module, layer, head) to heads; an audit can have thousands of heads."""
 
     def __init__(self, heads: Sequence[HeadId]) -> None:
         self._heads = heads

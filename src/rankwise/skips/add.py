@@ -214,7 +214,7 @@ def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None
 
 
 def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> list[SkipSite]:
-    """Return the sites that a wildcard matches, by their names or a module around them; None matches all."""
+    """Return the sites whose name, or that of a module around them, matches a wildcard; None: all sites."""
     if sites is None:
         return found
     chosen: set[str] = set()

@@ -172,7 +172,7 @@ def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -
         first = real & (real.cumsum(1) == 1)  # a sequence without a masked token masks its first
         predicted |= first & ~predicted.any(1, keepdim=True)
         inputs["input_ids"] = ids.masked_fill(predicted, mask_token or 0)
-    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # predicts no first token
+    causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # a causal model does not predict the first token
     if not bool(predicted[:, int(causal) :].any()):
         raise SkipError(
             "batch", expected="a real token to predict",

@@ -43,7 +43,7 @@ class SkipSite:
     time: int = field(default=0, compare=False)
     """Position of the first sum among the recorded events of the forward pass."""
     which: int = 0
-    """Index of the operand of the sum that is x, 0 or 1."""
+    """Operand of the sum that is x: 0 is the first, 1 the second."""
     axis: int = 1
     """Axis of the tokens in x."""
     width: int = 0

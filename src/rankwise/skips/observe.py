@@ -98,7 +98,9 @@ def observe(
         )  # fmt: skip
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
-        norm = next((norm for norm in found if norm.kind == "unknown"), found[-1])  # one unknown decides
+        norm = next(
+            (norm for norm in found if norm.kind == "unknown"), found[-1]
+        )  # one unknown norm makes the norm of the site unknown
         for added in several:
             added.norm = norm
     return seen

@@ -34,7 +34,7 @@ AuditT = TypeVar("AuditT", bound=Audit)
 TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Values of |λ| to try, the smallest first."""
 KEEP = 0.5
-"""Fraction of μ² (squared token spread) that the proved λ keeps in each layer."""
+"""Fraction of μ² (squared token spread) that each layer keeps with the λ for which the bound is proved."""
 SAMPLE = 4
 """Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"

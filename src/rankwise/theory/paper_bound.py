@@ -6,10 +6,11 @@ from rankwise.errors import in_range
 
 
 def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortest: float = 1.0) -> float:
-    r"""Return a strength of the mixer to use for S·C_M in `min_lambda_paper`, for any states and any ε.
+    r"""Return the value that replaces S·C_M in `min_lambda_paper` for states of any length and any ε.
 
     Formula: √((S·C_M·q)² + ε)/ℓ, which is S·C_M if each state has norm √D and ε = 0, as the theorem assumes.
-    With this strength the theorem holds for all states, if μ² is replaced by D·μ(U)² of their directions U.
+    With it, Theorem 4.1 holds for all states if the squared token spread μ² is replaced by D·μ(U)², where U
+    are the states divided by their lengths.
     Range: [0, ∞]. Cost: O(1) time.
     Source: this project; proof in docs/proofs/skip-bound.md.
 

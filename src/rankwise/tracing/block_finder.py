@@ -100,7 +100,7 @@ class BlockFinder:
         self._barren: set[str] = set()
         """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
-        """By stack, the output of the last module that contains blocks, such as a stage of blocks."""
+        """For each stack, the output of the last module that contains blocks, such as a vision stage."""
 
     def may_be(self, name: str) -> bool:
         """Return True if a module of this name may be a block."""

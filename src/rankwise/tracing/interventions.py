@@ -15,10 +15,10 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """Outputs M V (mixing matrix times values) of all heads of one mixer call.
+    """Outputs of all heads of one mixer call, in the field ``values``: mixing matrix M times its input V.
 
-    For a state-space mixer, `values` are the input of its output projection: M V after the skip D·x, the gate
-    and the norm, split into heads or channels.
+    For a state-space mixer they are the input of its output projection: M V after the skip D·x, the gate and
+    the norm, split into heads or channels.
     """
 
     call_id: CallId

@@ -265,7 +265,10 @@ class MembershipScan(nn.Module):
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        sources, step = values, torch.ones_like(log_decay)  # `mixed` is already multiplied by Π
+        sources, step = (
+            values,
+            torch.ones_like(log_decay),
+        )  # `mixed` contains Π: the step is 1
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
             sources = prepend_sources(past, values)
