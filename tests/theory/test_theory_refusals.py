@@ -74,7 +74,7 @@ MASKED = "as many as tokens, under the causal mask"
         ((simulated,), {"tokens": 4097}, r"`tokens`: expected at most [\d,]+ entries .* rank_barrier"),
         ((simulated,), {"tokens": 16385, "temperature": 0.0}, r"`tokens`: expected at most [\d,]+ entries"),
     ],
-    ids=str,
+    ids=lambda value: " ".join(f.__name__ for f in value) if isinstance(value, tuple) else str(value),
 )
 def test_reference_ranks_refuse_arguments_without_meaning(functions, options, match):
     for function in functions:
