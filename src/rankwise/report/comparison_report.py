@@ -302,12 +302,12 @@ def _audits(history: History, names: Sequence[str], links: Mapping[str, str]) ->
 
 
 def _audit_cells(audit: Audit) -> list[str]:
-    means: list[tuple[Measure, float]]
-    means = [(measure, mean(map(measure.value, audit.heads))) for measure in _HISTORY_HEADS]
-    means += [(measure, mean(map(measure.value, last_states(audit.layers)))) for measure in _HISTORY_STATES]
+    last = last_states(audit.layers)
+    means = [(mean(map(measure.value, audit.heads)), measure.digits) for measure in _HISTORY_HEADS]
+    means += [(mean(map(measure.value, last)), measure.digits) for measure in _HISTORY_STATES]
     return [
         str(len(audit.heads)) + ("" if audit.complete else ", incomplete"),
-        *(format_number(value, measure.digits) for measure, value in means),
+        *(format_number(*pair) for pair in means),
         "/".join(str(sum(f.severity == severity for f in audit.findings)) for severity in SEVERITIES),
     ]
 

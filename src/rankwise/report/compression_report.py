@@ -150,16 +150,11 @@ def _curves(record: Compression) -> Figure:
         "y": [record.kl], "marker": {"size": 12, "symbol": "diamond"},
     })  # fmt: skip
     widths = sorted({width for trace in traces[:-1] for width in trace["x"]})
+    ticks = {"tickangle": 0, "tickvals": widths, "ticktext": [f"{width:g}" for width in widths]}
     layout = {
         "height": 320,
         "showlegend": True,
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "mean width of a head"},
-            "tickangle": 0,
-            "tickvals": widths,
-        }
-        | {"ticktext": [f"{width:g}" for width in widths]},
+        "xaxis": {"type": "log", "title": {"text": "mean width of a head"}} | ticks,
         "yaxis": {"type": "log", "dtick": "D2", "title": {"text": "attention KL, nats"}},
     }
     return Figure(

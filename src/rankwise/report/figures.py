@@ -10,6 +10,7 @@ from rankwise._internals.records import format_number, grouped
 from rankwise.auditing.measure_table import LayerMeasure
 from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
 from rankwise.report.document import Figure
+from rankwise.report.format import round_for_page
 from rankwise.report.head_columns import Column
 from rankwise.report.heatmap_grid import Grid, Row
 
@@ -113,7 +114,7 @@ def step_curves(
             "type": "scatter",
             "mode": "lines" if len(steps) > 20 else "lines+markers",
             "x": list(steps),
-            "y": [_rounded(value) for value, _ in points],
+            "y": [round_for_page(value) for value, _ in points],
             "customdata": [f" ± {format_number(std)}" if math.isfinite(std) else "" for _, std in points],
             "text": [html.escape(one) for one in names],
             "hovertemplate": f"{'%{text}' if names else 'step %{x}'}<br>{line}: %{{y:.3g}}%{{customdata}}"
@@ -135,10 +136,6 @@ def step_curves(
         "xaxis": {"title": {"text": "audit" if names else "step"}} | ticks,
     }
     return Figure(name, title, data, layout, caption)
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def heat_map(grid: Grid, column: Column, heads: Sequence[HeadRecord]) -> Figure:

@@ -44,11 +44,6 @@ def notebook_html(audit: Audit) -> str:
         >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")
         '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · No findings.</div>'
     """
-    grids = grids_of(audit.heads)
-    return "".join([f"<div>{_header(audit)}", *(_grid(grid, audit.heads) for grid in grids), "</div>"])
-
-
-def _header(audit: Audit) -> str:
     about = audit.provenance
     facts = [
         count(len(audit.heads), "head"),
@@ -57,7 +52,9 @@ def _header(audit: Audit) -> str:
         audit.verdict.sentence,
         *([] if audit.complete else ["incomplete"]),
     ]
-    return f"<strong>Rankwise audit</strong> {escape(model_name(about.model))}<br>{escape(' · '.join(facts))}"
+    title = f"<strong>Rankwise audit</strong> {escape(model_name(about.model))}"
+    grids = "".join(_grid(grid, audit.heads) for grid in grids_of(audit.heads))
+    return f"<div>{title}<br>{escape(' · '.join(facts))}{grids}</div>"
 
 
 def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> str:
@@ -85,16 +82,15 @@ def _row(row: Row, columns: Sequence[int], heads: Sequence[HeadRecord]) -> str:
     numbers = "".join(
         f"<td style='{_CELL}'>{format_number(mean(map(m.value, mine)), m.digits)}</td>" for m in _MEASURES
     )
-    drawn = (row.cells.get(number) for number in columns)
-    cells = "".join(_block(math.nan) if index is None else _colored(heads[index]) for index in drawn)
+    drawn = [None if (index := row.cells.get(number)) is None else heads[index] for number in columns]
+    cells = "".join(
+        _block(RANK.value(head), f"head {head.head}: {RANK.formatted(head)}") if head else _block(math.nan)
+        for head in drawn
+    )
     return (
         f"<tr><th title='{escape(row.site)}'>{row.layer}</th>{numbers}"
         f"<td style='text-align:left;white-space:nowrap'>{cells}</td></tr>"
     )
-
-
-def _colored(head: HeadRecord) -> str:
-    return _block(RANK.value(head), f"head {head.head}: {RANK.formatted(head)}")
 
 
 def _block(value: float, title: str = "") -> str:

@@ -1,7 +1,6 @@
 """Build the report on a plan of the query/key width of heads."""
 
 import math
-from typing import Any
 
 from rankwise._internals.records import format_number, grouped
 from rankwise._internals.statistics import mean
@@ -62,14 +61,19 @@ def _setting_words(plan: HeadDimPlan) -> str:
 
 def _figure(plan: HeadDimPlan) -> Figure:
     """Draw rank/T against query/key width K: the mean with its spread, the hardmax barrier, and K*."""
-    widths = [width for width, _, _ in plan.curve]
+    widths, means, spreads = (list(numbers) for numbers in zip(*plan.curve, strict=True))
+    stds = [std if math.isfinite(std) else 0.0 for std in spreads]
+    upper, lower = (
+        [max(0.0, mean + side * std) for mean, std in zip(means, stds, strict=True)] for side in (1, -1)
+    )
+    hover = [f"K = {k}: {mean:.3f} ± {format_number(std, 3)}" for k, mean, std in plan.curve]
     barrier, star = plan.barrier / plan.tokens, plan.head_dim
     dashed = {"type": "scatter", "mode": "lines", "hoverinfo": "text", "meta": {"muted": True}}
     data = [
         dashed
         | {"x": [widths[0], widths[-1]], "y": [barrier] * 2, "name": "barrier", "line": {"dash": "dash"}}
         | {"hovertext": f"barrier {barrier:.2f}: hardmax, winners at random"},
-        *_line(plan),
+        *banded_line(0, "random heads", widths, means, upper, lower, hover),
         dashed
         | {"x": [star] * 2, "y": [0, _share_at_star(plan)], "name": f"K* = {star}"}
         | {"line": {"dash": "dot"}, "hovertext": f"K* = {star}"},
@@ -83,16 +87,6 @@ def _figure(plan: HeadDimPlan) -> Figure:
         "showlegend": True,
     }
     return Figure("curve", "Rank/T against width", data, layout, _SPREAD)
-
-
-def _line(plan: HeadDimPlan) -> list[dict[str, Any]]:
-    x, y = [width for width, _, _ in plan.curve], [mean for _, mean, _ in plan.curve]
-    spreads = [std if math.isfinite(std) else 0.0 for _, _, std in plan.curve]
-    upper, lower = (
-        [max(0.0, mean + side * std) for mean, std in zip(y, spreads, strict=True)] for side in (1, -1)
-    )
-    hover = [f"K = {k}: {mean:.3f} ± {format_number(std, 3)}" for k, mean, std in plan.curve]
-    return banded_line(0, "random heads", x, y, upper, lower, hover)
 
 
 def _curve(plan: HeadDimPlan) -> Table:
