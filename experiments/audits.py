@@ -12,11 +12,6 @@ def by_layer(row: Row, measure: str, step: int | None = None) -> list[float]:
     """Return a measure by layer, the mean over seeds, at a step (None: the last audited step).
 
     Class attention, whose output is one row of rank 1, is left out.
-
-    Args:
-        row: row of a table.
-        measure: such as `states_relative_collapse` or `heads_effective_rank`.
-        step: training step.
     """
     layers: dict[str, list[float]] = {}
     for run in row.runs:

@@ -39,12 +39,7 @@ class Experiment:
         return folder / f"{self.name}.jsonl"
 
     def table(self, folder: Path = RESULTS) -> Table:
-        """Return every row that has a run, its runs sorted by seed.
-
-        Raises:
-            RecordError: if a line is not a run, is of other settings than its row, or of other data than the
-                runs next to it.
-        """
+        """Return every row that has a run, sorted by seed; raise if a run has other settings or data."""
         path, rows = self.path(folder), {**self.rows, **self.large}
         runs = read_runs(path)
         check_same_data(path, runs)

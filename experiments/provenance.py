@@ -15,12 +15,7 @@ import rankwise
 
 
 def provenance(command: str, commit: str | None) -> dict[str, Any]:
-    """Return the origin of a run.
-
-    Args:
-        command: repeats the run.
-        commit: `commit()` when the run began, because files may change while it runs.
-    """
+    """Return the origin of a run; `commit` is read when the run begins, because files may change later."""
     return {
         "rankwise": rankwise.__version__,
         "commit": commit,

@@ -60,11 +60,7 @@ def section(experiment: Experiment, table: Table) -> str:
 
 
 def fill_page(name: str, tables: Mapping[str, str]) -> str:
-    """Fill the marks of pages/NAME.md.
-
-    Raises:
-        ValueError: if a mark is left over, or a table has no mark.
-    """
+    """Fill the marks of pages/NAME.md; raise if a mark is left over, or a table has no mark."""
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     marks = set(re.findall(r"\{\{(\w+)\}\}", text))
     if marks != set(tables):

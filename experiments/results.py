@@ -26,11 +26,7 @@ class Run(TypedDict):
 
 
 def read_runs(path: Path, settings: Callable[..., Any] = TrainingConfig) -> list[Run]:
-    """Return the runs of a file, in which `settings` accepts the settings; an absent file has none.
-
-    Raises:
-        RecordError: if a line is not a run.
-    """
+    """Return the runs of a file, in which `settings` accepts the settings; an absent file has none."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -95,11 +91,7 @@ def changed_fields(run: Run, config: TrainingConfig) -> list[str]:
 
 
 def check_same_data(path: Path, runs: Iterable[Run]) -> None:
-    """Raise if two runs of a file read other data of the same name.
-
-    Raises:
-        RecordError: if their checksums differ.
-    """
+    """Raise if two runs of a file read data of one name whose checksums differ."""
     seen: dict[str, Run] = {}
     for run in runs:
         data = run["values"]["data"]

@@ -10,8 +10,6 @@ weights in its own process, within a limit of CPU time and memory. Recorded are
 - the number of matrices in `output_attentions` of the eager model that are among the captured matrices;
 - λ-skips: outputs at λ = 1, and after their removal.
 
-    python -m experiments run every_architecture
-
 Expected: outputs are bit-identical if a model runs, and every mixer is captured or listed with its reason.
 """
 

@@ -10,9 +10,7 @@ Each family is built tiny and with random float64 weights (no download) and runs
 State-space families and hybrids are float32 with padding; their layers are computed again from M V, and from
 the whole path as one operator.
 
-    python -m experiments run families
-
-takes fifteen seconds on one core. Expected: every mixer and every state, bit-identical outputs, M V within
+It takes fifteen seconds on one core. Expected: every mixer and every state, bit-identical outputs, M V within
 1e-12 of the model's own; matrices and states of the fused model within 1e-4 of its eager twin, which
 computes some softmaxes in float32.
 """

@@ -9,8 +9,6 @@ Data      text.txt of the demo, on which the model was not trained: 32 windows d
 Hardware  one CPU core, about 4 minutes
 Expect    loss added, nats per byte: 0.0000 at 1/2, 0.001 ± 0.0005 at 1/4, 0.018 ± 0.005 at 1/8; a step
           of decoding two to four times as long, prefill the same.
-
-    python -m experiments run compress_cache
 """
 
 import time

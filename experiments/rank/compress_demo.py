@@ -8,8 +8,6 @@ Data      text.txt of the demo, on which the model was not trained: 32 windows d
 Hardware  one CPU core, about 25 minutes
 Expect    loss added, nats per byte, at 12 / 8 / 4 pairs, each ± 10 %: chosen 0.013 / 0.065 / 0.29, calibrated
           0.002 ± 0.002 / 0.012 / 0.062; one head of 16 is removed within 1 %, four within 5 %.
-
-    python -m experiments run compress_demo
 """
 
 from dataclasses import asdict, dataclass

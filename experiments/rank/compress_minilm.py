@@ -7,8 +7,6 @@ Measured  Mean KL(M‖M') of held-out reviews at mean widths 16, 8 and 4 of K = 
 Hardware  one CPU core, about 8 minutes
 Expect    at 16 / 8 / 4, each ± 10 %: closed form 0.05 / 0.18 / 0.57; widths per head 0.035 / 0.11 / 0.27;
           calibrated 0.030 / 0.09 / 0.21; weights alone 0.63 / 1.2 / 1.55.
-
-    python -m experiments run compress_minilm
 """
 
 from dataclasses import asdict, dataclass

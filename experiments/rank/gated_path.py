@@ -60,12 +60,7 @@ class GatedPath:
 def gated_paths(
     trace: rw.Trace, calls: Sequence[RecordedCall]
 ) -> list[tuple[MixerSite, RecordedCall, GatedPath | None]]:
-    """Return the path of each state-space mixer of a trace, with the call of its module.
-
-    Args:
-        trace: captured with values.
-        calls: all calls of modules of the same run, from `record_calls`.
-    """
+    """Return the path of each state-space mixer of a trace, with the call of its module."""
     last = {call.name: call for call in calls}
     found = []
     for site in trace.mixers:
@@ -77,13 +72,7 @@ def gated_paths(
 
 
 def gated_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedPath | None:
-    """Return the path of one call; None if the layer has no gate, no SiLU, or a norm before its gate.
-
-    Args:
-        site: captured with values.
-        call: call of the module of the site.
-        projected: output of its input projection.
-    """
+    """Return the path of one call; None if the layer has no gate, no SiLU, or a norm before its gate."""
     layer: Any = call.module
     adapter = adapter_of(layer)
     with torch.no_grad(), torch.autocast(projected.device.type, enabled=False):

@@ -34,11 +34,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def config(task: str, head_dim: int, tied: bool) -> TrainingConfig:
     """Return a softmax transformer with heads of width K.
 
-    Args:
-        task: of `TASKS`.
-        head_dim: K.
-        tied: D / K heads, whose values have width K as well; otherwise 4 heads, and K is the width of queries
-            and keys alone.
+    Tied: D / K heads, whose values have width K as well. Otherwise 4 heads, whose queries and keys have it.
     """
     options: dict[str, Any] = {"initializer_range": unit_variance_std(MODEL_WIDTH)}
     if not tied:

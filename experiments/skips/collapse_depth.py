@@ -11,8 +11,6 @@ Setting   T = D = 64, 4 heads, states of 16 numbers, blocks without feed-forward
           weights and input; float64.
 Hardware  two CPU cores, some minutes
 Expect    causal softmax, no skip, post-norm: μ/‖Y‖ below 0.05 at layer 64; TSSA above 0.9 with any skip
-
-    python -m experiments run collapse_depth
 """
 
 import math

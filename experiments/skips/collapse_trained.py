@@ -6,8 +6,6 @@ Models    the bundled demo and its ToST twin; all-MiniLM-L6-v2 if its package is
 Data      the bundled excerpt, 4 sequences of 128 tokens
 Hardware  one CPU core, about a minute
 Expect    with λ = 0 the random transformers lose most of μ/‖Y‖, the trained ones keep most of it
-
-    python -m experiments run collapse_trained
 """
 
 from collections.abc import Iterator

@@ -28,14 +28,7 @@ NOTES = {
 
 
 def config(task: str, mixer: str, skip: Any = 1, *, gate: bool = False) -> TrainingConfig:
-    """Return a stack of one mixer: 8 layers on pictures, 2 layers on recall.
-
-    Args:
-        task: `image` or `recall`.
-        mixer: mixes the tokens.
-        skip: λ, or `learned` for each layer, for each `channel`, or `shared` by all layers.
-        gate: multiply the mixer's output by a gate.
-    """
+    """Return a stack of one mixer: 8 layers on pictures, 2 layers on recall; `skip`: of `SKIPS`."""
     learned = isinstance(skip, str)
     row = TrainingConfig(
         model=mixer,

@@ -13,8 +13,6 @@ Hardware  one CPU core, about ten minutes
 Expect    λ = 0.5: COLLAPSE at step 0, between layers 20 and 30; λ = 1: none then, one by step 40;
           λ = 2: none, and a loss lower by half a nat per byte; the bound (2.7 to 3.8) and the command
           (2.7 to 3.9 in all layers): as λ = 2 or better
-
-    python -m experiments run monitor_collapse
 """
 
 import shlex
@@ -113,11 +111,7 @@ def advised(recipe: Recipe, seed: int, source: str) -> tuple[ToSTForCausalLM, fl
 
 
 def train(recipe: Recipe, scale: float, seed: int, stop: bool, source: str = "given") -> dict[str, Any]:
-    """Train and monitor one model; `source` names the origin of λ: "given", "command" or "bound".
-
-    Returns:
-        Loss of the last tenth of the steps, the layer of COLLAPSE at each audit, and the time of audits.
-    """
+    """Train and monitor one model; `source` names the origin of λ: "given", "command" or "bound"."""
     if source == "given":
         model, layers = build(recipe, scale, seed), recipe.depth
     else:

@@ -12,8 +12,6 @@ Hardware  one CPU core, a few minutes
 Expect    the random model and all-MiniLM collapse (COLLAPSE), and the repair removes the finding. The trained
           demo does not: its loss rises from 1.4 to 6, but its heads do not average, so that tokens stay apart
           (μ/‖Y‖ 0.9 → 0.7); the same command restores its loss
-
-    python -m experiments run repair
 """
 
 import shlex

@@ -10,8 +10,6 @@ Builds each family tiny and with random weights (no download), and checks
 
 Hardware  one CPU core, a minute
 Expect    yes everywhere, and differences of rounding
-
-    python -m experiments run skip_families
 """
 
 from collections.abc import Callable, Collection

@@ -30,10 +30,6 @@ def load_task(config: TrainingConfig, data: Path) -> Task:
     """Return the task of a configuration.
 
     The draws of a task depend on its own seed alone, so that runs of all seeds have the same data.
-
-    Args:
-        config: names the task, its length and its options.
-        data: folder of the data sets.
     """
     options = dict(config.task_options) | ({"length": config.tokens} if config.task in SIZED else {})
     if config.task in TEXTS:

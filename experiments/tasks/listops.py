@@ -101,12 +101,9 @@ def _expressions(draw: np.random.Generator, rows: int, rule: Rule, seen: set[byt
 
 
 def forest(draw: np.random.Generator, trees: int, rule: Rule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw expressions, all trees level by level.
+    """Draw expressions level by level; return the tokens of all trees, and the end and value of each tree.
 
     A tree that has reached `max_length` gets no further operation: it is too long already.
-
-    Returns:
-        The tokens of all trees, the end of each tree, and the value of each tree.
     """
     levels = _levels(draw, trees, rule)
     sizes: list[np.ndarray] = []

@@ -26,15 +26,8 @@ def needle(
 
     A passage contains `The code of KEY is VALUE.`, four letters and five digits drawn for each sequence. The
     question with its answer follows the passage. Only the bytes of the answer have labels. Training and test
-    use different parts of the file, and the test split does not depend on `train`.
-
-    Args:
-        path: a UTF-8 text file, the haystack.
-        train: sequences to train on.
-        test: sequences to be tested on.
-        length: bytes of a sequence.
-        depth: 0: the sentence comes first; 1: it comes right before the question; None: drawn per sequence.
-        seed: random seed for all draws.
+    use different parts of the file, and the test split does not depend on `train`. At `depth` 0 the sentence
+    comes first, at 1 right before the question; None: it is drawn per sequence.
     """
     passages = zip((train, test), split_text(read_text(path)), strict=True)
     splits = [

@@ -16,12 +16,9 @@ SHIFT = 4
 
 
 def cifar10(folder: Path, *, augment: bool = False, **drawn: Any) -> Task:
-    """Return color pictures of 32 × 32 pixels in ten classes.
+    """Return color pictures of 32 × 32 pixels in ten classes; `augment`: train on crops and mirror images.
 
-    Args:
-        folder: holds `cifar10.npz` with `x_train` (N, H, W, 3), `y_train` (N,), `x_test` and `y_test`.
-        augment: train on crops and mirror images.
-        drawn: numbers of `train_examples` and `test_examples` that are drawn at random, and their `seed`.
+    `drawn`: numbers of `train_examples` and `test_examples` that are drawn at random, and their `seed`.
     """
     splits, record = _read(folder, **drawn)
     train, test = (
@@ -44,12 +41,7 @@ def cifar10(folder: Path, *, augment: bool = False, **drawn: Any) -> Task:
 def cifar10_sequence(folder: Path, *, side: int | None = None, **drawn: Any) -> Task:
     """Return sequences of gray pixels, row by row: the task Image of Long Range Arena.
 
-    A token is a level of gray from 0 to 255 (Tay et al. 2021, section 2.1.4).
-
-    Args:
-        folder: as for `cifar10`.
-        side: shrink pictures to `side` × `side` pixels, each the mean of a square block.
-        drawn: as for `cifar10`.
+    A token is a level of gray from 0 to 255 (Tay et al. 2021, section 2.1.4). `side`: see `shrink`.
     """
     splits, record = _read(folder, **drawn)
     train, test = (

@@ -22,12 +22,7 @@ def imdb_bytes(
 ) -> Task:
     """Return the first `length` bytes of reviews, in two classes (Tay et al. 2021, section 2.1.2).
 
-    Args:
-        folder: holds `train.jsonl.gz` and `test.jsonl.gz`, lines with `text` and `label` (1: positive).
-        length: maximum number of bytes.
-        train_examples: number of training examples, drawn at random; None: all.
-        test_examples: the same for the test split.
-        seed: of these draws.
+    The files hold lines with `text` and `label` (1: positive). Examples are drawn at random; None: all.
     """
     wanted = {"train_examples": train_examples, "test_examples": test_examples}
     splits = []

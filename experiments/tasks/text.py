@@ -30,14 +30,7 @@ def split_text(text: str) -> tuple[str, str]:
 
 
 def byte_text(path: Path, *, length: int, windows: int | None = None, seed: int = 0) -> Task:
-    """Return language modeling on bytes.
-
-    Args:
-        path: a UTF-8 text file.
-        length: tokens of a window.
-        windows: train on this number of windows at random places, in place of consecutive windows.
-        seed: random seed for that draw.
-    """
+    """Return language modeling on bytes; None: consecutive windows in place of windows at random places."""
     splits = map(byte_ids, split_text(read_text(path)))
     more = {"vocab_size": BYTE_VOCABULARY, "pad_token_id": 0, "bytes_per_token": 1.0}
     return _language_task("byte_language_model", path, splits, length, windows, seed, {}, more)

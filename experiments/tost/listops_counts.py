@@ -3,8 +3,6 @@
 The task belongs to the experiment `long-range-listops`. Neither classifier sees the order of the tokens after
 the first: the most common value of each first operation, and a linear classifier of the logarithms of token
 counts, separate for each first operation.
-
-    python -m experiments run listops_counts
 """
 
 from pathlib import Path

@@ -11,8 +11,6 @@ Data      the excerpt of tiny Shakespeare that comes with the package, 16 window
 Hardware  two CPU cores, about ten minutes, nearly all of it training
 Expect    the derived step always descends (it is the gradient); the layer's own step untrained no better
           than chance
-
-    python -m experiments run rate_descent
 """
 
 from typing import Any

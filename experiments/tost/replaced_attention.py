@@ -38,12 +38,6 @@ def replace_attention(model: nn.Module, layers: Iterable[int], kind: str, **opti
     Linear attention starts from the four projections of attention. TSSA starts from v_proj and −o_proj, for
     its output is −Π w/(1 + m). Projections of other shapes are drawn at random; positions are not rotated.
     Source: copied projections, J. Kasai et al., "Finetuning Pretrained Transformers into RNNs", EMNLP 2021.
-
-    Args:
-        model: model to change.
-        layers: numbers of layers.
-        kind: "tssa" or "linear".
-        options: options of the mixer, such as ``half_life=…``.
     """
     config: Any = model.config
     config.use_cache = False

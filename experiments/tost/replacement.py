@@ -14,8 +14,6 @@ Hardware  one CPU core, about 1 minute per kind of mixer and seed
 Expect    the first layer adds most by far (0.75 nats per byte, the others 0.1 to 0.2); importance and
           effective rank have the same order, which leaves it for last and is near the best; all four layers
           add 1.2 ± 0.1 by TSSA, 1.1 ± 0.1 by linear attention
-
-    python -m experiments run replacement
 """
 
 import time
@@ -149,11 +147,7 @@ def replace_by(model: Any, layers: Sequence[int], kind: str, settings: Settings)
 def distil(
     settings: Settings, ids: Tensor, kind: str
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
-    """Teach a mixer per layer, each alone, the outputs of the attention layer that it replaces.
-
-    Returns:
-        The weights of the mixers, and the relative errors ‖ours − theirs‖²/‖theirs‖² before and after.
-    """
+    """Teach a mixer per layer the outputs of the attention that it replaces; return weights and errors."""
     model = load_demo()
     attention = [layer.self_attn for layer in model.model.layers]
     inputs: list[list[Tensor]] = [[] for _ in attention]
@@ -183,7 +177,7 @@ def distil(
 def teach(
     settings: Settings, mixer: nn.Module, inputs: list[Tensor], targets: list[Tensor]
 ) -> dict[str, float]:
-    """Fit a mixer to the outputs of an attention layer; return the relative error before and after."""
+    """Fit a mixer to an attention layer; return the error ‖ours − theirs‖²/‖theirs‖² before and after."""
     scale = float(torch.cat(targets).square().mean())
 
     def error() -> float:

@@ -5,8 +5,6 @@ Hardware  two CPU cores (AMD EPYC, 2.6 GHz), float32, about 12 minutes; the kept
           and took 38
 Expect    validation loss 1.49 ± 0.03 nats per byte; two runs on one machine end with the same bits
 
-    python -m experiments run train_demo
-
 `train_demo_tost` and `train_demo_tost_decayed` train the demo's frame with TSSA in place of attention. The
 bundled models are written to src/rankwise/assets, the third to runs/.
 """

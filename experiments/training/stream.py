@@ -16,11 +16,6 @@ class Stream(Dataset[Example]):
     A resumed run, and each of several devices, gets exactly the examples of an uninterrupted run. Random
     numbers that an example draws from torch (augmentation) depend only on the seed and on i.
 
-    Args:
-        examples: the training split.
-        length: number of examples that the training reads.
-        seed: random seed for order and augmentation.
-
     Examples:
         >>> stream = Stream([{"x": x} for x in torch.arange(4)], length=8, seed=0)
         >>> [int(stream[i]["x"]) for i in range(8)]

@@ -88,10 +88,8 @@ COMPILED = tuple((re.compile(pattern), value) for pattern, value in SIZES)
 def small(settings: dict[str, Any], widths: bool = True, stages: bool = False) -> dict[str, Any]:
     """Return the settings of a configuration with every size made small.
 
-    Args:
-        settings: output of `to_dict`.
-        widths: make widths and heads small too, not only depths, vocabularies and experts.
-        stages: let backbones return all the stages that they returned before.
+    `widths`: widths and heads too, not only depths, vocabularies and experts. `stages`: backbones return all
+    the stages that they returned before.
     """
     if settings.get("model_type") == "timm_backbone":  # it requires another library
         stages = [f"stage{at}" for at in settings.get("out_indices") or [4] if at > 0]
