@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from experiments.experiment import Experiment
 from experiments.results import RESULTS, Run
@@ -59,13 +60,16 @@ def section(experiment: Experiment, table: Table) -> str:
     return "\n".join(lines)
 
 
-def fill_page(name: str, tables: Mapping[str, str]) -> str:
-    """Fill the marks of pages/NAME.md; raise if a mark is left over, or a table has no mark."""
+def fill_page(name: str, tables: Mapping[str, str], origin: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Fill the marks of pages/NAME.md; raise if a mark is left over, or a table has no mark.
+
+    `origin` holds what a page may say of its report.
+    """
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     marks = set(re.findall(r"\{\{(\w+)\}\}", text))
-    if marks != set(tables):
+    if not set(tables) <= marks <= {*origin, *tables}:
         raise ValueError(f"pages/{name}.md: expected the marks {sorted(tables)}, got {sorted(marks)}")
-    return re.sub(r"\{\{(\w+)\}\}", lambda mark: tables[mark[1]], text)
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: {**origin, **tables}[mark[1]], text)
 
 
 def mean_std(numbers: Sequence[float], digits: int = 4) -> str:

@@ -80,7 +80,12 @@ class Study:
         if not self.page:
             return {}
         figures = {DOCS / "images" / name: figure for name, figure in self.figures(report).items()}
-        text = fill_page(self.template or self.page, self.tables(report))
+        origin = {
+            "command": self.command,
+            "seconds": str(report.get("seconds")),
+            **report.get("versions", {}),
+        }
+        text = fill_page(self.template or self.page, self.tables(report), origin)
         return {DOCS / f"{self.page}.md": text, **figures}
 
 

@@ -270,14 +270,12 @@ def measure() -> Report:
     return {"model_types": len(every), "entries": dict(sorted(entries.items()))}
 
 
-# --- page ------------------------------------------------------------------------------------------------
-
 HEADINGS = ("model type", "operators", "mixers captured", "of `output_attentions`", "outputs bit-identical")
 
 
 def tables(report: Report) -> dict[str, str]:
     """Return the totals, the table, and the reasons of uncaptured mixers and of failures."""
-    versions, entries = report["versions"], sorted(report["entries"].items())
+    entries = sorted(report["entries"].items())
     ran = {name: entry for name, entry in entries if entry["ran"]}
     failed = {name: entry["why"] for name, entry in entries if not entry["ran"]}
     reasons = _types_by(ran, lambda entry: entry["uncaptured"].values())
@@ -289,8 +287,6 @@ def tables(report: Report) -> dict[str, str]:
     ]
     silent = [(f"`{kind}`", _some(types)) for kind, types in classes.items()]
     return {
-        "where": f"transformers {versions['transformers']}, torch {versions['torch']}, "
-        f"Python {versions['python']}, {versions['machine']}",
         "sums": _sums(ran, failed, report["model_types"], len(classes)),
         "unseen": markdown_table(("reason in `uncaptured`", "classes", "model types"), uncaptured),
         "silent": markdown_table(("class", "model types"), silent) if silent else "None.",

@@ -272,9 +272,6 @@ def _relative(one: Tensor, other: Any) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
-# --- the study -------------------------------------------------------------------------------------------
-
-
 def measure() -> Report:
     """Check every family in each of its implementations, and keep the rows of the tables."""
     attention = [check(family, how).cells for family in FAMILIES for how in family.implementations]
@@ -282,12 +279,8 @@ def measure() -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the tables of the page, and the versions."""
-    versions = report["versions"]
+    """Return the tables of the page."""
     return {
-        "command": "python -m experiments run families",
-        "where": f"torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"Python {versions['python']}, {versions['machine']}",
         "table": markdown_table(HEADINGS, report["attention"]),
         "state_space": markdown_table(STATE_SPACE_HEADINGS, report["state_space"]),
     }

@@ -66,9 +66,6 @@ class Settings:
     seed: int = 0
 
 
-# --- measurement -----------------------------------------------------------------------------------------
-
-
 def batches(folder: Path, text: Path, tokens: int, settings: Settings) -> tuple[nn.Module, list[list[Any]]]:
     """Return the model, and one batch of sequences per split; splits share no sequence."""
     subject, size = load_model(str(folder)), settings.sequences
@@ -167,15 +164,9 @@ def measure_models(data: Path) -> Report:
     return report
 
 
-# --- page ------------------------------------------------------------------------------------------------
-
-
 def tables(report: Report) -> dict[str, str]:
     """Return the sections of the models, and the numbers of the text."""
     return {
-        "command": "python -m experiments run importance",
-        "seconds": str(report["seconds"]),
-        "torch": report["versions"]["torch"],
         "splits": str(report["recipe"]["splits"]),
         "sequences": str(report["recipe"]["sequences"]),
         "models": "\n\n".join(part for model in report["models"] for part in model_parts(model)),

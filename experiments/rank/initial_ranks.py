@@ -87,7 +87,6 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     times = [row[null] / row["fresh"] for row in rows for null in ("winners", "random")]
     return {
         **{name: str(report[name]) for name in ("data", "tokens", "heads", "delta")},
-        **{name: report["versions"][name] for name in ("torch", "transformers")},
         "least": f"{min(times):.1f}",
         "most": f"{max(times):.1f}",
         "beyond": str(sum(row["beyond_nulls"] for row in rows)),

@@ -112,9 +112,6 @@ def theorem1_rank(
     return mean_and_std(ranks)
 
 
-# --- measurement and tables ------------------------------------------------------------------------------
-
-
 def curve(settings: Settings, tokens: int, mask: str, temperature: float) -> Report:
     """Return rank over head width; the temperature is in units of √K, and 0 is hardmax.
 

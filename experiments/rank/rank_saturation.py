@@ -96,9 +96,6 @@ class Variant:
     block: str
 
 
-# --- measurement -----------------------------------------------------------------------------------------
-
-
 def synthetic(settings: Settings) -> list[dict[str, Any]]:
     """Return rank/T of hardmax heads on orthonormal and Gaussian tokens."""
     kinds = [("full", "orthonormal"), ("causal", "orthonormal"), ("full", "gaussian")]
@@ -264,16 +261,10 @@ def measure(data: Path) -> Report:
     return report
 
 
-# --- page ------------------------------------------------------------------------------------------------
-
-
 def tables(report: Report) -> dict[str, str]:
     """Return the tables of the page, and the numbers of its text."""
     found = report["rebuttal"]
     return {
-        "command": "python -m experiments run rank_saturation",
-        "seconds": str(report["seconds"]),
-        "torch": report["versions"]["torch"],
         "synthetic": "\n\n".join(synthetic_tables(report["synthetic"])),
         "quick": str(max(2, report["settings"]["trials"] // 3)),
         "away": f"{max(synthetic_errors(report)):.3f}",

@@ -206,16 +206,10 @@ def measure(settings: Settings) -> Report:
     }
 
 
-# --- page ------------------------------------------------------------------------------------------------
-
-
 def tables(report: Report) -> dict[str, str]:
     """Return the tables of the page, and the numbers of its text."""
     return {
-        "command": "python -m experiments run collapse_depth",
-        "seconds": str(report["seconds"]),
         "seeds": str(report["settings"]["seeds"]),
-        "where": f"torch {report['versions']['torch']}",
         "grid": "\n\n".join(grid_tables(report)),
         "weights": "\n\n".join(weight_tables(report)),
     }

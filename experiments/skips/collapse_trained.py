@@ -92,9 +92,8 @@ def tables(report: Report) -> dict[str, str]:
             ranks = f"{one['rank'][0]:.0f} → {one['rank'][-1]:.0f}"
             rows.append((one["weights"], f"{one['scale']:g}", share, ranks, loss))
         parts.append(f"**{name}**\n\n{markdown_table(HEADINGS, rows)}\n")
-    versions = {name: report["versions"][name] for name in ("torch", "transformers")}
     sizes = {name: str(report[name]) for name in ("tokens", "sequences")}
-    return {**sizes, **versions, "tables": "\n".join(parts)}
+    return {**sizes, "tables": "\n".join(parts)}
 
 
 STUDY = Study("collapse_trained", lambda data: measure(), "collapse-trained", tables)

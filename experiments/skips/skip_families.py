@@ -127,11 +127,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return the table of families, and the versions."""
-    return {
-        **{name: report["versions"][name] for name in ("torch", "transformers", "python", "machine")},
-        "table": markdown_table(HEADINGS, map(cells, report["rows"])),
-    }
+    return {"table": markdown_table(HEADINGS, map(cells, report["rows"]))}
 
 
 STUDY = Study("skip_families", lambda data: measure(), "skip-families", tables)

@@ -179,8 +179,6 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
             rows.append((str(number), f"{one['rate']:.2f}", *changes, *cosines))
         parts.append(f"**{name}**{score}\n\n{markdown_table(HEADINGS, rows)}\n")
     return {
-        "command": STUDY.command,
-        "torch": report["versions"]["torch"],
         "chance": f"{report['layers']['causal, untrained'][0]['chance']:.4f}",
         "tables": "\n".join(parts),
     }

@@ -69,9 +69,6 @@ class Settings:
     """Windows at the start of the bundled text."""
 
 
-# --- measurement -----------------------------------------------------------------------------------------
-
-
 def run(settings: Settings, text: str, kind: str, seed: int) -> Report:
     """Measure one kind of mixer at one seed: guides of the orders, and the loss of every set of layers."""
     begun = time.process_time()
@@ -230,9 +227,6 @@ def measure_kinds(settings: Settings, data: Path) -> Report:
     return {"settings": asdict(settings), "unit": "nats a byte", "runs": runs}
 
 
-# --- orders ----------------------------------------------------------------------------------------------
-
-
 def orders(run: Run) -> dict[str, Order]:
     """Return the compared orders, layers from the first replaced."""
     layers = range(len(run["guides"]["importance"]))
@@ -270,12 +264,9 @@ def among_last(run: Run) -> tuple[int, int]:
     return better(run, importance, others), len(others)
 
 
-# --- page ------------------------------------------------------------------------------------------------
-
-
 def tables(report: Report) -> dict[str, str]:
     """Return the tables and the sentences of the page."""
-    settings, runs, versions = report["settings"], report["runs"], report["versions"]
+    settings, runs = report["settings"], report["runs"]
     by_kind = {kind: [run for run in runs if run["kind"] == kind] for kind in KINDS}
     minutes = sum(run["cpu_seconds"] for run in runs) / 60
     return {
@@ -286,9 +277,7 @@ def tables(report: Report) -> dict[str, str]:
         f"{settings['tune_batch']} windows each",
         "tokens": str(settings["tokens"]),
         "held": str(settings["held_out"]),
-        "command": "python -m experiments run replacement",
-        "machine": f"in {minutes:.1f} minutes of one CPU core, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}.",
+        "minutes": f"{minutes:.1f}",
         "kinds": "\n\n".join(part for kind, own in by_kind.items() for part in section(kind, own)),
     }
 

@@ -195,7 +195,6 @@ def card(report: dict[str, Any]) -> dict[str, str]:
     return {
         **{name: str(settings[name]) for name in ("name", "batch", "tokens", "seed", "threads")},
         **{name: f"{scores[name]:.3f}" for name in ("train_loss", "validation_loss", "bundled_text_loss")},
-        **{name: report["versions"][name] for name in ("torch", "transformers")},
         "architecture": settings["model"]["model_type"],
         "parameters": f"{report['parameters']:,}",
         "validation_share": f"{settings['validation_share']:.0%}",

@@ -234,9 +234,6 @@ def replay_layer(layer: Any, state: Tensor, products: list[Tensor]) -> Tensor:
     return norms[-1](state + layer.linear2(layer.activation(layer.linear1(state))))
 
 
-# --- the families ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Family:
     """One model family: its builder, its inputs, and its number of mixers."""

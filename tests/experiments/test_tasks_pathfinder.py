@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from experiments.tasks.pathfinder import RULES, Pictures, draw_pictures, pathfinder
+from experiments.tasks.pathfinder import MARGIN, RADIUS, THICKNESS, Pictures, draw_pictures, pathfinder
 
 SHA256 = "3be272c9523d1d66a9707cfd6378809cb6948e97b8f733ddb33e6b3e441d5e27"
 ROUNDING = 0.03
@@ -44,23 +44,21 @@ def test_the_search_finds_two_components_across_a_wider_gap() -> None:
 
 @pytest.fixture(scope="module")
 def easy() -> Pictures:
-    return draw_pictures(384, 32, 6, [5])
+    return draw_pictures(384, 6, [5])
 
 
-@pytest.mark.parametrize(("size", "length", "count"), [(32, 6, 80), (32, 14, 40), (128, 6, 15)])
-def test_the_search_finds_every_label(size: int, length: int, count: int) -> None:
-    drawn = draw_pictures(count, size, length, [0, 1])
-    margin = RULES[size][1][0]
+@pytest.mark.parametrize(("length", "count"), [(6, 80), (14, 40)])
+def test_the_search_finds_every_label(length: int, count: int) -> None:
+    drawn = draw_pictures(count, length, [0, 1])
     for label, dashes, dots in zip(drawn.labels, drawn.dashes, drawn.dots, strict=True):
         there = dashes[~np.isnan(dashes[:, 0, 0])]
-        found, sizes = answer(there, dots, 2 * margin + ROUNDING)
+        found, sizes = answer(there, dots, 2 * MARGIN + ROUNDING)
         assert found == label
         assert sizes[-2:] == [length, length]
         assert set(sizes[:-2]) <= {length // 3}
 
 
 def test_pixels_are_lit_where_dashes_and_dots_are_and_nowhere_else(easy: Pictures) -> None:
-    _, _, thickness, radius, *_ = RULES[32]
     rows, columns = np.mgrid[:32, :32]
     steps = np.linspace(0, 1, 33)[:, None]
     for pixels, dashes, dots in zip(easy.pixels[:40], easy.dashes, easy.dots, strict=False):
@@ -70,7 +68,7 @@ def test_pixels_are_lit_where_dashes_and_dots_are_and_nowhere_else(easy: Picture
         def to(places: np.ndarray) -> np.ndarray:
             return np.hypot(rows[..., None] - places[:, 0], columns[..., None] - places[:, 1]).min(-1)
 
-        light = np.maximum(thickness / 2 + 0.5 - to(points), radius + 0.5 - to(dots)).clip(0, 1) * 255
+        light = np.maximum(THICKNESS / 2 + 0.5 - to(points), RADIUS + 0.5 - to(dots)).clip(0, 1) * 255
         assert np.abs(pixels - light).max() <= 0.5 + 255 * 2 / 64  # rounding, and half a step of 2/32 pixels
 
 
