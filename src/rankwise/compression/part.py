@@ -1,4 +1,4 @@
-"""Input and output of each part of `compress`; to add a part, add its module to `PARTS`."""
+"""Input and output of each part of `compress`. CONTRIBUTING describes how to add a part."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
