@@ -90,12 +90,6 @@ def singular_values(op: Mixing) -> Float64[Tensor, "*batch N"]:
     1e-16·σ_1, so a smaller value cannot be distinguished from zero.
     Cost: a dense decomposition, O(T S min(T, S)) time and O(T S) memory per matrix.
 
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
-
     Examples:
         >>> import torch
         >>> singular_values(torch.tensor([[0.0, 2.0], [1.0, 0.0]])).tolist()
@@ -195,12 +189,6 @@ def effective_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Cost: the cost of `singular_values`.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
 
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
-
     Examples:
         >>> import torch
         >>> round(effective_rank(torch.eye(5)).item(), 6), effective_rank(torch.zeros(5, 5)).item()
@@ -220,12 +208,6 @@ def stable_rank(op: Mixing) -> Float64[Tensor, "*batch"]:
     Cost: the cost of `rank_summary`. The Gram matrix determines the stable rank to a relative error of 1e-10.
     Source: M. Rudelson and R. Vershynin, "Sampling from large matrices", J. ACM 2007, where it is called
     numerical rank.
-
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch

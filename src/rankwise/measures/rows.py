@@ -41,12 +41,6 @@ def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
 
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
-
     Examples:
         >>> import torch
         >>> uniform, one_each = torch.full((3, 4), 0.25), torch.eye(3)
@@ -101,12 +95,6 @@ def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     NaN for a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
 
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
-
     Examples:
         >>> import torch
         >>> max_token_mass(torch.tensor([[0.0, 1.0], [0.5, 0.5]])).item()
@@ -123,12 +111,6 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 
     Range: [0, S − 1], the lowest index if several tokens tie; −1 if `max_token_mass` is NaN.
     Cost: O(T S) time per matrix.
-
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -150,12 +132,6 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     Numerics: the first row is subtracted from all rows before the mean row is subtracted, so that nearly
     equal rows lose no digits.
 
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
-
     Examples:
         >>> import torch
         >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
@@ -173,12 +149,6 @@ def identity_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     Range: [0, 1] if the trace is not negative (as without negative entries), else up to √2. 0 if no tokens
     are mixed, 1 if no token attends to itself. NaN if T ≠ S, or for a matrix with NaN or infinity.
     Cost: O(T S) time per matrix.
-
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch
@@ -202,12 +172,6 @@ def head_distance(
     in both. Symmetric, with a zero diagonal. NaN in the row and column of a head with NaN or infinity.
     Cost: O(H² T S) time; memory for a block of rows.
     Numerics: differences of entries are summed directly, so nearly equal heads lose no digits.
-
-    Args:
-        op: mixing operator, or tensor (..., H, T, S) with the matrices of all H heads of a layer.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., H, T, S) with T, S ≥ 1.
 
     Examples:
         >>> import torch

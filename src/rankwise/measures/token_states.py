@@ -71,13 +71,6 @@ def token_norm(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -
     Range: [0, ∞). NaN for a sequence without a real token, or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence.
 
-    Args:
-        tokens: states of B sequences, with T tokens of D features each.
-        mask: True for real tokens, False for padding; by default all tokens are real.
-
-    Raises:
-        ShapeError: if tokens or mask have the wrong shape or dtype.
-
     Examples:
         >>> import torch
         >>> token_norm(torch.tensor([[[3.0], [4.0]]])).item()
@@ -97,13 +90,6 @@ def mean_cosine(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) 
     of the norms of the tokens. NaN if fewer than two tokens are nonzero, or a real token is not finite.
     Cost: O(T D) time per sequence; no T×T matrix is formed.
     Numerics: cancellation in the sum limits the absolute error to about 1e-16.
-
-    Args:
-        tokens: states of B sequences, with T tokens of D features each.
-        mask: True for real tokens, False for padding; by default all tokens are real.
-
-    Raises:
-        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
@@ -134,13 +120,6 @@ def state_effective_rank(
     Cost: a dense decomposition, O(T D min(T, D)) time.
     Numerics: the SVD is computed, because a Gram matrix loses singular values below 1e-8·σ_1.
     Source: O. Roy and M. Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007.
-
-    Args:
-        tokens: states of B sequences, with T tokens of D features each.
-        mask: True for real tokens, False for padding; by default all tokens are real.
-
-    Raises:
-        ShapeError: if tokens or mask have the wrong shape or dtype.
 
     Examples:
         >>> import torch
