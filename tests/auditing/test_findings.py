@@ -425,15 +425,9 @@ def test_a_verdict_has_an_action_per_code_and_the_most_severe_are_first() -> Non
     found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
     verdict = verdict_of(found)
     assert verdict.sentence == "1 error, 1 warning, 3 notes."
-    nonfinite, collapse, sink = verdict.actions
     assert len(verdict.actions) == MOST_ACTIONS
-    assert nonfinite.shell == "rankwise audit MODEL --text TEXT --dtype float32 --out DIR"
-    assert nonfinite.python.startswith("[name for name, weight in model.named_parameters()")
-    assert (collapse.shell, collapse.python) == ("", "rw.skips.recommend(audit, model, batch)")
-    assert (sink.shell, sink.python) == ("", "")
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
-    wanted = [remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK")]
-    assert [action.text for action in verdict.actions] == wanted
+    assert verdict.actions == tuple(remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK"))
 
 
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])

@@ -146,7 +146,7 @@ def test_the_message_of_a_stop_has_the_verdict_and_an_action(caplog):
         audit = monitor.step(collapsing(), 0)
     [line] = [record.getMessage() for record in caplog.records]
     assert audit.verdict.sentence in line
-    assert audit.verdict.actions[0].text in line
+    assert audit.verdict.actions[0] in line
 
 
 def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, tensors_of
-from rankwise.auditing.text_inputs import checked_texts, model_batches
-from rankwise.errors import InputError
+from rankwise.auditing.text_inputs import model_batches
+from rankwise.errors import InputError, instance_of
 from rankwise.tracing.model_checks import without_copies
 
 PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
@@ -60,7 +60,19 @@ def from_texts(
         raise InputError(
             "`batches` and `texts`", expected="one of them", got="both", fix="Audit them separately."
         )
-    several, tokenizer = checked_texts(texts, tokenizer)
+    fix = "Give a list of strings."
+    if not isinstance(texts, Iterable) or isinstance(texts, dict):
+        raise InputError("`texts`", expected="a list of strings", got=type(texts).__name__, fix=fix)
+    several = [texts] if isinstance(texts, str) else list(texts)
+    for number, text in enumerate(several, start=1):
+        instance_of(f"`texts`, number {number}", text, str, "a str", fix=fix)
+    if not several:
+        raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
+    if not callable(tokenizer):
+        fix = "Pass `tokenizer=transformers.AutoTokenizer.from_pretrained(…)` with the name of the model."
+        expected = "the tokenizer of the model for `texts`"
+        got = "none" if tokenizer is None else type(tokenizer).__name__
+        raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
     return model_batches(
         model, several, tokenizer, tokens=tokens, sequences=len(several), batch_size=batch_size
     )

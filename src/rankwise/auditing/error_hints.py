@@ -9,7 +9,7 @@ from rankwise._internals.forward import LABELS, argument_names, has_tensor, tens
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
-from rankwise.importance.losses import IGNORE_INDEX
+from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 
 _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
 _TRACEBACK = "Run the model on this batch alone to see the whole traceback."
@@ -74,14 +74,14 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
         labels = batch.get(name)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(classes, int):
             continue
-        wrong = labels[((labels < 0) & (labels != IGNORE_INDEX)) | (labels >= classes)]
-        if classes > 1 and wrong.numel():
+        wrong = invalid_label(labels, classes)
+        if classes > 1 and wrong:
             of_model = f"as {type(model).__name__} has {classes} {kind}"
             ignored = f"or {IGNORE_INDEX} for labels that do not count"
             expected = f"whole numbers from 0 to {classes - 1}, {of_model}, {ignored}"
             fix = f"Correct them, or {fix}; an audit without importance needs no labels."
             subject = f"{name} of batch {number}"
-            return InputError(subject, expected=expected, got=str(int(wrong[0])), fix=fix)
+            return InputError(subject, expected=expected, got=wrong, fix=fix)
     return None
 
 

@@ -128,12 +128,6 @@ def _count(counts: list[Counter[str]], more: Sequence[Mapping[str, int]]) -> Non
         kind.update(added)
 
 
-def most_common(counts: Sequence[Mapping[str, int]], number: int = TOKENS_KEPT) -> list[dict[str, int]]:
-    """Return the most frequent names of each kind; equally frequent names are in alphabetical order."""
-    ordered = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in counts)
-    return [dict(names[:number]) for names in ordered]
-
-
 def patch_grid(tokens: int, image: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return rows and columns if ``tokens`` square patches tile an image (height, width); else None."""
     if image is None:

@@ -1,7 +1,7 @@
 """Measure the heads of one mixer call, or the token states after one block, in every sequence."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rankwise import measures, operators
+from rankwise._internals.forward import Batch
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
-from rankwise.auditing.examples import patch_grid
+from rankwise.auditing.examples import TokenNames, image_size, patch_grid
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, mixer_kind
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
@@ -37,8 +38,6 @@ MANY_HEADS = 128
 MAX_CHANNELS = 16
 """Number of channels in the sample; the choice depends on a fixed seed."""
 FUNCTIONS = {row.name: row.function for row in HEAD_MEASURES if row.function}
-NameTokens = Callable[[MixerSite, Sequence[Sequence[int]]], list[list[list[str]]]]
-"""Function that names the tokens in given columns, by sequence, head and kind of name."""
 
 
 @dataclass
@@ -79,22 +78,22 @@ def measure_heads(
     delta: float,
     method: Method,
     *,
-    name_tokens: NameTokens | None = None,
-    image: tuple[int, int] | None = None,
+    names: TokenNames | None = None,
+    batch: Batch | None = None,
     each_sequence: bool = False,
 ) -> HeadStatistics:
     """Return statistics of the heads of a mixer call; `sampled` returns the site and head indices to pass.
 
-    ``image``: height and width of an image. ``each_sequence``: keep ranks per sequence, for a baseline.
+    With ``names``, tokens of ``batch`` are named. ``each_sequence``: keep ranks per sequence, for a baseline.
     """
     statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
-    batches = list(_batches(site, delta, method))
+    measured = list(_batches(site, delta, method))
     starts = np.arange(0, site.operator.shape[0], max(1, site.operator.shape[0] // max(site.sequences, 1)))
 
     def by_sequence(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
         return _over_windows(np.concatenate(parts), starts, skip_nan=skip_nan)
 
-    broken = np.isnan(by_sequence([batch.means["sigma_max"] for batch in batches], skip_nan=False))
+    broken = np.isnan(by_sequence([part.means["sigma_max"] for part in measured], skip_nan=False))
     statistics.nonfinite = broken.sum(0).astype(np.float64)
 
     def finite(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
@@ -102,27 +101,27 @@ def measure_heads(
         return np.where(broken.reshape(*broken.shape, *[1] * (values.ndim - 2)), np.nan, values)
 
     for name, moments in statistics.measures.items():
-        moments.add(finite([batch.means[name] for batch in batches]))
+        moments.add(finite([part.means[name] for part in measured]))
     for name, moments in statistics.stderr.items():
-        moments.add(finite([batch.stderr[name] for batch in batches]))
-    ranks = {name: finite([batch.ranks[name] for batch in batches], skip_nan=False) for name in RANKS}
+        moments.add(finite([part.stderr[name] for part in measured]))
+    ranks = {name: finite([part.ranks[name] for part in measured], skip_nan=False) for name in RANKS}
     for name, moments in statistics.ranks.items():
         moments.add(ranks[name])
     for name in ("estimated", "fallbacks"):
-        setattr(statistics, name, np.nansum(finite([getattr(batch, name) for batch in batches]), axis=0))
+        setattr(statistics, name, np.nansum(finite([getattr(part, name) for part in measured]), axis=0))
     assert statistics.distances is not None
-    statistics.distances.add(by_sequence([batch.distances for batch in batches]))
+    statistics.distances.add(by_sequence([part.distances for part in measured]))
     if each_sequence:
         statistics.sequence_ranks = [np.stack([ranks["rank_low"], ranks["rank_high"]], axis=-1)]
     if isinstance(site.operator, operators.SoftmaxMixing):
         sums = measures.logit_moments(site.operator, site.valid_tokens, site.valid_sources).sum_sequences()
-        parts = (sums.query, sums.key, sums.rows, sums.columns)
-        statistics.logits = measures.LogitMoments(*(part.cpu() for part in parts))
+        numbers = (sums.query, sums.key, sums.rows, sums.columns)
+        statistics.logits = measures.LogitMoments(*(number.cpu() for number in numbers))
         statistics.head_dim = site.operator.query.shape[-1]
-    _add_examples(statistics, batches, image)
-    if name_tokens is not None:
-        peaks = [columns for batch in batches for columns in batch.peaks]
-        statistics.examples.add_names(name_tokens(site, peaks))
+    _add_examples(statistics, measured, image_size(batch))
+    if names is not None:
+        peaks = [columns for part in measured for columns in part.peaks]
+        statistics.examples.add_names(names.peaks(site, batch, peaks))
     return statistics
 
 

@@ -377,23 +377,12 @@ class Finding(Record):
         return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
 
 
-class Action(Record):
-    """Suggested next step for the reader of an audit."""
-
-    text: str
-    """Description of the step, with commands in backticks."""
-    shell: str = ""
-    """Shell command; empty if the step has none."""
-    python: str = ""
-    """Line of Python; empty if the step has none."""
-
-
 class Verdict(Record):
     """Summary of the findings of an audit: one sentence and suggested actions."""
 
     sentence: str
-    actions: tuple[Action, ...] = ()
-    """At most three suggested actions, most urgent first."""
+    actions: tuple[str, ...] = ()
+    """Remedies of at most three findings, most urgent first, with commands in backticks."""
 
 
 class Unseen(Record):

@@ -23,7 +23,7 @@ from rankwise._internals.threads import one_thread
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
 from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.error_hints import fix_hint, label_error
-from rankwise.auditing.examples import TokenNames, image_size
+from rankwise.auditing.examples import TokenNames
 from rankwise.auditing.initialization import InitialCopies
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
@@ -248,8 +248,7 @@ class Run:
                 self.measured_in_part[f"{len(heads)} of the {every} channels of {site.kind} mixers"] = None
             statistics = measure_heads(
                 site, heads, self.settings.delta, self.settings.method,
-                name_tokens=lambda site, columns: self.names.peaks(site, self._batch, columns),
-                image=image_size(self._batch), each_sequence=self.each_sequence,
+                names=self.names, batch=self._batch, each_sequence=self.each_sequence,
             )  # fmt: skip
             if self.maps is not None:
                 known = self.statistics.heads.get(statistics.mixer)

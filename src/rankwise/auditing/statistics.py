@@ -11,7 +11,7 @@ import numpy as np
 
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import Floats, Moments
-from rankwise.auditing.examples import TOKENS_KEPT, Examples, most_common
+from rankwise.auditing.examples import TOKENS_KEPT, Examples
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
@@ -218,12 +218,13 @@ class HeadStatistics:
         alone = [at] if "*" in self.mixer.site else slice(None)
         count, mean, _ = (part[at].copy() for part in self.distances.to_record())
         mean[at] = np.nan
+        by_frequency = (sorted(kind.items(), key=lambda item: (-item[1], item[0])) for kind in names[at])
         return MergeData(
             longest=int(self.examples.longest[at]),
             distances=mean[alone].tolist(),
             pairs=count[alone].astype(int).tolist(),
             named=self.examples.named[at],
-            names=most_common(names[at], TOKENS_KEPT * audits),
+            names=[dict(kind[: TOKENS_KEPT * audits]) for kind in by_frequency],
         )
 
 

@@ -1,7 +1,7 @@
 """Turn texts into batches of token ids that a model accepts."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from rankwise.errors import InputError, instance_of, whole_number
+from rankwise.errors import InputError, whole_number
 
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
@@ -132,24 +132,6 @@ def model_batches(
         notes.append("the decoder reads the encoder's text, shifted by one token")
         batches = (_with_decoder(model, batch) for batch in batches)
     return batches, notes
-
-
-def checked_texts(texts: object, tokenizer: Tokenizer | None) -> tuple[list[str], Tokenizer]:
-    """Return texts as a list, and the tokenizer; raise `InputError` if either has a wrong type."""
-    fix = "Give a list of strings."
-    if not isinstance(texts, Iterable) or isinstance(texts, dict):
-        raise InputError("`texts`", expected="a list of strings", got=type(texts).__name__, fix=fix)
-    several = [texts] if isinstance(texts, str) else list(texts)
-    for number, text in enumerate(several, start=1):
-        instance_of(f"`texts`, number {number}", text, str, "a str", fix=fix)
-    if not several:
-        raise InputError("`texts`", expected="at least one text", got="none", fix=fix)
-    if not callable(tokenizer):
-        fix = "Pass `tokenizer=transformers.AutoTokenizer.from_pretrained(…)` with the name of the model."
-        expected = "the tokenizer of the model for `texts`"
-        got = "none" if tokenizer is None else type(tokenizer).__name__
-        raise InputError("`tokenizer`", expected=expected, got=got, fix=fix)
-    return several, tokenizer
 
 
 def longest_sequence(model: nn.Module) -> int | None:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rankwise.auditing.findings import RULES
-from rankwise.auditing.records import SEVERITY_ORDER, Action, Verdict
+from rankwise.auditing.records import SEVERITY_ORDER, Verdict
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -35,14 +35,5 @@ def verdict_of(audit: "Audit") -> Verdict:
     )
     return Verdict(
         sentence=sentence,
-        actions=tuple(action_of(first[code].remedy) for code in list(codes)[:MOST_ACTIONS]),
+        actions=tuple(first[code].remedy for code in list(codes)[:MOST_ACTIONS]),
     )
-
-
-def action_of(remedy: str) -> Action:
-    """Return a remedy as an `Action`: its text, its first shell command and its first line of Python."""
-    is_code = remedy.startswith(("rankwise ", "rw."))
-    codes = [remedy] if is_code else remedy.split("`")[1::2]
-    shell = [code for code in codes if code.startswith("rankwise ")]
-    python = [code for code in codes if not code.startswith("rankwise ")]
-    return Action(text=remedy, shell="".join(shell[:1]), python="".join(python[:1]))

@@ -1,9 +1,9 @@
 """Measures: functions that map mixing matrices (operators) or token states to numbers, without a model.
 
-A measure of matrices takes ``op``: a mixing operator, or a tensor (..., T, S) with a row per token and a column
-per source, T, S ≥ 1. A measure of heads takes the matrices of all H heads of a layer, (..., H, T, S). A measure
-of token states takes ``tokens`` (B, T, D) and a bool ``mask`` (B, T), True for real tokens; by default all
-tokens are real. Other shapes or dtypes raise `rankwise.errors.ShapeError`.
+A measure of matrices takes ``op``: a mixing operator, or a tensor (..., T, S) with a row per token and a
+column per source, T, S ≥ 1. A measure of heads takes the matrices of all H heads of a layer, (..., H, T, S).
+A measure of token states takes ``tokens`` (B, T, D) and a bool ``mask`` (B, T), True for real tokens; by
+default all tokens are real. Other shapes or dtypes raise `rankwise.errors.ShapeError`.
 
 All computations run in float64 and are batched over leading axes. A matrix or sequence with NaN or infinity
 has the result NaN, and does not affect the rest of the batch.

@@ -51,9 +51,6 @@ class SpectrumEstimate:
     """Largest singular value σ_1."""
     products: Int64[Tensor, "*batch"]
     """Number of matrix-vector products with M or Mᵀ."""
-    probes: int
-    steps: int
-    seed: int
     _matrices: list["_MatrixEstimate | None"] = field(repr=False)
 
     def count(self, delta: float) -> Estimate:
@@ -61,13 +58,8 @@ class SpectrumEstimate:
 
         The value is NaN if the quadrature error exceeds both 0.5 and 5 % of the value, because too many
         singular values are close to δ. In this case only the interval is known.
+        δ is absolute as in `numerical_rank`; a `RankwiseError` is raised if it is not finite and positive.
         Cost: no further product with M; ``probes`` eigendecompositions of order ``steps`` per matrix.
-
-        Args:
-            delta: threshold δ, absolute as in `numerical_rank`.
-
-        Raises:
-            RankwiseError: if ``delta`` is not finite and positive.
 
         Examples:
             >>> import torch
@@ -81,13 +73,8 @@ class SpectrumEstimate:
     def relative_count(self, delta: float) -> Estimate:
         """Estimate the number of singular values ≥ δσ_1, as `count` at δ times the estimated σ_1.
 
-        The interval of the count is valid for every σ_1 in the interval of `sigma_max`.
-
-        Args:
-            delta: threshold δ as a fraction of σ_1.
-
-        Raises:
-            RankwiseError: if ``delta`` is not finite and positive.
+        The interval of the count is valid for every σ_1 in the interval of `sigma_max`. A `RankwiseError` is
+        raised if δ is not finite and positive.
 
         Examples:
             >>> import torch
@@ -134,7 +121,6 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
         seed: random seed of the vectors; the global generator of torch is not used.
 
     Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         InputError: if ``probes`` or ``steps`` is out of range.
 
     Examples:
@@ -168,9 +154,6 @@ def estimate_spectrum(op: Mixing, probes: int = 16, steps: int = 64, seed: int =
             stable_rank=_each(matrices, products, _MatrixEstimate.stable_rank),
             sigma_max=_each(matrices, products, _MatrixEstimate.sigma_max),
             products=products,
-            probes=probes,
-            steps=steps,
-            seed=seed,
             _matrices=matrices,
         )
 

@@ -74,10 +74,7 @@ class TraceEstimator:
     2023; R. Meyer et al., "Hutch++", SOSA 2021; S. Ubaru et al., "Fast estimation of tr(f(A)) via stochastic
     Lanczos quadrature", SIAM J. Matrix Anal. Appl. 2017.
 
-    Args:
-        krylov: A compressed to the Krylov space of all probes.
-        energy: trace of A, equal to ‖M‖_F².
-        limit: upper bound on the number of nonzero eigenvalues.
+    ``energy`` is ‖M‖_F², the trace of A; ``limit`` bounds the number of nonzero eigenvalues.
     """
 
     def __init__(self, krylov: Krylov, energy: float, limit: int) -> None:
@@ -211,10 +208,6 @@ class EigenvalueCounter:
 
     Source: N. Akhiezer, "The Classical Moment Problem", 1965; for the rule with a node at t, Golub and
     Meurant 2010.
-
-    Args:
-        estimator: estimator of traces of functions of A.
-        steps: number of products with A per probe.
     """
 
     def __init__(self, estimator: TraceEstimator, steps: int) -> None:

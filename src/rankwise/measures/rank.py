@@ -126,7 +126,6 @@ def rank_summary(
             below about 1e-7, the SVD is then computed for all matrices.
 
     Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
     Examples:
@@ -163,7 +162,6 @@ def numerical_rank(op: Mixing, delta: float = DELTA) -> Float64[Tensor, "*batch"
         delta: threshold δ. If δ is below about 1e-16·σ_1, rounding errors are counted too.
 
     Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1.
         RankwiseError: if ``delta`` is not finite and positive.
 
     Examples:

@@ -32,13 +32,7 @@ Statistic = TypeVar("Statistic", bound=RowStatistic)
 
 
 class RowWalk:
-    """One pass over the rows of an operator, which fills row statistics.
-
-    Args:
-        operator: mixing operator, (..., T, S).
-        statistics: types of the statistics to fill.
-        scale: power of two by which each matrix is divided before sums are taken.
-    """
+    """One pass over the rows of an operator, which fills row statistics of matrices divided by ``scale``."""
 
     def __init__(
         self,
@@ -86,9 +80,6 @@ def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
     Args:
         names: names of measures of matrices or heads in `MEASURES`.
         op: mixing operator, or tensor (..., T, S); (..., H, T, S) for measures of heads.
-
-    Raises:
-        ShapeError: if a measure does not accept the shape of ``op``.
 
     Examples:
         >>> from rankwise import measures

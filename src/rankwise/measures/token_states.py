@@ -47,9 +47,6 @@ def token_spread(
         mask: True for real tokens, False for padding; by default all tokens are real.
         normalized: True to return μ/‖Y‖_F, False to return μ.
 
-    Raises:
-        ShapeError: if tokens or mask have the wrong shape or dtype.
-
     Examples:
         >>> import torch
         >>> states = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]])
@@ -195,7 +192,6 @@ def coding_rate(
         mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
-        ShapeError: if tokens or mask have the wrong shape or dtype.
         RankwiseError: if ``eps`` is not finite and positive, or if rounding could change a rate by a
             relative error above 1e-6.
 

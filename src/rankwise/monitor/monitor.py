@@ -234,7 +234,7 @@ class RankMonitor:
                 causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
             verdict = result.verdict
-            action = f" {verdict.actions[0].text}" if verdict.actions else ""
+            action = f" {verdict.actions[0]}" if verdict.actions else ""
             logger.error(
                 "step %d: training stops on %s%s. %s%s",
                 step,

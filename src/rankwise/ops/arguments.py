@@ -112,16 +112,11 @@ class Solution(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward pass saves for the backward pass.
-
-    Attributes:
-        membership: memberships Π.
-        score: scores; if no gradient is needed, memberships, which have overwritten the scores.
-        sums: sums after the last token.
-    """
+    """Memberships, scores and sums after the last token, which a forward pass saves for the backward pass."""
 
     membership: Float[Tensor, "B T H"]
     score: Float[Tensor, "B T H"]
+    """Scores; if no gradient is needed, memberships, which have overwritten the scores."""
     sums: Sums
 
 
@@ -163,15 +158,9 @@ def make_call(
     half_life: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Call, Int[Tensor, " N"] | None]:
-    """Check the arguments of `tssa` and convert them.
+    """Check the arguments of `tssa`, and return them as a call; raise as `tssa` does.
 
-    Returns:
-        The call and, if causal, the number of real tokens per sequence, including earlier calls.
-
-    Raises:
-        ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.
-        InputError: if an argument is not a tensor, is on another device or contradicts another argument, or
-            if the process is a fork that lacks threads of torch.
+    For a causal call, also return the number of real tokens per sequence, including earlier calls.
     """
     parts = {"temperature": temperature, "bias": bias, "mask": mask, "half_life": half_life}
     if state is not None:

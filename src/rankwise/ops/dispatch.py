@@ -27,17 +27,10 @@ PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
 
 
 def choose(impl: str, device: torch.device) -> str:
-    """Return the name of the implementation for a device; raise if an explicit choice cannot run.
+    """Return the name of the implementation for a device; raise if a name is unknown or cannot run.
 
     ``"auto"`` means ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if
     triton can be imported, and ``"reference"`` otherwise. The choice does not depend on length or dtype.
-
-    Args:
-        impl: "auto" or the name of an implementation.
-        device: device of w.
-
-    Raises:
-        InputError: if the name is unknown or the implementation cannot run on the device.
 
     Examples:
         >>> import torch
@@ -82,8 +75,7 @@ def _failure(package: str) -> str:
 def solve(call: Call, impl: str) -> Solution:
     """Run a call by the reference, by a custom operator or, if nothing observes torch, directly by a kernel.
 
-    Raises:
-        InputError: if forward-mode derivatives are requested, which custom operators would silently drop.
+    Raise `InputError` if forward-mode derivatives are requested, which custom operators would silently drop.
     """
     if impl == "reference":
         return reference.solve(call)

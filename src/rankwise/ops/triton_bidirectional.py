@@ -1,14 +1,8 @@
 """Bidirectional token statistics self-attention (TSSA) by Triton kernels, for GPUs.
 
-Formula for token t, per head and channel; w_t is the projection of the token, sums run over all tokens::
-
-    inverse = 1/max(Σ_t w_t², eps);    s_t = Σ_k w_t² inverse    score, a sum over the K channels
-    Π_t = softmax over heads of temperature · s_t    memberships: weights of the heads, which sum to 1
-    m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)                 moment: mean of w² weighted by Π
-    output_t = -Π_t w_t factor, factor = 1/(1 + m)
-
-d_x is the gradient of the loss with respect to x. Kernels first sum over each chunk of tokens, and then visit
-the chunks again with the sums of whole sequences. `triton_chunks` describes arguments that kernels share.
+The docstring of `cpu_bidirectional` contains the formulas. d_x is the gradient of the loss with respect to x.
+Kernels first sum over each chunk of tokens, and then visit the chunks again with the sums of whole sequences.
+`triton_chunks` describes arguments that kernels share.
 """
 
 from typing import no_type_check

@@ -1,17 +1,10 @@
 """Causal token statistics self-attention (TSSA) by Triton kernels, for GPUs.
 
-Formula for token t, per head and channel; w_t is the projection of the token and λ ≤ 1 the decay per token::
-
-    c_t = λ c_{t-1} + w_t²                 running energy
-    s_t = Σ_k w_t²/max(c_t, eps) + offset  score, a sum over the K channels
-    Π_t = softmax over heads of temperature · s_t    memberships: weights of the heads, which sum to 1
-    a_t = λ a_{t-1} + Π_t w_t²;    n_t = λ n_{t-1} + Π_t    assigned energy and mass
-    output_t = -Π_t w_t n_t/(n_t + a_t)    here n_t includes a small eps
-
-Kernels compute the sums over each chunk of tokens, `Chunks.carry` adds them up, and the next kernel starts
-each chunk with the sums before it (`base`). d_x is the gradient of the loss with respect to x. Kernels that
-compute gradients run twice: first they sum over each chunk, then (FINISH) they add sums from later chunks
-(`d_after`). `triton_chunks` describes arguments that all kernels share.
+The docstring of `cpu_causal` contains the formulas. Kernels compute the sums over each chunk of tokens,
+`Chunks.carry` adds them up, and the next kernel starts each chunk with the sums before it (`base`). d_x is
+the gradient of the loss with respect to x. Kernels that compute gradients run twice: first they sum over each
+chunk, then (FINISH) they add sums from later chunks (`d_after`). `triton_chunks` describes arguments that all
+kernels share.
 """
 
 from typing import no_type_check

@@ -50,7 +50,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            _print_remedy(action.text, out, indent=0)
+            _print_remedy(action, out, indent=0)
         out.print()
         for section in (section for section in document.sections if section.on_console or verbose):
             _print_section(section, out, verbose)
