@@ -8,8 +8,9 @@ import torch
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.untouched import state_of
 
+from rankwise._internals.forward import tensors_in
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
-from rankwise.skips.find import run_with, tensors_in
+from rankwise.skips.find import run_with
 from rankwise.skips.observe import scaled_sums, without_skips
 
 

@@ -151,11 +151,12 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
     return {str(name): value for name, value in items if isinstance(value, Tensor)}
 
 
-def has_tensor(value: Any) -> bool:
-    """Return True if nested dicts, lists or tuples contain a tensor."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(has_tensor, value)))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists or tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -183,7 +184,7 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
     """
     names, any_name = argument_names(model)
     if isinstance(batch, Mapping) and not any_name:
-        extra = [key for key in batch if key not in names and (key in LABELS or not has_tensor(batch[key]))]
+        extra = [key for key in batch if key not in names and (key in LABELS or not tensors_in(batch[key]))]
         if extra:
             kept = {key: value for key, value in batch.items() if key not in extra}
             return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"

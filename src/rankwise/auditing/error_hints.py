@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, argument_names, has_tensor, tensors_of
+from rankwise._internals.forward import LABELS, argument_names, tensors_in, tensors_of
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
@@ -35,13 +35,13 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
         if unknown:
             guess = did_you_mean(unknown[0], names)
             return f"`forward` has no {', '.join(unknown)}: leave them out or rename them. {guess}"
-        if batch and not has_tensor(batch):
+        if batch and not tensors_in(batch):
             tensors = '`tokenizer(texts, return_tensors="pt", padding=True)`'
             return f"Its values are not tensors. Use {tensors}, or {_COLLATE} for rows of a data set."
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 1:
             return f"It is one row without a batch axis. Put rows together: {_COLLATE}."
-    elif not has_tensor(batch):
+    elif not tensors_in(batch):
         if isinstance(batch, str) or (_is_list(batch) and any(isinstance(item, str) for item in batch)):
             return PASS_TEXTS
         if _is_list(batch):

@@ -129,11 +129,8 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     finally:
         sys.path.remove(str(path.parent.resolve()))
     model, batches = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    expected, fix = (
-        "a torch.nn.Module, or a pair of one and its batches",
-        "Return the model from the factory.",
-    )
-    instance_of(subject, model, nn.Module, expected, fix=fix)
+    expected = "a torch.nn.Module, or a pair of one and its batches"
+    instance_of(subject, model, nn.Module, expected, fix="Return the model from the factory.")
     return LoadedModel(model, f"{path}:{name}", batches=batches)
 
 

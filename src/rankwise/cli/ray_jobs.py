@@ -32,11 +32,9 @@ def run_on_ray(
         has = f"{room.get('CPU', 0):g} CPUs, {room.get('GPU', 0):g} GPUs"
         print(f"rankwise: Ray cluster {where}: {has}", file=sys.stderr)
         if is_local and (room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus):  # Ray would wait forever
-            asked, expected = (
-                f"--cpus {cpus:g} --gpus {gpus:g}",
-                "at most the processors of this machine per job",
-            )
-            raise InputError(asked, expected=expected, got=has, fix="Reserve less, or name a cluster.")
+            asked, fix = f"--cpus {cpus:g} --gpus {gpus:g}", "Reserve less, or name a cluster."
+            expected = "at most the processors of this machine per job"
+            raise InputError(asked, expected=expected, got=has, fix=fix)
         task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(run_job)
         yield from _results(ray, task, jobs)
     finally:

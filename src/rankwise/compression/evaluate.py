@@ -80,7 +80,7 @@ def evaluate(
     fields = {
         **old.fields,
         **new.fields,
-        "output_kl": output_kl(pair(batch) for batch in compared_batches(model, batches)),
+        "output_kl": output_kl(pair(batch) for batch in compared_batches(batches)),
         "output_error": relative_error(new.output, old.output),
     }
     notes: list[str] = []
@@ -132,14 +132,14 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
 # --- outputs ---------------------------------------------------------------------------------------------
 
 
-def compared_batches(model: nn.Module, batches: list[Any]) -> Iterator[Any]:
-    """Yield the first sequences of batches on the device of the model, up to `SEQUENCES`."""
+def compared_batches(batches: list[Any]) -> Iterator[Any]:
+    """Yield the first sequences of batches, up to `SEQUENCES`."""
     count = 0
     for batch in batches:
         if count < SEQUENCES:
             short = first_sequences(batch, SEQUENCES - count)
             count += batch_size(short)
-            yield to_device(short, device_of(model))
+            yield short
 
 
 def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | None:

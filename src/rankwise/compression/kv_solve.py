@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_tokens, rank_notes
+from rankwise.compression.layers import check_tokens, not_finite, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
@@ -123,7 +123,7 @@ def collect_moments(
         moment.tokens /= max(moment.count, 1)
         moment.gradients /= max(moment.count, 1)
         if not bool(moment.tokens.isfinite().all() and moment.gradients.isfinite().all()):
-            raise _not_finite(f"attention layer {layer.module!r}", "tokens and gradients")
+            raise not_finite(f"attention layer {layer.module!r}", "tokens and gradients")
     return moments
 
 
@@ -149,7 +149,7 @@ def _add_batch(
         real = real_tokens(batch, logits.shape[:2])
         probabilities = logits.detach()[real].float().softmax(-1)
         if not bool(probabilities.isfinite().all()):
-            raise _not_finite(f"model {type(model).__name__}", "logits")
+            raise not_finite(f"model {type(model).__name__}", "logits")
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         loss = F.cross_entropy(logits[real].float(), labels, reduction="sum")
         outputs = {call.name: call.output for call in calls}
@@ -167,15 +167,6 @@ def _add_batch(
 def _differentiable(_module: nn.Module, _args: Any, _kwargs: Any, output: Tensor) -> Tensor:
     """Hook that makes the output of a linear layer require a gradient although no parameter does."""
     return output if output.requires_grad else output.detach().requires_grad_()
-
-
-def _not_finite(subject: str, what: str) -> CompressionError:
-    return CompressionError(
-        subject,
-        expected=f"finite {what}",
-        got="NaN or infinity",
-        fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
-    )
 
 
 # --- factors ---------------------------------------------------------------------------------------------
@@ -252,8 +243,7 @@ def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int
 def _largest(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:
     """Return ranks that take the `count` largest directions of all layers, at least 1 per layer."""
     ranks = [1] * len(nats)
-    rest = [(float(value), layer) for layer, values in enumerate(nats) for value in values[1:]]
-    rest.sort(key=lambda direction: (-direction[0], direction[1]))
+    rest = sorted((-float(value), layer) for layer, values in enumerate(nats) for value in values[1:])
     for _, layer in rest[: max(0, count - len(nats))]:
         ranks[layer] += 1
     return ranks

@@ -1,14 +1,23 @@
 """Shared by several parts: projections of attention layers, factors, trials, outputs and checks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import (
+    Change,
+    device_of,
+    first_sequences,
+    run_model,
+    tensors_in,
+    to_device,
+)
+from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_tokens
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
@@ -84,9 +93,9 @@ class Factors:
     """Remaining channels of each key head, ascending."""
 
 
-def random_bases(layer: Projections, seed: int = 0) -> Factors:
+def random_bases(layer: Projections) -> Factors:
     """Draw random orthonormal factors of full width; the two channels of a rotary pair are only rotated."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     free = torch.tensor(layer.unrotated, dtype=torch.long)
     bases = torch.eye(layer.width, dtype=torch.float64).repeat(layer.key_heads, 1, 1)
     for basis in bases:
@@ -102,10 +111,8 @@ def random_bases(layer: Projections, seed: int = 0) -> Factors:
 
 def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
     """Return the outputs of modules by name, in the order of their calls."""
-    outputs: dict[str, list[Tensor]] = {}
-    for call in calls:
-        outputs.setdefault(call.name, []).append(call.output)
-    return outputs
+    by_name = grouped(calls, attrgetter("name"))
+    return {name: [call.output for call in own] for name, own in by_name.items()}
 
 
 def find_layers(
@@ -191,16 +198,9 @@ def main_output(model: nn.Module, batch: Any) -> Tensor:
     """Return the first floating-point tensor of a model's output that is not a scalar: logits or states."""
     with torch.no_grad():
         out = run_model(model, batch)
-    found = next((part for part in _tensors(out) if part.is_floating_point() and part.dim() > 0), None)
+    found = next((part for part in tensors_in(out) if part.is_floating_point() and part.dim() > 0), None)
     assert found is not None, "a model with mixers returns a tensor"
     return found
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    items = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def relative_error(after: Tensor, before: Tensor) -> float:
@@ -235,6 +235,12 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
         fix=("Use float32" if low else "Check the batch")
         + ": `rankwise audit` shows where it begins. The model is unchanged.",
     )
+
+
+def not_finite(subject: str, what: str, got: str = "NaN or infinity") -> CompressionError:
+    """Return the error for queries, gradients or logits that are not finite."""
+    fix = "Fix the weights, or use float32: `rankwise audit` shows where it begins."
+    return CompressionError(subject, expected=f"finite {what}", got=got, fix=fix)
 
 
 def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str, fix: str) -> None:

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, check_tokens, outputs_by_name
-from rankwise.errors import CompressionError
+from rankwise.compression.layers import (
+    Factors,
+    Projections,
+    Step,
+    check_tokens,
+    not_finite,
+    outputs_by_name,
+)
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
@@ -161,12 +167,7 @@ def usable_layers(
     }
     if len(broken) == len(layers):
         name, reason = next(iter(broken.items()))
-        raise CompressionError(
-            f"attention layer {name!r}",
-            expected="finite queries and keys",
-            got=reason,
-            fix="Fix the weights, or use float32: `rankwise audit` shows where it begins.",
-        )
+        raise not_finite(f"attention layer {name!r}", "queries and keys", reason)
     finite = [layer for layer in layers if not layer.broken]
     check_tokens(min(layer.tokens for layer in finite), max(layer.projections.width for layer in finite))
     return finite, skipped | broken

@@ -77,13 +77,14 @@ def pair_widths(
     orders: list[list[Order]], keep: float | int | None, tolerance: float | int | None = None
 ) -> list[list[int]]:
     """Return the width of each key head, by layer, in whole units: rounded down for `keep`, else up."""
-    every = [order for own in orders for order in own]
-    wanted = zip(every, allocate_widths([order.curve for order in every], keep, tolerance), strict=True)
-    if tolerance is not None:
-        chosen = iter([min(own for own in order.widths if own >= width) for order, width in wanted])
-    else:
-        chosen = iter([max(own for own in order.widths if own <= width) for order, width in wanted])
-    return [[next(chosen) for _ in own] for own in orders]
+    wanted = iter(allocate_widths([order.curve for own in orders for order in own], keep, tolerance))
+
+    def whole(widths: list[int], width: int) -> int:
+        if tolerance is not None:
+            return min(own for own in widths if own >= width)
+        return max(own for own in widths if own <= width)
+
+    return [[whole(order.widths, next(wanted)) for order in own] for own in orders]
 
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:

@@ -14,7 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.forward import Batch, eval_mode, map_tensors, preserve_random_state, run_model
+from rankwise._internals.forward import (
+    Batch,
+    eval_mode,
+    map_tensors,
+    preserve_random_state,
+    run_model,
+    tensors_in,
+)
 from rankwise._internals.torch_private import base_of, changes_in_place
 from rankwise.errors import SkipError
 from rankwise.skips.hooks import Key, Port, items
@@ -313,7 +320,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
         for parameter in frozen:
             parameter.requires_grad_(False)
     found = [one for sum_ in record.sums if (one := _residual(sum_, record.sums)) is not None]
-    if any(bool(tensor.isnan().any()) for tensor in tensors_in(output)):  # infinity may be a mask
+    if any(bool(tensor.isnan().any()) for tensor in floating(tensors_in(output))):  # infinity may be a mask
         raise _not_finite("the output of the model")
     dropped: set[SumName] = set()
     for outer in found:
@@ -396,7 +403,7 @@ def _not_finite(what: str) -> SkipError:
 def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, SumChange]) -> list[Tensor]:
     """Return the floating-point outputs of a model on an example, with some sums replaced."""
     with probe_mode(model), replacing_sums(model, changes):
-        return [tensor.detach() for tensor in tensors_in(run_model(model, example))]
+        return [tensor.detach() for tensor in floating(tensors_in(run_model(model, example)))]
 
 
 @contextmanager
@@ -413,14 +420,3 @@ def probe_mode(model: nn.Module) -> Iterator[None]:
     with eval_mode(model), preserve_random_state(model), torch.enable_grad():
         torch.manual_seed(0)
         yield
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """Return all floating-point tensors in an output, at any depth."""
-    if isinstance(output, Tensor):
-        return floating([output])
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    if not isinstance(output, tuple | list):
-        return []
-    return [tensor for value in output for tensor in tensors_in(value)]
