@@ -153,16 +153,8 @@ def ablation_cost(
 
     Cost: two forward passes per batch, one more of the first batch, and one more per batch for means.
 
-    Args:
-        model: any `torch.nn.Module`.
-        batches: as in `measure`; use other batches than for `measure` to check the choice of heads.
-        heads: addresses, as in the removable set of `measure`.
-        settings: the loss, and what replaces the heads.
-        sites: as in `rankwise.capture`.
-        blocks: as in `rankwise.capture`.
-
-    Raises:
-        InputError: if the model has no such head, or as in `measure`.
+    Arguments are as in `measure`; use other batches to check the choice of heads. ``heads`` are addresses, as
+    in the removable set. Raise `InputError` if the model has no such head, or as in `measure`.
 
     Examples:
         >>> import torch

@@ -230,9 +230,7 @@ class GatedPasses:
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
         """Run every batch once with gates; with ``gradients``, also backward from loss and projections.
 
-        Raises:
-            NotDifferentiableError: if no gradient reaches the gates.
-            InputError: if no sequence has a finite loss.
+        Raise `NotDifferentiableError` if no gradient reaches the gates, `InputError` if no loss is finite.
         """
         if gradients and torch.is_inference_mode_enabled():
             raise NotDifferentiableError(self.model, "torch.inference_mode around the call")

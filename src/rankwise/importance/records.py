@@ -127,8 +127,7 @@ class Importance:
     def merge(self, other: "Importance") -> None:
         """Merge importance on other sequences: costs become means over all tokens; removable set: None.
 
-        Raises:
-            RecordError: if the two were measured with different settings.
+        Raise `RecordError` if the two were measured with different settings.
         """
         first, second = self.record, other.record
         for name in SETTINGS:

@@ -1,15 +1,15 @@
 """Settings for the measurement of importance."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rankwise.errors import InputError, in_range, one_of, whole_number
 from rankwise.importance.losses import LossFunction
 
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
-LOSSES: tuple[LossName, ...] = ("auto", "causal", "masked", "encoder-decoder", "labels", "own", "output")
+LOSSES: tuple[LossName, ...] = get_args(LossName)
 Ablation = Literal["zero", "mean"]
-ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
+ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from rankwise._internals.linalg import ratio
-from rankwise.errors import ShapeError
 from rankwise.measures.registry import Mixing, measure
 from rankwise.measures.row_walk import (
     DistanceToIdentity,
@@ -53,20 +52,13 @@ def row_entropy(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
 
 @measure("matrices", RowShares, degree=0)
-def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "*batch"]:
-    """Return the mean weight that rows of a mixing matrix M put on one token, by default the first token.
+def first_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
+    """Return the mean weight that the rows of a mixing matrix M put on the first token.
 
-    Formula: mean over rows i of |m_ij|/Σ_k|m_ik| for j = ``column``. Rows of zeros are left out of the mean.
+    Formula: mean over rows i of |m_i0|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
     Range: [0, 1]; 1 if all weight is on the token (an attention sink), 1/S if all rows are uniform. NaN for
     a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
-
-    Args:
-        op: mixing operator, or tensor (..., T, S) with a row per token and a column per source.
-        column: index of the token; negative indices count from the end.
-
-    Raises:
-        ShapeError: if ``op`` does not have shape (..., T, S) with T, S ≥ 1, or ``column`` is out of range.
 
     Examples:
         >>> import torch
@@ -75,15 +67,7 @@ def first_token_mass(op: Mixing | RowWalk, column: int = 0) -> Float64[Tensor, "
     """
     walk = walk_rows(op, "first_token_mass")
     shares = walk.get(RowShares)
-    sources = shares.mass.shape[-1]
-    if not -sources <= column < sources:
-        raise ShapeError(
-            "`column` of `first_token_mass`",
-            expected=f"an index in [−{sources}, {sources})",
-            got=str(column),
-            fix="Pass the index of a column of the matrix.",
-        )
-    return walk.finite_only(shares.mass[..., column] / shares.nonzero_rows)
+    return walk.finite_only(shares.mass[..., 0] / shares.nonzero_rows)
 
 
 @measure("matrices", RowShares, degree=0)
@@ -91,7 +75,7 @@ def max_token_mass(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Return the largest mean weight that the rows of a mixing matrix put on any one token.
 
     Formula: max_j of the mean over rows i of |m_ij|/Σ_k|m_ik|. Rows of zeros are left out of the mean.
-    Range: [1/S, 1], at least `first_token_mass` of any column; 1 if every row puts all weight on one token.
+    Range: [1/S, 1], at least `first_token_mass`; 1 if every row puts all weight on one token.
     NaN for a matrix with only rows of zeros, or with NaN or infinity.
     Cost: O(T S) time per matrix.
 
