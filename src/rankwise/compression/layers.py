@@ -9,14 +9,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import (
-    Change,
-    device_of,
-    first_sequences,
-    run_model,
-    tensors_in,
-    to_device,
-)
+from rankwise._internals.forward import Change, device_of, first_sequences, run_model, tensors_in, to_device
 from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_tokens

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import (
-    Factors,
-    Projections,
-    Step,
-    check_tokens,
-    not_finite,
-    outputs_by_name,
-)
+from rankwise.compression.layers import Factors, Projections, Step, check_tokens, not_finite, outputs_by_name
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
