@@ -10,6 +10,16 @@ import pytest
 import torch
 from PIL import Image
 from tests.support.nets import NETS
+from transformers import (
+    BertConfig,
+    BertModel,
+    ByT5Tokenizer,
+    FalconConfig,
+    FalconModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 from typer.testing import Result
 
 from rankwise.cli.load_model import demo_model, demo_text, load_model
@@ -58,6 +68,28 @@ def test_for_texts_of_one_token_no_length_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("rankwise.cli.load_data.load_data", lambda *_, **__: given)
     with pytest.raises(InputError, match=r"got at most 1\. Pass a longer text\.$"):
         model_states(load_model(str(demo_model())), Path("short.txt"), None, 64, 1)
+
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA = LlamaConfig(**SIZES, intermediate_size=32, num_key_value_heads=2)
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, int]] = {
+    "a classifier with a causal mask": (lambda: LlamaForSequenceClassification(LLAMA), "causal", 2),
+    "one key head for all heads": (lambda: FalconModel(FalconConfig(**SIZES, multi_query=True)), "causal", 1),
+    "an encoder": (lambda: BertModel(BertConfig(**SIZES, intermediate_size=32)), "full", 4),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_mask_and_key_heads_are_those_of_the_running_model(case: str, run: Run, tmp_path: Path) -> None:
+    make, mask, key_heads = MODELS[case]
+    make().save_pretrained(tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    done = run("--model", "model", "--text", "text.txt", "--tokens", 32, "--sequences", 2, "--trials", 2)
+    assert done.exit_code == 0, done.output
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert (plan.mask, plan.kv_heads) == (mask, key_heads)
 
 
 def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:

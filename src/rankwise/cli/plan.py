@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -106,9 +106,10 @@ def command(
         own = attention_of(loaded, width)
         if heads is None:  # the model's key heads and widths only fit its own number of heads
             sizes = {**{name: own[name] for name in sizes}, **({"kv_heads": kv_heads} if kv_heads else {})}
-        positions, mask = positions or own["positions"], mask or own["mask"]
+        positions = positions or own["positions"]
         present_head_dim(**sizes, width=own["width"], positions=positions)
         given = model_states(loaded, text, images, tokens, sequences)
+        mask = mask or given.mask
     elif text is not None:
         given = text_states(text, width or DIM, tokens, sequences, seed)
     elif images is not None:
@@ -150,7 +151,7 @@ def command(
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
-    """Return heads, widths, positions and mask of a model by its configuration; raise if unusable."""
+    """Return heads, widths and positions of a model by its configuration; raise if unusable."""
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kind, subject = type(config).__name__, f"model {loaded.name}"
@@ -175,24 +176,24 @@ def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, A
         expected = f"{dim}, as in {loaded.name}"
         raise InputError(f"--width {width}", expected=expected, got=str(width), fix="Omit --width.")
     rotary = value("rope_parameters") or value("rope_theta")
-    causal = type(loaded.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    one_key_head = value("multi_query") and not value("new_decoder_architecture")  # Falcon, GPTBigCode
     return {
         "heads": heads,
-        "kv_heads": value("num_key_value_heads") or heads,
+        "kv_heads": 1 if one_key_head else value("num_key_value_heads") or value("num_kv_heads") or heads,
         "head_dim": value("head_dim") or dim // heads,
         "width": dim,
         "positions": "rope" if rotary else "none",  # token states include learned positions
-        "mask": "causal" if causal else "full",
     }
 
 
 class TokenStates(NamedTuple):
-    """Token states (B, T, D) or a number of tokens, with a description, notes and the batches of a model."""
+    """Token states (B, T, D) or a number of tokens, with what a model adds: notes, batches and its mask."""
 
     states: "int | Tensor"
     data: str = ""
     notes: tuple[str, ...] = ()
     batches: Sequence[Any] = ()
+    mask: Literal["full", "causal"] | None = None
 
 
 def model_states(
@@ -213,6 +214,12 @@ def model_states(
         batches.append(batch)
         with torch.no_grad(), capture(loaded.model) as trace:
             run_model(loaded.model, batch)
+        if not trace.mixers:
+            expected = "a mixer that is captured: --model reads its mask and the states before it"
+            raise InputError(
+                f"model {loaded.name}", expected=expected, got="none", fix="Pass --width and --heads."
+            )
+        causal = not bool(trace.mixers[0].operator[:1].support().triu(1).any())
         first = trace.states[0]
         masks = first.mask if first.mask is not None else [slice(None)] * len(first.tokens)
         rows += [row[mask].float().cpu() for row, mask in zip(first.tokens, masks, strict=True)]
@@ -223,7 +230,7 @@ def model_states(
         raise InputError(f"--text {text}", expected=expected, got=f"at most {longest}", fix=fix)
     states = torch.stack([row for row in rows if len(row) == longest])
     data = f"token states of {loaded.name} on {inputs.data} ({len(states)} sequences)"
-    return TokenStates(states, data, inputs.notes, batches)
+    return TokenStates(states, data, inputs.notes, batches, "causal" if causal else "full")
 
 
 def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
