@@ -1,7 +1,6 @@
 """Tables of the numbers that the monitor kept in the runs."""
 
 import statistics
-from collections.abc import Callable
 
 from experiments.render import markdown_table
 from experiments.results import Run
@@ -35,22 +34,17 @@ def _audited(run: Run) -> set[int]:
 
 def collapse(table: Table) -> str:
     """Return μ/‖Y‖ and effective rank of the last layer's tokens by step, for each seed."""
-    rows = each_seed(table)
+    rows = [  # a row for each run: the mean of a collapsed and another stack describes neither
+        Row(label if len(row.runs) == 1 else f"{label}, seed {run['seed']}", [run])
+        for label, row in table.items()
+        for run in row.runs
+    ]
     audited = sorted({step for row in rows for step in steps(row)})
     shown = markdown_table(
         ("", *(f"step {step}" for step in audited)),
         [(row.label, *(_last(row, step) if step in steps(row) else "–" for step in audited)) for row in rows],
     )
     return f"By step: μ/‖Y‖ of the last layer's tokens, and their effective rank.\n\n{shown}"
-
-
-def each_seed(table: Table) -> list[Row]:
-    """Return a row for each run: the mean of a collapsed and another stack describes neither."""
-    return [
-        Row(label if len(row.runs) == 1 else f"{label}, seed {run['seed']}", [run])
-        for label, row in table.items()
-        for run in row.runs
-    ]
 
 
 def _last(row: Row, step: int) -> str:
@@ -70,8 +64,3 @@ def learned(table: Table) -> str:
         return ""
     shown = markdown_table(("", "seed", "λ"), rows)
     return f"Learned λ by layer, of one for each channel the mean over channels:\n\n{shown}"
-
-
-def joined(*parts: Callable[[Table], str]) -> Callable[[Table], str]:
-    """Return a function that joins several of these."""
-    return lambda table: "\n\n".join(text for part in parts if (text := part(table)))

@@ -35,7 +35,6 @@ class Experiment:
     """Rows at the size of the paper; they have no run here, and require `--large`."""
 
     def path(self, folder: Path = RESULTS) -> Path:
-        """Return the file of the runs."""
         return folder / f"{self.name}.jsonl"
 
     def table(self, folder: Path = RESULTS) -> Table:

@@ -21,7 +21,6 @@ class Panel:
     height: float = 240
 
     def pixels(self, x: float, y: float) -> Point:
-        """Return the place of a data point."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         return self.left + across * self.width, self.top + (1 - up) * self.height
@@ -30,7 +29,6 @@ class Panel:
         return " ".join("{:.1f},{:.1f}".format(*self.pixels(*point)) for point in points)
 
     def line(self, points: Iterable[Point], color: str = GRAY, dash: str = "none") -> str:
-        """Return a line through data points."""
         return (
             f'<polyline points="{self._path(points)}" fill="none" stroke="{color}" stroke-width="1.6" '
             f'stroke-dasharray="{dash}"/>'
@@ -65,7 +63,6 @@ class Panel:
 
 
 def chart(title: str, parts: Iterable[str], width: float = 520, height: float = 300) -> str:
-    """Return the SVG file of a chart."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
         f'aria-label="{title}" font-family="sans-serif" font-size="11" fill="{GRAY}">'

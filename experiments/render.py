@@ -46,7 +46,6 @@ def verdicts(experiments: Sequence[Experiment], tables: Mapping[str, Table]) -> 
 
 
 def section(experiment: Experiment, table: Table) -> str:
-    """Return the text and the tables of one experiment."""
     lines = [f"## {experiment.title}, small", "", f"Source: {experiment.source}.", "", experiment.notes, ""]
     published = experiment.published
     rows = [cells(row, published.get(label, "–")) for label, row in table.items()]
@@ -79,13 +78,11 @@ def mean_std(numbers: Sequence[float], digits: int = 4) -> str:
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cells(row: Row, published: str) -> tuple[str, ...]:
-    """Return the cells of a row."""
     return (
         row.label,
         loss(row),
@@ -137,7 +134,6 @@ def origin(experiment: Experiment, table: Table) -> str:
 
 
 def data_of(run: Run) -> str:
-    """Return the source of a run's data, and its size."""
     about, chance = run["values"]["data"], run["values"]["chance"]
     examples = f"{about['train']:,} examples to draw from, {evaluated_examples(run):,} to judge by"
     common = "" if chance is None else f" (always the most common answer: {chance:.3f})"

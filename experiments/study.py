@@ -27,7 +27,7 @@ class Study:
     name: str
     """Name of the report, the one line of results/NAME.jsonl."""
     measure: Callable[[Path], Report]
-    """Data folder → report, plain JSON."""
+    """Data folder → report, plain JSON; its `settings` are everything that decides the run."""
     page: str = ""
     """Name of docs/PAGE.md, made from pages/PAGE.md; empty: no page."""
     tables: Callable[[Report], Mapping[str, str]] = _none
@@ -76,7 +76,6 @@ class Study:
         return self.kept()
 
     def files(self, report: Report) -> dict[Path, str]:
-        """Return the page and its figures, by file."""
         if not self.page:
             return {}
         figures = {DOCS / "images" / name: figure for name, figure in self.figures(report).items()}
@@ -87,9 +86,3 @@ class Study:
         }
         text = fill_page(self.template or self.page, self.tables(report), origin)
         return {DOCS / f"{self.page}.md": text, **figures}
-
-
-def settings_from(kind: type, report: Report) -> Any:
-    """Return the settings of a report as their class has them: tuples in place of lists."""
-    settings = report["settings"].items()
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in settings})

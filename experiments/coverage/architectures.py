@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from experiments.coverage.families import tensors
+from experiments.coverage.families import difference, tensors
 from experiments.render import markdown_table
 from experiments.results import RESULTS
 from experiments.study import Report, Study
@@ -100,10 +100,12 @@ def _captured(model: nn.Module, batch: dict[str, Tensor]) -> Entry:
         refused = {"capture_why": _first_line(error)}
     seen = {site.name for site in trace.mixers}
     left = {one.name: one for one in trace.uncaptured if one.name in called}
+    types = {name: type(module).__name__ for name, module in called.items()}
     silent = {
-        type(module).__name__
-        for name, module in called.items()
-        if _attention_like(module) and not any(_related(name, other) for other in (*seen, *left))
+        kind
+        for name, kind in types.items()
+        if ATTENTION_LIKE.search(kind) and not NO_MIXER.search(kind)
+        if not any(_related(name, other) for other in (*seen, *left))
     }
     return {
         "identical": _same(alone, watched),
@@ -129,7 +131,7 @@ def _reported(model: nn.Module, batch: dict[str, Tensor], trace: rw.Trace) -> En
             continue
         maps = [value for name, value in output.items() if "attentions" in name]
         matrices = [matrix for matrix in tensors(maps) if matrix.dim() == 4]
-        equal = sum(any(_close(one, matrix) for one in captured) for matrix in matrices)
+        equal = sum(any(difference(one, matrix) <= CLOSE for one in captured) for matrix in matrices)
         if entry["equal"] is None or equal > entry["equal"]:
             entry = {"told": len(matrices), "equal": equal}
         if equal == len(matrices):
@@ -183,11 +185,6 @@ def _called(model: nn.Module) -> Any:
         handle.remove()
 
 
-def _attention_like(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return bool(ATTENTION_LIKE.search(name)) and not NO_MIXER.search(name)
-
-
 def _related(one: str, other: str) -> bool:
     """Return if one module is the other, inside it, or around it; "" is the model."""
     return not one or not other or f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
@@ -199,10 +196,6 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
         a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one - other).abs().max() <= CLOSE)
 
 
 def _first_line(error: Exception) -> str:
@@ -302,7 +295,6 @@ def tables(report: Report) -> dict[str, str]:
 
 
 def _sums(ran: Mapping[str, Entry], failed: Mapping[str, str], types: int, silent: int) -> str:
-    """Return the table of totals."""
     every = list(ran.values())
     reported, skipped = ([entry for entry in every if entry[key]] for key in ("told", "skips"))
     mixing = [entry for entry in every if entry["there"] or entry["silent"]]

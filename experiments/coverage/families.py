@@ -56,7 +56,6 @@ STATE_SPACE_HEADINGS = (
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """Return all tensors in an output."""
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if isinstance(output, dict) else output
@@ -109,7 +108,6 @@ class Checked:
 
 
 def operators(trace: rw.Trace) -> str:
-    """Return the classes of the operators of a trace."""
     return ", ".join(dict.fromkeys(f"`{type(site.operator).__name__}`" for site in trace.mixers))
 
 
@@ -138,7 +136,6 @@ def check(family: Family, implementation: str) -> Checked:
 
 
 def prepared(family: Family, implementation: str) -> tuple[nn.Module, Batch]:
-    """Return the model and its batch in float64."""
     batch = {
         name: value.to(DTYPE) if value.is_floating_point() else value
         for name, value in family.inputs().items()
@@ -279,7 +276,6 @@ def measure() -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the tables of the page."""
     return {
         "table": markdown_table(HEADINGS, report["attention"]),
         "state_space": markdown_table(STATE_SPACE_HEADINGS, report["state_space"]),

@@ -22,15 +22,13 @@ import rankwise as rw
 from experiments.rank.rivals import latent_costs
 from experiments.real_models import demo, demo_windows, draw_windows
 from experiments.render import markdown_table, mean_std
-from experiments.study import Study, settings_from
+from experiments.study import Study
 from rankwise.compression.kv_find import find_latent_layers
 from rankwise.compression.kv_solve import collect_moments, weighted_svd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     tokens: int = 256
     calibrate: int = 32
     """Windows to calibrate on."""
@@ -115,8 +113,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the page: loss by budget, KL by method, milliseconds of the first split."""
-    recipe, splits = settings_from(Recipe, report), report["splits"]
-    keeps = [str(keep) for keep in recipe.keeps]
+    settings, splits = report["settings"], report["splits"]
+    keeps = [str(keep) for keep in settings["keeps"]]
     first = splits[0]["keeps"][keeps[0]]
     losses = [
         (

@@ -18,7 +18,7 @@ import rankwise as rw
 from experiments.rank.rivals import pair_costs
 from experiments.real_models import demo, draw_windows, loss
 from experiments.render import markdown_table, mean_std
-from experiments.study import Study, settings_from
+from experiments.study import Study
 from rankwise.compression.qk_statistics import collect_statistics
 from rankwise.compression.rotary_find import find_rotations
 from rankwise.compression.rotary_solve import greedy_orders, whole_factors
@@ -29,8 +29,6 @@ PAIRS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     calibrate: int = 32
     """Windows to calibrate on."""
     drawn_from: int = 100
@@ -116,14 +114,14 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the page: pairs kept, other choices of pairs, heads removed."""
-    recipe, splits = settings_from(Recipe, report), report["splits"]
+    settings, splits = report["settings"], report["splits"]
 
     def added(losses: list[float]) -> str:
         return mean_std([one - split["loss"] for one, split in zip(losses, splits, strict=True)])
 
     ways = ("chosen", "calibrated")
     pairs = []
-    for count in map(str, recipe.pairs):
+    for count in map(str, settings["pairs"]):
         own = [split["pairs"][count] for split in splits]
         cells = [added([one[way]["loss"] for one in own]) for way in ways]
         pairs.append((count, *cells, *(mean_std([one[way]["kl"] for one in own]) for way in ways)))
@@ -133,7 +131,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         for method in splits[0]["curves"]
     ]
     heads = []
-    for tolerance in recipe.tolerances:
+    for tolerance in settings["tolerances"]:
         own = [split["heads"][str(tolerance)] for split in splits]
         gone = ", ".join(str(len(one["gone"])) for one in own)
         left = mean(one["parameters_after"] / one["parameters_before"] for one in own)
@@ -142,7 +140,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return {
         "splits": str(len(splits)),
         "loss": f"{splits[0]['loss']:.4f}",
-        "steps": str(recipe.steps),
+        "steps": str(settings["steps"]),
         "pairs": markdown_table((*headings, "calibrated"), pairs),
         "ways": markdown_table(("pairs kept", *counts), curves),
         "heads": markdown_table(

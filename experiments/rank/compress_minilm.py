@@ -21,7 +21,7 @@ import rankwise as rw
 from experiments.rank.rivals import basis_costs, weight_moments
 from experiments.real_models import require_minilm
 from experiments.render import markdown_table, mean_std
-from experiments.study import Study, settings_from
+from experiments.study import Study
 from rankwise.auditing import text_batches
 from rankwise.cli.load_data import load_text
 from rankwise.compression.layers import Factors
@@ -36,8 +36,6 @@ WIDTH = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     tokens: int = 192
     reviews: int = 32
     """Reviews to calibrate on, and as many others to test on."""
@@ -163,13 +161,13 @@ def measure(recipe: Recipe, data: Path) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the page: KL and retrieval by width, latency of the first split."""
-    recipe, splits = settings_from(Recipe, report), report["splits"]
-    widths, first = [str(width) for width in recipe.widths], splits[0]
+    settings, splits = report["settings"], report["splits"]
+    widths, first = [str(width) for width in settings["widths"]], splits[0]
     costs = {
         way: {width: [one["curves"][way][width] for one in splits] for width in widths}
         for way in first["curves"]
     }
-    costs[f"widths per head, calibrated ({recipe.calibrate} steps)"] = {
+    costs[f"widths per head, calibrated ({settings['calibrate']} steps)"] = {
         width: [one["widths"][width]["calibrated"] for one in splits] for width in widths
     }
     ours = [

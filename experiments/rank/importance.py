@@ -54,8 +54,6 @@ LIGHT, DARK = (158, 196, 224), (16, 58, 96)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides a run."""
-
     splits: int = 3
     sequences: int = 8
     """Sequences of each split."""
@@ -149,7 +147,6 @@ def numbers(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
 
 
 def measure_models(data: Path) -> Report:
-    """Measure both models, MiniLM only if its weights are installed, and how measures sort their heads."""
     settings, text, found = Settings(), data / "imdb" / "test.jsonl.gz", []
     if (weights := minilm()) is not None:
         splits = batches(weights, text, settings.tokens, settings)
@@ -165,7 +162,6 @@ def measure_models(data: Path) -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the sections of the models, and the numbers of the text."""
     return {
         "splits": str(report["recipe"]["splits"]),
         "sequences": str(report["recipe"]["sequences"]),
@@ -174,12 +170,10 @@ def tables(report: Report) -> dict[str, str]:
 
 
 def figure_name(model: Report) -> str:
-    """Return the file of the scatter of a model."""
     return "worth-" + ("demo" if "demo" in model["model"] else "minilm") + ".svg"
 
 
 def model_parts(model: Report) -> Iterable[str]:
-    """Yield the paragraphs and tables of one model."""
     values = ", ".join(f"{value:.3f}" for value in model["values"])
     whole = f" The whole model: {values} by split." if any(model["values"]) else ""
     yield f"## {model['model']}"
@@ -196,7 +190,6 @@ def model_parts(model: Report) -> Iterable[str]:
 
 
 def by_split(splits: int, rows: Iterable[Sequence[str]]) -> str:
-    """Return a table with a column per split."""
     return markdown_table(["", *(f"split {at + 1}" for at in range(splits))], rows)
 
 

@@ -72,7 +72,6 @@ def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return the table of layers, and the numbers of the text."""
     rows = report["rows"]
     names = ("layer", "trained", "fresh", "random winners", "random q and k", "equal weights", "effective")
     cells = [

@@ -97,7 +97,6 @@ def other_mixers(tokens: int, generator: torch.Generator) -> Iterator[Head]:
 
 
 def trained_heads(tokens: int) -> Iterator[Head]:
-    """Yield all heads of the bundled demo."""
     model = AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     text = demo_text().read_text("utf-8")[:tokens]  # a token for each byte
     ids = AutoTokenizer.from_pretrained(demo_model())(text)["input_ids"]
@@ -223,8 +222,6 @@ def measured(tokens: int, measure: Callable[[MixingOperator], dict[str, Any]]) -
 
 
 def estimated(tokens: int) -> dict[str, Any]:
-    """Estimate the ranks of one head."""
-
     def measure(operator: MixingOperator) -> dict[str, Any]:
         estimate = estimate_spectrum(operator, PROBES, STEPS)
         count = estimate.count(0.01)
@@ -259,7 +256,6 @@ def mean(values: Any) -> float:
 
 
 def measure(data: Path) -> dict[str, Any]:
-    """Measure accuracy, coverage and scaling on one thread."""
     torch.set_num_threads(1)
     return {"accuracy": accuracy(), "coverage": coverage(), "scaling": scaling()}
 

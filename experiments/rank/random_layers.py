@@ -15,7 +15,8 @@ from rankwise.theory import rank_barrier
 
 HEADS = 8
 """Not D/K: the rebuttal's widths are not multiples of K = 3."""
-LAYERS = 4
+LAYERS, MEASURED = 4, 2
+"""Layers, and the first heads of each that are measured."""
 
 
 def stream(*numbers: int) -> torch.Generator:
@@ -39,7 +40,6 @@ def layer_ranks(
     block: str,
     generator: torch.Generator,
     temperatures: tuple[float, ...],
-    heads: int = 2,
 ) -> Float[np.ndarray, "L M"]:
     """Return the mean rank over the first heads in each layer, by temperature in units of √K.
 
@@ -65,8 +65,8 @@ def layer_ranks(
     for _ in range(LAYERS):
         read = before(states)
         query, key = split(read), split(read)
-        pairs = list(zip(query[:heads], key[:heads], strict=True))
-        ranks.append([sum(measure.rank(*pair) for pair in pairs) / heads for measure in measures])
+        pairs = list(zip(query[:MEASURED], key[:MEASURED], strict=True))
+        ranks.append([sum(measure.rank(*pair) for pair in pairs) / MEASURED for measure in measures])
         mixed = F.scaled_dot_product_attention(query, key, split(read)).transpose(0, 1).flatten(1)
         states = after(states + project(mixed, width))
         hidden = F.gelu(project(before(states), 4 * width))

@@ -29,8 +29,6 @@ SIGNIFICANT = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides a run."""
-
     tokens: tuple[int, ...] = (50, 200, 800)
     head_dims: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     temperatures: tuple[float, ...] = (0.25, 1.0, 4.0)
@@ -57,22 +55,13 @@ def theorem1_bound(tokens: int) -> float:
     return (1 - math.exp(-1)) * tokens
 
 
-def theorem1_epsilon(tokens: int, width: int, head_dim: int) -> float:
-    """Return the scale below which ε must vanish in Theorem 1: 1/(T^{3/2}(D + K)).
-
-    The theorem requires XXᵀ = I + E with |E_ij| ≤ ε = o(1/(T^{3/2}(D + K))). It is asymptotic and names no
-    constant, so take a small share of this scale.
-    """
-    return 1 / (tokens**1.5 * (width + head_dim))
-
-
 def almost_orthonormal(
     tokens: int, width: int, epsilon: float = 0.0, seed: int = 0
 ) -> Float64[Tensor, "T D"]:
     """Draw token states X with XXᵀ = I + E, E symmetric with entries uniform in [−ε, ε].
 
     X = (I + E)^{1/2} X₀ with X₀ the orthonormal factor of a Gaussian matrix. It requires D ≥ T, and ε < 1/T,
-    so that I + E is positive definite for every draw. Cost: O(T² D).
+    so that I + E is positive definite for every draw. Theorem 1 requires ε = o(1/(T^{3/2}(D + K))).
     """
     generator = torch.Generator().manual_seed(seed)
     gaussian = torch.randn(width, tokens, dtype=torch.float64, generator=generator)
@@ -150,7 +139,6 @@ def largest_fall(settings: Settings, ranks: Sequence[SimulatedRank]) -> tuple[in
 
 
 def measure(settings: Settings) -> Report:
-    """Measure every mask, temperature and length."""
     return {
         "settings": asdict(settings),
         "unit": "mean and standard deviation of the rank over trials, by head width",

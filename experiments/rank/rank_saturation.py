@@ -67,8 +67,6 @@ SYNTHETIC = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides a run."""
-
     lengths: tuple[int, ...] = (50, 200, 800)
     law: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     text_lengths: tuple[int, ...] = (128, 256, 512)
@@ -77,8 +75,6 @@ class Settings:
     model_width: int = 192
     model_layers: int = 6
     model_head_dims: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-    image_tokens: int = 257
-    """Patches of 2 × 2 of a 32 × 32 picture, and the class token."""
     text_tokens: int = 256
     trials: int = 10
     seed: int = 0
@@ -244,7 +240,6 @@ def rounded(value: Any) -> Any:
 
 
 def measure(data: Path) -> Report:
-    """Measure on the pictures and the reviews of the folder."""
     settings, text = Settings(), data / "imdb" / "test.jsonl.gz"
     pixels = np.load(data / "cifar10" / "cifar10.npz")["x_test"][:4].astype(np.float32) / 127.5 - 1
     pictures = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
@@ -262,7 +257,6 @@ def measure(data: Path) -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the tables of the page, and the numbers of its text."""
     found = report["rebuttal"]
     return {
         "synthetic": "\n\n".join(synthetic_tables(report["synthetic"])),
@@ -296,7 +290,6 @@ def synthetic_tables(curves: Sequence[Report]) -> Iterable[str]:
 
 
 def synthetic_errors(report: Report) -> list[float]:
-    """Return the distances from the earlier simulation."""
     return [
         abs(mean - known)
         for one in report["synthetic"]
@@ -327,7 +320,6 @@ def rebuttal_tables(widths: Mapping[str, Report]) -> Iterable[str]:
 
 
 def nearest_words(found: Report) -> str:
-    """Describe the variant that is shown."""
     one = found["nearest"]
     filled = "reviews padded" if one["padded"] else "windows of longer reviews"
     return (
@@ -347,7 +339,6 @@ def tried_table(tried: Sequence[Report]) -> str:
 
 
 def model_tables(found: Sequence[Report]) -> Iterable[str]:
-    """Return rank/T by K and layer, a table per model."""
     for name in dict.fromkeys(one["model"] for one in found):
         own = [one for one in found if one["model"] == name]
         rows = []

@@ -38,8 +38,6 @@ KEEP = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     eps: tuple[float, ...] = (0.0, 1e-5, 0.1, 1.0)
     steps: int = 150
     copies: int = 4
@@ -254,7 +252,6 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return the searches, and the smallest |λ| by site."""
     found = [
         (
             one["bound"],

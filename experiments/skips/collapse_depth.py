@@ -52,8 +52,6 @@ FLOOR = -6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides a run."""
-
     depth: int = 64
     tokens: int = 64
     width: int = 64
@@ -110,7 +108,6 @@ class RowSkips(nn.Module):
 
 
 def config_of(stack: Stack, settings: Settings) -> ToSTConfig:
-    """Return the configuration of one block."""
     mixer, causal = MIXERS[stack.mixer]
     return ToSTConfig(
         vocab_size=2,
@@ -197,7 +194,6 @@ def digits(values: Sequence[float]) -> list[float | None]:
 
 
 def measure(settings: Settings) -> Report:
-    """Measure the curves of every stack."""
     return {
         "settings": asdict(settings),
         "layers": settings.layers,
@@ -207,7 +203,6 @@ def measure(settings: Settings) -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the tables of the page, and the numbers of its text."""
     return {
         "seeds": str(report["settings"]["seeds"]),
         "grid": "\n\n".join(grid_tables(report)),
@@ -274,7 +269,6 @@ def power(one: Report) -> str:
 
 
 def skip_name(skip: float) -> str:
-    """Return the heading of a column."""
     return f"λ = {skip:g}" if skip else "no skip"
 
 

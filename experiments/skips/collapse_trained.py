@@ -64,7 +64,6 @@ def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> d
 
 
 def measure() -> Report:
-    """Measure every model, trained and random, at every λ."""
     found = []
     for name, (folder, auto) in places().items():
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -82,7 +81,6 @@ HEADINGS = ("weights", "λ", "μ/‖Y‖ by layer", "effective rank, first and l
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return one table per model, and the numbers of the text."""
     parts = []
     for name in dict.fromkeys(one["model"] for one in report["runs"]):
         rows = []

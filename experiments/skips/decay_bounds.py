@@ -7,8 +7,6 @@ Source: own; the selective and LTI cases of the paper on λ-skip connections, wi
 import math
 from collections.abc import Sequence
 
-from rankwise.errors import ShapeError, in_range
-
 
 def diameter_of(spread: float) -> float:
     """Return the largest possible distance of two tokens for a given μ: max_ij ‖y_i − y_j‖ ≤ √2·μ."""
@@ -37,7 +35,6 @@ def attention_decay(
         >>> [float(f"{d:.1e}") for d in attention_decay(1.0, [1.0] * 3, [1.0] * 3)]
         [1.0, 0.24, 0.0037, 1.2e-08]
     """
-    _check(diameter, score_norms, value_norms)
     bounds = [diameter]
     for score, value in zip(score_norms, value_norms, strict=True):
         bounds.append(value * math.tanh(_product(score, bounds[-1], bounds[-1]) / 4) * bounds[-1])
@@ -55,7 +52,6 @@ def linear_decay(norm: float, operator_norms: Sequence[float], value_norms: Sequ
         >>> linear_decay(8.0, [0.5, 0.5], [1.0, 0.5])
         [8.0, 4.0, 1.0]
     """
-    _check(norm, operator_norms, value_norms)
     bounds = [norm]
     for operator, value in zip(operator_norms, value_norms, strict=True):
         bounds.append(operator * value * bounds[-1])
@@ -79,7 +75,6 @@ def selective_decay(
         >>> selective_decay(0.5, [1.0, 1.0], [1.0, 1.0])
         [0.5, 0.125, 0.001953125]
     """
-    _check(norm, gate_norms, value_norms, step)
     bounds = [norm]
     for gate, value in zip(gate_norms, value_norms, strict=True):
         bounds.append(_product(step * gate * value, bounds[-1], bounds[-1], bounds[-1]))
@@ -89,15 +84,3 @@ def selective_decay(
 def _product(*factors: float) -> float:
     """Multiply: infinite beyond the largest float instead of an error; 0 times anything is 0."""
     return 0.0 if 0 in factors else math.prod(factors)
-
-
-def _check(size: float, first: Sequence[float], other: Sequence[float], *more: float) -> None:
-    if len(first) != len(other):
-        raise ShapeError(
-            "norms of the layers",
-            expected="one number of each kind per layer",
-            got=f"{len(first)} and {len(other)}",
-            fix="Pass lists of equal length.",
-        )
-    for value in (size, *first, *other, *more):
-        in_range("a norm", value, "[0, inf)")

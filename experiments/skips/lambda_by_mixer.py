@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from experiments.audits import collapse, joined, learned
+from experiments.audits import collapse, learned
 from experiments.experiment import Experiment
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import below, close_to
@@ -86,7 +86,7 @@ def experiment(task: str, title: str, published: dict[str, str]) -> Experiment:
         notes="λ is around the mixer alone; the feed-forward part keeps its own skip. shared: one λ learned "
         "for all layers, from −1; learned: one for each layer; channel: one for each channel of each layer. "
         "gate: the mixer's output is multiplied by a gate of its input. Pre-norm. " + NOTES[task],
-        tables=joined(learned, collapse),
+        tables=lambda table: "\n\n".join(filter(None, (learned(table), collapse(table)))),
     )
 
 

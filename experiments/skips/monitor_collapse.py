@@ -35,8 +35,6 @@ from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     depth: int = 48
     tokens: int = 64
     batch: int = 8

@@ -125,7 +125,6 @@ def is_repaired(model: dict[str, Any]) -> bool:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return a section per model."""
     return {
         **{name: str(value) for name, value in report["settings"].items()},
         "models": "\n\n".join(section(model) for model in report["models"]),

@@ -105,7 +105,6 @@ def error_at_other_scales(model: nn.Module, batch: dict[str, Any], skips: Skips)
 
 
 def measure(names: Collection[str] = NAMES) -> dict[str, Any]:
-    """Check the families of these names."""
     found = []
     for family in FAMILIES:
         if family.name in names:

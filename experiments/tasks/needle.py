@@ -13,25 +13,16 @@ LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz"))
 DIGITS = 5
 
 
-def needle(
-    path: Path,
-    *,
-    train: int = 10_000,
-    test: int = 1_000,
-    length: int = 1024,
-    depth: float | None = None,
-    seed: int = 0,
-) -> Task:
+def needle(path: Path, *, train: int = 10_000, test: int = 1_000, length: int = 1024, seed: int = 0) -> Task:
     """Return passages with a hidden sentence, and a question for it (Kamradt 2023; Mohtashami, Jaggi 2023).
 
     A passage contains `The code of KEY is VALUE.`, four letters and five digits drawn for each sequence. The
     question with its answer follows the passage. Only the bytes of the answer have labels. Training and test
-    use different parts of the file, and the test split does not depend on `train`. At `depth` 0 the sentence
-    comes first, at 1 right before the question; None: it is drawn per sequence.
+    use different parts of the file, and the test split does not depend on `train`.
     """
     passages = zip((train, test), split_text(read_text(path)), strict=True)
     splits = [
-        _sequences(np.random.default_rng([seed, part]), rows, byte_ids(passage), length, depth)
+        _sequences(np.random.default_rng([seed, part]), rows, byte_ids(passage), length)
         for part, (rows, passage) in enumerate(passages)
     ]
     return make_task(
@@ -41,18 +32,16 @@ def needle(
         length=length,
         source=path.name,
         seed=seed,
-        options={"length": length, "depth": depth, "validation_share": TEST_SHARE},
+        options={"length": length, "depth": None, "validation_share": TEST_SHARE},
         vocab_size=BYTE_VOCABULARY,
         pad_token_id=0,
     )
 
 
-def _sequences(
-    draw: np.random.Generator, rows: int, hay: np.ndarray, length: int, depth: float | None
-) -> Examples:
+def _sequences(draw: np.random.Generator, rows: int, hay: np.ndarray, length: int) -> Examples:
     keys = ["".join(row) for row in LETTERS[draw.integers(0, 26, (rows, 4))]]
     values = [" " + "".join(map(str, row)) for row in draw.integers(0, 10, (rows, DIGITS))]
-    depths = draw.random(rows) if depth is None else np.full(rows, depth)
+    depths = draw.random(rows)
     ids = np.empty((rows, length), dtype=np.int32)
     labels = np.full((rows, length), IGNORED, dtype=np.int32)
     for row, (key, value, share, place) in enumerate(

@@ -86,7 +86,6 @@ def pathfinder(*, train: int = 160_000, test: int = 20_000, contour_length: int 
 
 
 def draw_pictures(count: int, contour_length: int, seed: list[int]) -> Pictures:
-    """Draw pictures and return their geometry."""
     generators = [np.random.default_rng([*seed, batch]) for batch in range(-(-count // TOGETHER))]
     batches = [_batch(draw, contour_length) for draw in generators]
     return Pictures(*(np.concatenate(parts)[:count] for parts in zip(*batches, strict=True)))

@@ -40,7 +40,6 @@ PAPER_TOKENS = {"listops": 2000, "text": 4096, "image": 1024, "pathfinder": 1024
 
 
 def config(task: str, model: str) -> TrainingConfig:
-    """Return a model on a task of Long Range Arena."""
     return TrainingConfig(
         model=model,
         width=WIDTH,
@@ -55,7 +54,6 @@ def config(task: str, model: str) -> TrainingConfig:
 
 
 def paper_size(task: str, model: str) -> TrainingConfig:
-    """Return it at the size of the paper, with the published lengths."""
     return replace(
         config(task, model),
         width=PAPER_WIDTH,

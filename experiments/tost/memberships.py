@@ -63,7 +63,6 @@ def by_place(membership: Float[Tensor, "N T H"]) -> float:
 
 
 def measured(model: PreTrainedModel, pixels: Tensor) -> list[dict[str, float]]:
-    """Return the numbers of each layer."""
     return [
         {
             "entropy": entropy(layer),
@@ -122,7 +121,6 @@ def measure(data: Path) -> Report:
 
 
 def tables(found: Report) -> dict[str, str]:
-    """Return the rows of the table, and the numbers of the text."""
     rows = [
         f"| {layer} | {trained['least']:.2f} to {trained['most']:.2f} | {trained['entropy']:.4f} "
         f"| {fresh['entropy']:.4f} | {trained['by_place']:.2f} | {fresh['by_place']:.2f} |"

@@ -166,7 +166,6 @@ def measure(steps: int = 400, seeds: int = 3) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
-    """Return one table per model, and the numbers of the text."""
     parts = []
     for name, layers in report["layers"].items():
         known = report["accuracy"].get(name)

@@ -52,8 +52,6 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything that decides a run."""
-
     tokens: int = 128
     guide_windows: int = 16
     """Windows to audit and to measure importance on."""
@@ -115,7 +113,6 @@ class Reader:
 
 
 def batches(ids: Tensor, size: int) -> list[Batch]:
-    """Return windows as inputs of a model."""
     return [{"input_ids": part} for part in ids.split(size)]
 
 
@@ -220,7 +217,6 @@ def replaced(
 
 
 def measure_kinds(settings: Settings, data: Path) -> Report:
-    """Measure every kind of mixer at every seed."""
     torch.set_num_threads(1)
     text = (data / "tiny_shakespeare" / "input.txt").read_text(encoding="utf-8")
     runs = [run(settings, text, kind, seed) for kind in KINDS for seed in SEEDS]
@@ -265,7 +261,6 @@ def among_last(run: Run) -> tuple[int, int]:
 
 
 def tables(report: Report) -> dict[str, str]:
-    """Return the tables and the sentences of the page."""
     settings, runs = report["settings"], report["runs"]
     by_kind = {kind: [run for run in runs if run["kind"] == kind] for kind in KINDS}
     minutes = sum(run["cpu_seconds"] for run in runs) / 60
@@ -283,7 +278,6 @@ def tables(report: Report) -> dict[str, str]:
 
 
 def verdicts(kind: str, runs: Sequence[Run]) -> list[str]:
-    """Return the sentences that the numbers of one kind decide."""
     layers = range(len(runs[0]["guides"]["importance"]))
     none, every = ([run["sets"][key(chosen)] for run in runs] for chosen in ((), layers))
     added = [one["tuned"] - whole["tuned"] for one, whole in zip(every, none, strict=True)]
@@ -309,7 +303,6 @@ def places(runs: Sequence[Run]) -> str:
 
 
 def section(kind: str, runs: Sequence[Run]) -> Iterable[str]:
-    """Yield the tables of one kind of mixer."""
     layers = range(len(runs[0]["guides"]["importance"]))
 
     def row(name: str, digits: int, value: Any) -> list[str]:

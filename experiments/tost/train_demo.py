@@ -61,8 +61,6 @@ def tost(**changes: Any) -> ToSTConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that decides a run."""
-
     name: str
     model: PreTrainedConfig = field(default_factory=lambda: LLAMA)
     """A causal language model over the 259 tokens of ByT5Tokenizer."""

@@ -29,7 +29,6 @@ def config(model: str) -> TrainingConfig:
 
 
 def paper_size(model: str) -> TrainingConfig:
-    """Return it at the size of the paper."""
     return replace(
         config(model),
         width=PAPER_WIDTH,

@@ -38,7 +38,6 @@ Fields = Callable[[TrainingConfig], dict[str, Any]]
 
 
 def build_model(config: TrainingConfig, task: Task) -> PreTrainedModel:
-    """Return the model of a configuration, with random weights."""
     return HEADS[task.kind].from_config(model_config(config, task))
 
 

@@ -59,27 +59,21 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "zamba2": {"mamba_headdim": 8, "attention_head_dim": 16, "attention_hidden_size": 64}
     | {"hybrid_layer_ids": [1]},
-    "bridgetower": {"hidden_size": 64},  # heads of its towers are 64 wide
-    "bridgetower_text_model": {"hidden_size": 64},
-    "bridgetower_vision_model": {"hidden_size": 64},
     "nemotron": {"num_key_value_heads": 2},
     "ministral": {"head_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
-    "hunyuan_vl_text": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 4},
     "dots1": {"n_shared_experts": 1},
     "step3p5": {"sliding_window": 8},
-    "owlvit_text_model": {"max_position_embeddings": 64},
-    "owlv2_text_model": {"max_position_embeddings": 64},
     "mistral4": {"head_dim": 16, "qk_head_dim": 16},
     "longcat_flash": {"qk_head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "funnel": {"architectures": ["FunnelModel"]},
-    "swin": SWIN,
-    "donut-swin": SWIN,
-    "maskformer-swin": SWIN,
+    # heads of its towers are 64 wide
+    **{f"bridgetower{part}": {"hidden_size": 64} for part in ("", "_text_model", "_vision_model")},
+    **{f"hunyuan_{part}": {"head_dim": 8} for part in ("v1_dense", "v1_moe", "vl_text")},
+    **{f"owl{part}_text_model": {"max_position_embeddings": 64} for part in ("vit", "v2")},
+    **{f"{part}swin": SWIN for part in ("", "donut-", "maskformer-")},
 }
 """Further settings by type: sizes that depend on each other, and settings left open."""
 COMPILED = tuple((re.compile(pattern), value) for pattern, value in SIZES)
@@ -264,7 +258,10 @@ def find_inputs(model: nn.Module) -> tuple[dict[str, Tensor], Exception | None]:
         if not chosen or chosen in tried or len(tried) > 5:
             continue
         tried.append(chosen)
-        for batch in _shapes({name: known[name] for name in names if name in chosen}):
+        options = {name: known[name] for name in names if name in chosen}
+        picks = product(*(range(len(made)) for made in options.values()))
+        for pick in sorted(picks, key=sum)[:20]:  # the likeliest shapes first
+            batch = {name: made[at] for (name, made), at in zip(options.items(), pick, strict=True)}
             error = _refusal(model, batch)
             for _ in range(2):  # the widths of two inputs
                 batch, changed = _widened(batch, error)
@@ -303,13 +300,6 @@ def _widened(batch: dict[str, Tensor], error: Exception | None) -> tuple[dict[st
         if value.is_floating_point() and 2 <= value.dim() <= 3 and value.shape[-1] == got
     }
     return batch | changed, bool(changed)
-
-
-def _shapes(options: dict[str, list[Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield combinations of shapes, the likeliest first, twenty at most."""
-    picks = product(*(range(len(made)) for made in options.values()))
-    for pick in sorted(picks, key=sum)[:20]:
-        yield {name: made[at] for (name, made), at in zip(options.items(), pick, strict=True)}
 
 
 def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
@@ -369,14 +359,9 @@ def _inputs(name: str, model: nn.Module) -> Iterator[Tensor]:
         yield torch.randn((BATCH, length, features) if "time" in name else (BATCH, length))
 
 
-def _places() -> Tensor:
-    """Return row and column of every patch of a picture."""
-    return torch.cartesian_prod(torch.arange(PATCHES), torch.arange(PATCHES)).expand(BATCH, -1, -1)
-
-
 PLAIN: dict[str, Callable[[], Tensor]] = {
     "merge_sizes": lambda: torch.tensor([1]),
-    "pixel_position_ids": _places,
+    "pixel_position_ids": lambda: torch.cartesian_prod(*[torch.arange(PATCHES)] * 2).expand(BATCH, -1, -1),
     "pixel_attention_mask": lambda: torch.ones(BATCH, PATCHES**2, dtype=torch.long),
     "spatial_shapes": lambda: torch.full((BATCH, 2), PATCHES),
     "timesteps": lambda: torch.arange(TOKENS).expand(BATCH, -1),

@@ -18,18 +18,15 @@ Replay = Callable[[Any, Tensor, list[Tensor]], Tensor]
 
 
 def text_inputs() -> Batch:
-    """Return random token ids without padding."""
     torch.manual_seed(1)
     return {"input_ids": torch.randint(5, 60, (BATCH, TOKENS))}
 
 
 def seq2seq_inputs() -> Batch:
-    """Return encoder and decoder ids of different lengths."""
     return text_inputs() | {"decoder_input_ids": torch.randint(5, 60, (BATCH, 7))}
 
 
 def image_inputs() -> Batch:
-    """Return random pictures of 32×32."""
     torch.manual_seed(1)
     return {"pixel_values": torch.randn(BATCH, 3, 32, 32)}
 
@@ -41,7 +38,6 @@ def hidden_inputs() -> Batch:
 
 
 def two_hidden_inputs() -> Batch:
-    """Return random token states of two lengths."""
     return hidden_inputs() | {"y": torch.randn(BATCH, 7, 32)}
 
 
@@ -110,8 +106,6 @@ class NanoAttention(nn.Module):
 
 
 class NanoBlock(nn.Module):
-    """Pre-norm residual block."""
-
     def __init__(self, width: int, n_head: int, flash: bool) -> None:
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(width), NanoAttention(width, n_head, flash)
@@ -126,8 +120,6 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """A nanoGPT-style decoder over token ids."""
-
     def __init__(self, flash: bool) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
@@ -166,8 +158,6 @@ class HandWritten(nn.Module):
 
 
 class TorchEncoder(nn.Module):
-    """`torch.nn.TransformerEncoder`."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, **settings)
@@ -201,8 +191,6 @@ class TorchAttention(nn.Module):
 
 
 class TorchTransformer(nn.Module):
-    """`torch.nn.Transformer`, encoder and decoder."""
-
     def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.Transformer(32, 4, 2, 2, 48, batch_first=True)
@@ -256,7 +244,6 @@ class Family:
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Return the implementations of its attention."""
         return ("sdpa",) * self.fused + ("eager",) * self.eager
 
 

@@ -40,13 +40,6 @@ def test_the_sentence_answers_the_question_and_only_the_answer_has_labels(file: 
     assert task.record["sha256"] == SHA256
 
 
-@pytest.mark.parametrize("depth", [0, 0.25, 1.0])
-def test_the_sentence_is_at_its_depth(file: Path, depth: float) -> None:
-    for item in needle(file, train=4, test=4, length=200, depth=depth).test:
-        _, sentence, question = parts(item)
-        assert sentence.start() == round(depth * (question.start() - len(sentence.group())))
-
-
 def test_depths_and_digits_are_uniform(file: Path) -> None:
     found = [parts(item) for item in needle(file, train=1, test=400, length=120).test]
     room = found[0][2].start() - len(found[0][1].group())
