@@ -116,6 +116,7 @@ def test_written_skips_can_be_loaded_and_changed_again(run: Run, tiny: Path, tmp
     loaded = apply_saved_skips(model, tmp_path / "new")
     assert loaded is not None
     assert [value.item() for value in loaded.values()] == [2.0, 2.0]
+    assert model.config.use_cache is AutoModelForCausalLM.from_pretrained(tiny).config.use_cache
     # again, without --init: those saved stay; with it and --sites: some change
     assert run("new", *ON_TEXT, "--out", "same").exit_code == 0
     assert written("same") == {"0": [2], "1": [2]}
@@ -169,7 +170,7 @@ def test_skips_that_were_saved_frozen_learn(run: Run, tiny: Path) -> None:
 def test_it_names_the_shards_it_writes(run, tiny, tmp_path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
-    (tmp_path / "new").mkdir()
+    assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0
     (tmp_path / "new" / "model-of-mine.txt").write_text("older")
     whole = LlamaForCausalLM.save_pretrained
     monkeypatch.setattr(
@@ -282,6 +283,24 @@ def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
     assert not list((tmp_path / "new").glob("*"))
+
+
+def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = tmp_path / "other[/b]:boom:"
+    AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(other)
+    files = {path.name: path.read_bytes() for path in other.iterdir()}
+    for out in (other, Path("new")):
+        assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0  # its own results may be replaced
+        result = run(tiny if out == other else out, *ON_TEXT, "--out", out)
+        assert isinstance(result.exception, InputError)
+        assert "Choose another name" in str(result.exception)
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+
+
+def test_paths_are_printed_as_they_are(run: Run, tiny: Path) -> None:
+    assert "new[/b]:boom:" in run(tiny, *ON_TEXT, "--out", "new[/b]:boom:").output
 
 
 def test_skips_of_another_model_in_the_folder(run: Run, tiny: Path) -> None:

@@ -62,7 +62,12 @@ def quiet_libraries() -> None:
 def show_progress(what: str = "running the model", total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress line if standard error is a terminal; yield `update(what, steps_done)`."""
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
 
@@ -81,7 +86,7 @@ def print_results(document: "Document | None", written: Iterable[tuple[str, Path
         if document is not None:
             print_document(document, console)
         for kind, path in written:
-            console.print(f"{kind}: {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{kind}: {path}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def keep_finished(record: Path, complete: bool) -> Path:

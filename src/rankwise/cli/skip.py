@@ -61,12 +61,19 @@ def command(
     from rankwise._internals.files import writable_folder
     from rankwise.cli.load_data import load_data
     from rankwise.cli.load_model import load_model
-    from rankwise.cli.output import command_line, print_results, quiet_libraries, show_progress
+    from rankwise.cli.output import (
+        check_unused,
+        command_line,
+        print_results,
+        quiet_libraries,
+        show_progress,
+    )
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
     from rankwise.skips import certify_skip, fit_skips, load_skips, mean_loss, skips_of, spread_by_layer
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
+    from rankwise.skips.store import NUMBERS
 
     in_range("--lr", lr, "(0, inf)", fix=RATE)
     check_share(share)
@@ -81,6 +88,11 @@ def command(
         expected, fix = "--out DIR, --certify, or both", "Add one of them."
         raise InputError("what to do", expected=expected, got="neither", fix=fix)
     if out is not None:
+        if out.resolve() == Path(model).resolve():
+            expected = "a folder other than that of the model"
+            raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
+        if not (out / NUMBERS).is_file():  # a folder of earlier λ-skips may be written again
+            check_unused(out)
         writable_folder(out)
     quiet_libraries()
     loaded = load_model(
@@ -193,6 +205,8 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
     if loaded.source:
         remove_lambda_skip(loaded.model)
         model: Any = loaded.model
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = True  # `load_model` turned the cache off
         older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         model.save_pretrained(out)
         weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
