@@ -51,7 +51,7 @@ def test_wrapping_does_not_change_the_audit(results, way) -> None:
 
 def test_fsdp1_is_refused_with_a_fix(results) -> None:
     for process in results:
-        assert "got one wrapped by FSDP1" in process["fsdp1"]["error"]
+        assert "wrapped by FSDP1" in process["fsdp1"]["error"]
         assert "Shard it by `torch.distributed.fsdp.fully_shard`" in process["fsdp1"]["error"]
 
 
