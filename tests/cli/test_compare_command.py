@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import rankwise as rw
 from rankwise.auditing import Audit, compare
 from rankwise.cli import app
+from rankwise.errors import InputError
 from rankwise.report import print_document
 from rankwise.report.comparison_report import comparison_document
 
@@ -40,6 +41,18 @@ def test_changes_are_printed_and_written(audits: tuple[Audit, Audit], tmp_path: 
     print_document(comparison_document(wanted), console)
     told = console.file.getvalue()  # type: ignore[attr-defined]
     assert result.output == f"{told}comparison: {tmp_path / 'changes.json'}\n"
+
+
+def test_files_of_an_audit_are_not_overwritten(audits: tuple[Audit, Audit]) -> None:
+    Path("other").mkdir()
+    audits[0].save("other/audit.json")
+    audits[0].to_html("other/index.html")
+    for out in ("other/audit.json", "other/index.html", "weak.json"):
+        before = Path(out).read_bytes()
+        result = CliRunner().invoke(app, ["compare", "weak.json", "strong.json", "--out", out])
+        assert isinstance(result.exception, InputError)
+        assert "Choose another name" in str(result.exception)
+        assert Path(out).read_bytes() == before
 
 
 def test_no_file_is_written_without_out(audits: tuple[Audit, Audit], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def command(
 
     paths = _audit_paths(audits)
     for path in out or []:
-        _check_suffix(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"))
+        _check_out(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"), paths)
     if len(paths) == 2:
         comparison = compare(Audit.load(paths[0]), Audit.load(paths[1]))
         print_results(comparison_document(comparison))
@@ -77,10 +77,18 @@ def _short_names(paths: list[Path]) -> list[str]:
     return short if len(set(short)) == len(short) else list(map(str, homes))
 
 
-def _check_suffix(path: Path, known: tuple[str, ...]) -> None:
+def _check_out(path: Path, known: tuple[str, ...], audits: list[Path]) -> None:
+    """Raise `InputError` if a file has another ending, or belongs to an audit."""
     from rankwise.errors import InputError
 
     if path.suffix not in known:
         expected = f"a file ending in {' or '.join(known)}"
         fix = f"For instance --out {path.with_suffix(known[0])}."
         raise InputError(f"--out {path}", expected=expected, got=path.suffix or "no ending", fix=fix)
+    files = ("audit.json", "index.html", "heads.csv", "layers.csv")
+    of_an_audit = path.name in files and (path.parent / "audit.json").exists()
+    if of_an_audit or path.resolve() in [audit.resolve() for audit in audits]:
+        expected = "a file that does not belong to an audit"
+        raise InputError(
+            f"--out {path}", expected=expected, got="one of an audit", fix="Choose another name."
+        )
