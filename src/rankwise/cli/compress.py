@@ -109,9 +109,7 @@ def command(
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
-        config: Any = getattr(subject.model, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = True  # `load_model` turned the cache off
+        subject.restore_use_cache()
         if not structure_of(subject.model).changes:
             document = compression_document(record)
             sections = [section for section in document.sections if section.name != "next"]

@@ -57,11 +57,19 @@ class LoadedModel:
     """Folder or name of a tokenizer that is not saved with the model."""
     random_weights: tuple[str, ...] = ()
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
+    use_cache: bool | None = None
+    """Setting of the checkpoint; `load_model` turns the cache off."""
 
     @property
     def input_name(self) -> str:
         """Name of the model's main input, such as `pixel_values`; by default `input_ids`."""
         return str(getattr(self.model, "main_input_name", "input_ids"))
+
+    def restore_use_cache(self) -> None:
+        """Set `use_cache` as in the checkpoint, before the model is saved."""
+        if self.use_cache is not None:
+            config: Any = self.model.config
+            config.use_cache = self.use_cache
 
 
 def load_model(
@@ -159,11 +167,12 @@ def _from_transformers(
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
-    if hasattr(model.config, "use_cache"):
+    use_cache = getattr(model.config, "use_cache", None)
+    if use_cache is not None:
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
-    loaded = LoadedModel(model, spec, commit, source=spec)
+    loaded = LoadedModel(model, spec, commit, source=spec, use_cache=use_cache)
     loaded.trust_remote_code, loaded.random_weights = trust_remote_code, missing
     if missing:
         note = f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"

@@ -205,8 +205,7 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
     if loaded.source:
         remove_lambda_skip(loaded.model)
         model: Any = loaded.model
-        if hasattr(model.config, "use_cache"):
-            model.config.use_cache = True  # `load_model` turned the cache off
+        loaded.restore_use_cache()
         older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         model.save_pretrained(out)
         weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
