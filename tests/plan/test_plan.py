@@ -24,7 +24,26 @@ def test_k_star_of_a_curve_with_a_known_gain() -> None:
     curve = 1 - 1 / np.array(WIDTHS)
     assert gains(WIDTHS, curve) == pytest.approx([1 / (2 * k**2) for k in range(1, 17)])
     assert WIDTHS[saturation_index(WIDTHS, curve, 0.01)] == 8
-    assert WIDTHS[saturation_index(WIDTHS[::2], curve[::2], 0.5)] == 1
+    assert saturation_index(WIDTHS, curve, 0.5) == 1  # 1/2 at K = 1, 1/8 at K = 2
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "tried"), [([4, 64], [4, 8, 16, 32, 64]), ([3, 4, 9], [3, 4, 6, 8, 9])]
+)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}])
+def test_k_star_of_a_grid_with_gaps_is_k_star_of_its_doublings(
+    head_dims: list[int], tried: list[int], options: dict[str, float]
+) -> None:
+    """Interpolated from 4 to 64, the gain of the hardmax rank of 64 tokens is 0.007 everywhere: K* = 4."""
+    few = plan_head_dim(64, head_dims=head_dims, trials=3, **options)
+    assert [width for width, _, _ in few.curve] == tried
+    whole = plan_head_dim(64, head_dims=tried, trials=3, **options)
+    assert (few.curve, few.head_dim, few.interval) == (whole.curve, whole.head_dim, whole.interval)
+
+
+def test_a_gain_is_never_interpolated() -> None:
+    with pytest.raises(KeyError):
+        gains((4, 64), np.array([0.1, 0.5]))
 
 
 def test_a_flat_start_does_not_saturate_and_neither_does_a_steep_end() -> None:
@@ -217,6 +236,19 @@ def test_a_damaged_plan_is_refused(damage: dict[str, object], tmp_path: Path) ->
         ({"tokens": torch.full((4, 4), math.nan)}, "NaN"),
         ({"tokens": torch.stack([torch.ones(4, 4), torch.zeros(4, 4)])}, "zeros"),
         ({"tokens": torch.arange(4)}, "token ids"),
+        ({"tokens": torch.empty(0, 5, 4)}, "not empty, .* shape \\(0, 5, 4\\)"),
+        ({"tokens": torch.empty(1, 0, 4)}, "not empty"),
+        ({"tokens": torch.empty(2, 5, 0)}, "not empty"),
+        ({"tokens": "64"}, "`tokens`: expected an int, .* got str"),
+        ({"tokens": 2.5}, "got float"),
+        ({"tokens": np.int64(64)}, "got int64"),
+        ({"tokens": np.ones((8, 4))}, "got ndarray"),
+        ({"tokens": True}, "got True"),
+        ({"tokens": None}, "got NoneType"),
+        ({"head_dims": 8}, "`head_dims`: expected a list of widths, got int"),
+        ({"head_dims": "64"}, "got '6'"),
+        ({"head_dims": []}, "double"),
+        ({"head_dims": [4.0, 8.0]}, "got 4.0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

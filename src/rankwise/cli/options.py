@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from rankwise.errors import RankwiseError
+
 Text = Annotated[
     Path | None,
     typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line."),
@@ -44,6 +46,15 @@ class OptionalValues(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the omitted values of such options, then parse the arguments."""
         return super().parse_args(ctx, add_bare_values(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; errors of the library name the options of the command, not its arguments."""
+        try:
+            return super().invoke(ctx)
+        except RankwiseError as error:
+            names = {f"`{param.name}`": param.opts[0] for param in self.params}
+            error.args = (re.sub(r"`\w+`", lambda name: names.get(name[0], name[0]), str(error)),)
+            raise
 
 
 def add_bare_values(args: Sequence[str]) -> list[str]:

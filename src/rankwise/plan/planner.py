@@ -1,13 +1,13 @@
 """Find K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rankwise.errors import ShapeError, in_range, one_of, whole_number
+from rankwise.errors import ShapeError, in_range, instance_of, one_of, whole_number
 from rankwise.plan.ranks import POSITIONS, RandomHead
 from rankwise.plan.record import HeadDimPlan, QKCost
 from rankwise.theory import rank_barrier
@@ -69,7 +69,8 @@ def plan_head_dim(
         kv_heads: number of key heads of the present model; `heads` by default.
         head_dim: query/key width of the present model; D // heads by default.
         width: model width D, for the costs; by default the width of the token states.
-        head_dims: widths K to try; by default 1 to 256, or fewer if each width has its own cost.
+        head_dims: widths K to try, in addition to their doubles up to the widest: a gain is from K to 2K. By
+            default 1 to 256, or fewer if each width has its own cost.
         positions: "none" or "rope" (even widths only).
         temperature: softmax temperature in units of √K; 0 is hardmax, 1 the usual softmax.
         delta: threshold δ; at temperatures above 0, the rank counts singular values ≥ δ.
@@ -148,18 +149,20 @@ def plan_head_dim(
 
 def _token_states(tokens: int | Tensor) -> Float[Tensor, "B T D"] | None:
     """Return token states as (B, T, D), or None for a number of tokens; raise if the states are invalid."""
-    if not isinstance(tokens, Tensor):
+    if isinstance(tokens, int):
         return None
-    states = tokens.detach().cpu()
-    states = states[None] if states.ndim == 2 else states
-    got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-    if states.is_floating_point() and not bool(states.isfinite().all()):
-        got += " with NaN or infinity"
-    elif states.is_floating_point() and states.ndim == 3:
-        if bool((states.flatten(1).abs().amax(1) > 0).all()):
-            return states
-        got = "a sequence of zeros"
-    expected = "a number, or finite token states of shape (T, D) or (B, T, D), no sequence all zeros"
+    got = type(tokens).__name__
+    if isinstance(tokens, Tensor):
+        states = tokens.detach().cpu()
+        states = states[None] if states.ndim == 2 else states
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        if states.is_floating_point() and not bool(states.isfinite().all()):
+            got += " with NaN or infinity"
+        elif states.is_floating_point() and states.ndim == 3 and states.numel():
+            if bool((states.flatten(1).abs().amax(1) > 0).all()):
+                return states
+            got = "a sequence of zeros"
+    expected = "an int, or finite token states (T, D) or (B, T, D), not empty, no sequence all zeros"
     raise ShapeError("`tokens`", expected=expected, got=got, fix="Pass embeddings, not token ids.")
 
 
@@ -219,36 +222,37 @@ def _widths(head_dims: Sequence[int] | None, positions: str, temperature: float)
     if head_dims is None:
         known = DENSE_WIDTHS if step == 1 and temperature == 0 else SPARSE_WIDTHS
         return tuple(width for width in known if width % step == 0)
-    widths = tuple(sorted({whole_number("`head_dims`", width, error=ShapeError) for width in head_dims}))
-    if len(widths) < 2 or 2 * widths[0] > widths[-1] or any(width % step for width in widths):
+    fix = "Omit it, or pass for example [4, 8, 16, 32, 64]."
+    instance_of("`head_dims`", head_dims, Iterable, "a list of widths", fix=fix)
+    given = {whole_number("`head_dims`", width, fix=fix, error=ShapeError) for width in head_dims}
+    if not given or 2 * min(given) > max(given) or any(width % step for width in given):
         even = ", all even for rotary positions" if step == 2 else ""
         raise ShapeError(
             "`head_dims`",
             expected=f"widths that double at least once{even}: a gain is from K to 2K",
-            got=str(list(head_dims)),
-            fix="Omit it, or pass for example [4, 8, 16, 32, 64].",
+            got=str(sorted(given)),
+            fix=fix,
         )
-    return widths
+    # K* of a grid with gaps would be invented: inside a gap, rank/T can rise anywhere.
+    top = max(given)
+    return tuple(sorted({width << n for width in given for n in range((top // width).bit_length())}))
 
 
 def gains(
     head_dims: Sequence[int], rank_shares: Float[np.ndarray, "*batch W"]
 ) -> Float[np.ndarray, "*batch J"]:
-    """Return (r(2K) − r(K))/K, the mean gain of r = rank/T per unit of width, for each query/key width K.
+    """Return (r(2K) − r(K))/K, the mean gain of r = rank/T per unit of width, for each width K ≤ widest/2.
 
-    r is interpolated linearly between the widths tried. Only widths with 2K ≤ the widest width are returned.
+    The widths are ascending, with the double of each returned width among them.
 
     Examples:
         >>> gains((1, 2, 4), np.array([0.1, 0.2, 0.3])).round(3).tolist()
         [0.1, 0.05]
     """
-    widths = np.array(head_dims, dtype=float)
-    judged = widths[2 * widths <= widths[-1]]
-    high = np.searchsorted(widths, 2 * judged)
-    low = high - 1
-    weight = (2 * judged - widths[low]) / (widths[high] - widths[low])
-    doubled = rank_shares[..., low] * (1 - weight) + rank_shares[..., high] * weight
-    return (doubled - rank_shares[..., : len(judged)]) / judged
+    places = {width: at for at, width in enumerate(head_dims)}
+    judged = [width for width in head_dims if 2 * width <= head_dims[-1]]
+    doubled = rank_shares[..., [places[2 * width] for width in judged]]
+    return (doubled - rank_shares[..., : len(judged)]) / np.array(judged)
 
 
 def saturation_index(
