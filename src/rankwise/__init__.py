@@ -51,31 +51,4 @@ __all__ = [
     "remove_lambda_skip",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "auditing": ("Audit", "audit", "compare"),
-        "compression": ("compress", "load_compressed"),
-        "errors": ("RankwiseError",),
-        "monitor": ("RankMonitor",),
-        "operators": ("MixingOperator",),
-        "plan": ("plan_head_dim",),
-        "skips": ("add_lambda_skip", "certify_skip", "remove_lambda_skip"),
-        "tracing": ("Trace", "capture"),
-    },
-    packages=[
-        "auditing",
-        "compression",
-        "errors",
-        "importance",
-        "measures",
-        "models",
-        "monitor",
-        "operators",
-        "ops",
-        "plan",
-        "skips",
-        "theory",
-        "tracing",
-    ],
-)
+__getattr__, __dir__ = lazy_names(__name__)

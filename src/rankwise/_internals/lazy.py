@@ -1,34 +1,29 @@
 """Lazy imports: the public names of a package are imported when they are first used."""
 
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]], packages: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package that imports its names on first use.
 
-    Args:
-        package: name of the package, ``__name__``.
-        homes: public names by the submodule that defines them.
-        packages: submodules that are themselves public names.
+    The names are those that the package imports under ``if TYPE_CHECKING:``, where type checkers find them.
+    Python does not run this block, so it is read from the source.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    module: Any = sys.modules[package]
+    statements: list[Any] = ast.parse(module.__spec__.loader.get_source(package)).body
+    imports = (node for block in statements if isinstance(block, ast.If) for node in block.body)
+    homes = {name.name: node.module for node in imports for name in node.names}
 
     def getattr_(name: str) -> Any:
-        if name in home_of:
-            value = getattr(import_module(f"{package}.{home_of[name]}"), name)
-        elif name in packages:
-            value = import_module(f"{package}.{name}")
-        else:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, value)
+        home = homes[name]
+        value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+        setattr(module, name, value)
         return value
 
-    def dir_() -> list[str]:
-        return sorted({*home_of, *packages, *getattr(sys.modules[package], "__all__", ())})
-
-    return getattr_, dir_
+    return getattr_, lambda: sorted({*homes, *module.__all__})

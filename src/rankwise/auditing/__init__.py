@@ -41,17 +41,4 @@ __all__ = [
     "text_batches",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "comparison": ("Comparison",),
-        "findings": ("RULES", "check_codes"),
-        "history": ("History", "compare", "in_order"),
-        "initialization": ("BaselineSettings", "InitializationError", "reinitialized"),
-        "records": ("AttentionMap", "Finding", "HeadRecord", "LayerRecord", "Provenance", "Unseen"),
-        "result": ("Audit",),
-        "run": ("AuditError", "audit"),
-        "settings": ("AuditSettings",),
-        "text_inputs": ("text_batches",),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -34,7 +34,4 @@ __all__ = [
     "save_compressed",
 ]
 
-_RECORDS = [name for name in __all__ if name[0].isupper()]
-__getattr__, __dir__ = lazy_names(
-    __name__, {"record": _RECORDS, "run": ("compress",), "save": ("load_compressed", "save_compressed")}
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -21,12 +21,4 @@ __all__ = [
     "sort_by_cost",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "ablation": ("AblationCost", "ablation_cost", "measure", "sort_by_cost"),
-        "gated_passes": ("NotDifferentiableError",),
-        "records": ("Importance",),
-        "settings": ("LOSSES", "ImportanceSettings"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

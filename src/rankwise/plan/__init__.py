@@ -11,11 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadDimPlan", "QKCost", "TrainedWidth", "plan_head_dim", "trained_widths"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "planner": ("plan_head_dim",),
-        "record": ("HeadDimPlan", "QKCost", "TrainedWidth"),
-        "trained_heads": ("trained_widths",),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -11,11 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["document_text", "notebook_html", "plot_depth", "plot_heads", "print_document", "write_page"]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "console": ("document_text", "print_document"),
-        "notebook": ("notebook_html", "plot_depth", "plot_heads"),
-        "page": ("write_page",),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -22,16 +22,4 @@ __all__ = [
     "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer",
 ]  # fmt: skip
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "certificate": ("LambdaChoice", "LayerCertificate", "SkipCertificate", "StackCertificate"),
-        "certify": ("certify_skip",),
-        "fit": ("Fit", "fit_skips", "mean_loss", "skip_parameter_groups"),
-        "locate": ("SkipSite",),
-        "modules": ("LambdaSkip",),
-        "add": ("Skips", "add_lambda_skip", "remove_lambda_skip", "skips_of"),
-        "recommendation": ("choose_lambda", "recommend", "spread_by_layer"),
-        "store": ("apply_saved_skips", "load_skips", "save_skips", "SkipError"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -32,14 +32,4 @@ __all__ = [
     "record_calls",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "model_checks": ("compiled_modules",),
-        "context": ("SiteAdapter", "capture"),
-        "head_id": ("CallId", "HeadId"),
-        "interventions": ("BlockOutput", "HeadOutputs", "Intervention"),
-        "module_calls": ("RecordedCall", "record_calls"),
-        "trace": ("MixerSite", "StateSite", "Trace", "UncapturedModule"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__)
