@@ -103,7 +103,10 @@ def original(changes: list[Change]) -> Iterator[None]:
 
 
 def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
-    """Measure states, output, loss, parameters and cache of a model; `when` ends the names of fields."""
+    """Measure states, output, loss, parameters and cache of a model.
+
+    `when`, "before" or "after", is the last word of field names such as ``loss_before``.
+    """
     states: dict[tuple[str, int], Tensor] = {}
     stacks: dict[str, str] = {}
 

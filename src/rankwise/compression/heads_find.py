@@ -128,7 +128,7 @@ def _counts_heads(name: str) -> bool:
 
 
 def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
-    """Return the layers from which heads can be removed, and the reason for each other layer.
+    """Return the layers from which heads can be removed, and why each other layer is left out.
 
     A trial removes one unit. It passes if the other heads and the outputs equal those of the full layer with
     the unit set to zero. The first size rule that passes is taken.
@@ -223,7 +223,7 @@ def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[s
 
 
 def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
-    """Return the linear layers around the heads of each layer, and the reason for each other layer."""
+    """Return the linear layers around the heads of each layer, and why each other layer is left out."""
     sites: dict[str, MixerSite] = {}  # the last call of each layer, as in `inputs` and `outputs`
     watching = capture(model, on_mixer=lambda site: sites.update({site.name: site}), values=True)
     with record_calls(model, is_linear) as calls, torch.no_grad(), watching:

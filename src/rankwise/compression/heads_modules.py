@@ -75,7 +75,7 @@ class EmptyLinear(nn.Module):
         return zeros if self.bias is None else zeros + self.bias
 
     def extra_repr(self) -> str:
-        """Return the sizes, as `nn.Linear` does."""
+        """Return the sizes as text, as `nn.Linear` does, for printing the module."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 

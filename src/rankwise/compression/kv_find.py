@@ -27,7 +27,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
-    """Return the layers that a latent of full rank leaves unchanged, and the reason for each other layer."""
+    """Return the layers that a latent of full rank leaves unchanged, and why each other layer is left out."""
     return keep_passing(
         model,
         batch,
@@ -100,7 +100,7 @@ class _Observed:
 
 
 def find_cached_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer], dict[str, str]]:
-    """Return records with latents of full rank, in cache order, and the reason for each other layer."""
+    """Return records with latents of full rank, in cache order, and why each other layer is left out."""
     seen, cache = _run_with_cache(model, to_device(first_sequences(batch, 2), device_of(model)))
     found: dict[int, LatentLayer] = {}
     skipped: dict[str, str] = {}
@@ -240,7 +240,7 @@ def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, l
 def _unrotated(
     model: nn.Module, name: str, keys: Tensor, seen: _Observed
 ) -> list[tuple[Tensor, dict[str, Any]]] | str:
-    """Return candidates for the keys before rotation, each with fields of its `LatentLayer`; or a reason."""
+    """Return candidates (unrotated keys, rotary fields of a `LatentLayer`), or why there are none."""
     arguments = seen.attention[name][1]
     received = arguments.get("position_embeddings")
     if received is None:

@@ -111,7 +111,7 @@ def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
 def find_layers(
     model: nn.Module, batch: Any, read: Callable[[MixerSite, dict[str, Tensor]], Projections | str]
 ) -> tuple[list[Projections], dict[str, str]]:
-    """Run two sequences; return the layers that `read` recognizes, and the reason for each other layer.
+    """Run two sequences; return the layers that `read` recognizes, and why each other layer is left out.
 
     `read` receives a mixer and the outputs of the linear layers near it in the same call.
     """
@@ -158,7 +158,7 @@ def keep_passing(
     fix: str,
     outputs: Callable[[nn.Module, Any], list[Tensor]] = lambda model, batch: [main_output(model, batch)],
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose trial change does not change the outputs, and the reason for each other layer.
+    """Return the layers whose trial change does not change the outputs, and why each other layer is left out.
 
     All layers are tried together, and one by one only if that fails. Padded tokens do not count. Raise, with
     what was `expected` and its `fix`, if no layer is left.

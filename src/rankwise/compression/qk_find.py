@@ -25,7 +25,7 @@ SMALLEST = 1e-12
 
 
 def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the layers that work with queries and keys in any basis, and the reason for each other layer."""
+    """Return the layers that work in any basis of queries and keys, and why each other layer is left out."""
     return keep_passing(
         model,
         batch,

@@ -82,7 +82,7 @@ class NarrowProjection(nn.Module):
         return super().__getattr__(name)
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
-        """Return all channels."""
+        """Return all channels, with zeros for the channels that are not computed."""
         return fill_zeros(self.narrow(tokens), self.channels, self.out_features)
 
     def place_channels(self) -> None:
@@ -90,7 +90,7 @@ class NarrowProjection(nn.Module):
         self.channels = channel_index(self.runs, next(self.narrow.parameters()).device)
 
     def extra_repr(self) -> str:
-        """Return the sizes."""
+        """Return the numbers of computed and of all channels as text, for printing the module."""
         return f"{self.narrow.out_features} of {self.out_features} channels"
 
     def widened(self) -> nn.Linear:
@@ -147,7 +147,7 @@ class NarrowKeys(DynamicLayer):
         return self.whole(), self.values
 
     def whole(self) -> Float[Tensor, "B G S K"]:
-        """Return the keys in full."""
+        """Return the keys of all tokens and channels, with zeros for removed channels."""
         flat = fill_zeros(self.keys[:, 0], self.channels, self.heads * self.width)
         return flat.unflatten(-1, (self.heads, self.width)).transpose(1, 2)
 

@@ -148,7 +148,7 @@ def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], cal
 def usable_layers(
     layers: list[QueryKeyStatistics], skipped: dict[str, str]
 ) -> tuple[list[QueryKeyStatistics], dict[str, str]]:
-    """Return the layers with finite queries and keys, and the reason for each other layer.
+    """Return the layers with finite queries and keys, and why each other layer is left out.
 
     Raises:
         CompressionError: if no layer is finite, or there are too few tokens.

@@ -26,7 +26,7 @@ NO_ROTATION = (
 
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the layers in which pairs may be turned by any angle, and the reason for each other layer."""
+    """Return the layers in which pairs may be turned by any angle, and why each other layer is left out."""
     return keep_passing(
         model,
         batch,
@@ -39,7 +39,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
 
 
 def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the projections behind rotated queries and keys, and the reason for each other layer."""
+    """Return the projections behind rotated queries and keys, and why each other layer is left out."""
     return find_layers(model, batch, _rotary_layer)
 
 

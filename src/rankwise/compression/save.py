@@ -73,7 +73,7 @@ def rebuild(model: nn.Module, structure: Structure) -> None:
 
 
 def read_structure(content: Any, where: str) -> Structure:
-    """Validate the JSON content of a structure; errors name `where` it is from."""
+    """Return the structure in some JSON content; raise `CompressionError`, which names its source `where`."""
     try:
         return Structure.model_validate(content)
     except ValidationError as error:
@@ -291,12 +291,12 @@ class CompressionBuilder(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Return True."""
+        """Return True, so that transformers saves the model: its weights are ordinary tensors."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True."""
+        """True, so that Trainer trains the model: its weights are ordinary parameters."""
         return True
 
 

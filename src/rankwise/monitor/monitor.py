@@ -191,7 +191,10 @@ class RankMonitor:
         return self._audit_folder.finish(self.history)
 
     def _check_same_training(self, model: nn.Module, step: int) -> None:
-        """At the first step, check probe and folder; raise if the model changes or a step is too low."""
+        """Raise if the model is not that of the first step, or a step is lower than the step before.
+
+        The first call also checks the probe and the folder, and reads the audits of a resumed run.
+        """
         if self._last is None:
             for number, batch in enumerate(self.batches, 1):
                 check_rows(model, batch, number)
@@ -269,7 +272,10 @@ def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
 
 
 def _checked_probe(probe: Any) -> list[Batch]:
-    """Return copies of the probe's batches, because the caller may reuse their tensors; raise if invalid."""
+    """Return copies of the probe's batches, because the caller may reuse their tensors.
+
+    Raise `InputError` if a batch is no dict, tuple or tensor, has no tensors, or has an axis of size 0.
+    """
     numbers = isinstance(probe, list) and all(isinstance(item, int | float) for item in probe)
     several = isinstance(probe, list) and bool(probe) and not numbers
     fix = "Take a batch of the evaluation data: `next(iter(loader))`."

@@ -125,7 +125,7 @@ def outputs(w, membership, factor, mask, first, last, sequence, out, low, high):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, factor, membership, sums):
-    """Return minus a token's gradient of its membership; add its gradient of the moment m to `sums`."""
+    """Return minus d_Π through one token's output; add the token's part of d_m to `sums`."""
     out = row.dtype.type(0)
     for k in range(len(row)):
         x = d_output[k] * row[k] * factor[k]
@@ -137,7 +137,7 @@ def output_row_back(row, d_output, factor, membership, sums):
 @Loop
 @no_type_check
 def outputs_back(w, d_output, membership, factor, mask, first, last, sequence, direct, added, low, high):
-    """Write minus the gradient of memberships to `direct`, and each chunk's gradient of m to `added`."""
+    """Write minus d_Π through the outputs to `direct`, and each chunk's part of d_m to `added`."""
     for i in range(low, high):
         added[i] = 0
         for t in range(first[i], last[i]):

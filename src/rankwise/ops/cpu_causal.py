@@ -166,7 +166,7 @@ def running_row(row, weight, begin, local, factors, out):
 @inlined
 @no_type_check
 def output_row_back(row, d_output, out, share, membership, n):
-    """Return minus the gradients of membership and mass; write the assigned energy's gradient to `share`."""
+    """Return minus d_Π and minus d_n through one token's output; write d_a to `share` and d_w to `out`."""
     zero, one = row.dtype.type(0), row.dtype.type(1)
     direct, mass = zero, zero
     each = one / n

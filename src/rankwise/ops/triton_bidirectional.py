@@ -59,7 +59,7 @@ def scale_back_kernel(
     w, mask, first, last, sequence, decay, d_output, membership, factor, direct, total,
     H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write minus the gradient of memberships to `direct`, and a chunk's gradient of moments to `total`."""
+    """Write minus d_Π through the outputs to `direct`, and a chunk's part of d_moment to `total`."""
     c, h = tl.program_id(0), tl.program_id(1)
     inside, real, row, cell, known, _ = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=known, other=0.0).to(membership.dtype.element_ty)

@@ -98,7 +98,10 @@ class Column:
         return found
 
     def _mark(self, reference: "Column") -> dict[str, Any]:
-        """Return mean and range of a reference column, such as random weights, without undefined heads."""
+        """Return mean and range of a reference column, such as ranks of random heads.
+
+        Heads in `undefined_for` are left out.
+        """
         values = [value for at, value in enumerate(reference.values) if at not in self.undefined_for]
         known = [value for value in values if math.isfinite(value)] or [math.nan]
         ends = [f"{end:.2g}" for end in (min(known), max(known))]

@@ -78,7 +78,10 @@ class Use:
     returns: Literal["copy", "view", "other"]
     function: str
     numbers: int
-    """Number of entries of the largest output; 0 for a matrix product."""
+    """Entries of the largest output; 0 for a matrix product.
+
+    A function may be a norm only if this number is that of the sum.
+    """
 
 
 @dataclass(frozen=True)

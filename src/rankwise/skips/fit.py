@@ -82,7 +82,7 @@ def fit_skips(
                     check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
                 if on_step is not None:
                     on_step(step + 1, loss.item())
-            if steps:  # no later step checks the last update
+            if steps:  # the loss after the last update is checked here, because no step follows
                 with torch.no_grad():
                     _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
     except Exception:

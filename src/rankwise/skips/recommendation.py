@@ -178,7 +178,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
                 run_model(model, sample)
         except RankwiseError:
             raise
-        except Exception as error:  # errors after this check have other causes
+        except Exception as error:  # the batch is at fault; errors after this check have other causes
             expected, got = f"a batch that {type(model).__name__} runs on", f"{type(error).__name__}: {error}"
             fix = fix_hint(model, sample, error)
             raise InputError("`batch`", expected=expected, got=got, fix=fix) from error

@@ -122,8 +122,8 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
     projected = _projections(attention, query, key, value)
     q, k, v = (tensor.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2) for tensor in projected)
-    # If bias_k or a zero column is appended, PyTorch applies a causal mask, not the given mask; the causal
-    # mask hides the appended column from all rows.
+    # Given is_causal, no key_padding_mask and need_weights=False, PyTorch uses its own causal mask. It hides
+    # the column that bias_k or add_zero_attn appends from every row; the given mask would show this column.
     added = attention.bias_k is not None or attention.add_zero_attn
     hinted = given.get("is_causal", False) and given.get("key_padding_mask") is None
     causal = bool(added and hinted and not given.get("need_weights", True))

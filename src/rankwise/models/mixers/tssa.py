@@ -265,10 +265,8 @@ class MembershipScan(nn.Module):
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
-        sources, step = (
-            values,
-            torch.ones_like(log_decay),
-        )  # `mixed` contains Π: the step is 1
+        # `mixed` already has the factor Π, so the step is 1
+        sources, step = values, torch.ones_like(log_decay)
         if past is not None:
             c, b, log_decay, step = with_state(c, b, log_decay, step)
             sources = prepend_sources(past, values)
