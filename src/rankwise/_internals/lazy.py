@@ -14,8 +14,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     Python does not run this block, so it is read from the source.
     """
     module: Any = sys.modules[package]
-    statements: list[Any] = ast.parse(module.__spec__.loader.get_source(package)).body
-    imports = (node for block in statements if isinstance(block, ast.If) for node in block.body)
+    statements = ast.parse(module.__spec__.loader.get_source(package)).body
+    imports: list[Any] = [node for block in statements if isinstance(block, ast.If) for node in block.body]
     homes = {name.name: node.module for node in imports for name in node.names}
 
     def getattr_(name: str) -> Any:
