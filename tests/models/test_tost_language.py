@@ -167,6 +167,7 @@ def test_cache_rows() -> None:
     twice.batch_repeat_interleave(2)
     assert twice.numel() == 2 * cache.numel()
     assert (len(cache), cache.get_max_length(), cache.is_initialized) == (2, -1, True)
+    assert not cache.is_compileable  # its states are not updated in place
     assert repr(cache) == f"MixerCache(layers=2, length=6, numel={cache.numel()})"
     cache.reset()
     assert (cache.numel(), cache.get_seq_length(), cache.is_initialized) == (0, 0, False)

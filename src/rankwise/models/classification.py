@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils import can_return_tuple
 
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.language import ToSTModel
@@ -32,6 +33,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -40,9 +42,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         labels: Shaped[Tensor, "..."] | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+    ) -> SequenceClassifierOutput:
         """Return logits per sequence, (B, num_labels), and a loss if labels are passed.
 
         Args:
@@ -53,7 +54,6 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             inputs_embeds: as for `ToSTModel`.
             labels: class indices, or target values if ``problem_type`` is regression.
             output_hidden_states: as for `ToSTModel`.
-            return_dict: as for `ToSTModel`.
             **kwargs: arguments of the loss, and arguments of `ToSTModel`.
         """
         options = self._loss_options(kwargs)
@@ -70,8 +70,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
-        result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
-        return self._as_requested(result, return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
 def _mask_without_end(input_ids: Int[Tensor, "B T"], pad: int) -> Bool[Tensor, "B T"]:

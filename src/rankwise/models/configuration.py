@@ -12,6 +12,7 @@ from transformers.activations import ACT2FN
 from rankwise.errors import InputError, in_range, one_of, whole_number
 from rankwise.models.mixers import MIXERS
 from rankwise.models.mixers.mixer import head_dim_of
+from rankwise.models.mixers.tssa import HalfLife, check_half_life
 
 CHOICES = {
     "norm": ("layer", "rms", "none"),
@@ -27,8 +28,6 @@ POSITIVE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
             "num_channels", "max_position_embeddings")  # fmt: skip
 """Fields that must be integers of at least 1."""
 FINITE = ("layer_scale", "skip_init", "norm_eps", "initializer_range")
-
-HalfLife = int | float | Sequence[int | float | None] | None
 
 
 class ToSTConfig(PreTrainedConfig):
@@ -118,7 +117,7 @@ class ToSTConfig(PreTrainedConfig):
         mixer_options: dict[str, dict[str, Any]] | None = None,
         causal: bool = True,
         membership: str = "softmax",
-        half_life: HalfLife = None,
+        half_life: HalfLife | None = None,
         position_bias: bool | None = None,
         position_embeddings: str = "learned",
         norm: str = "layer",
@@ -158,7 +157,10 @@ class ToSTConfig(PreTrainedConfig):
         self.mixer_options = mixer_options or {}
         self.causal = causal
         self.membership = membership
-        self.half_life = _as_list(half_life, num_attention_heads)
+        self.half_life = None
+        if half_life is not None:  # infinity becomes None, because JSON cannot store infinity
+            lives = check_half_life("ToSTConfig", half_life, num_attention_heads, causal)
+            self.half_life = [None if math.isinf(life) else life for life in lives]
         as_released = causal and half_life is None and membership == "softmax"
         self.position_bias = as_released if position_bias is None else position_bias
         self.position_embeddings = position_embeddings
@@ -212,23 +214,7 @@ class ToSTConfig(PreTrainedConfig):
             wanted = "a causal model with softmax memberships"
             _refuse("position_bias", wanted, got, "Leave position_bias out.")
         if self.half_life is not None:
-            heads, lives = self.num_attention_heads, self.half_life
-            if len(lives) != heads or not all(life is None or life > 0 for life in lives):
-                _refuse_half_life(heads, f"{lives}")
-            if not self.causal:
-                fix = "Sums over all tokens do not decay: leave half_life out."
-                _refuse("half_life", "a causal model", "causal=False", fix)
-
-
-def _as_list(half_life: HalfLife, heads: int) -> list[float | None] | None:
-    """Return one half-life per head; infinity becomes None, because JSON cannot store infinity."""
-    if half_life is None:
-        return None
-    lives = [half_life] * heads if isinstance(half_life, int | float) else half_life
-    listed = isinstance(lives, Sequence) and not isinstance(lives, str)
-    if not listed or not all(life is None or isinstance(life, int | float) for life in lives):
-        _refuse_half_life(heads, repr(half_life))
-    return [None if life is None or math.isinf(life) else float(life) for life in lives]
+            check_half_life("ToSTConfig", self.half_life, self.num_attention_heads, self.causal)
 
 
 def _check_keywords(others: dict[str, Any]) -> None:
@@ -238,11 +224,6 @@ def _check_keywords(others: dict[str, Any]) -> None:
         similar = [] if hasattr(PreTrainedConfig, name) else get_close_matches(name, fields, n=1, cutoff=0.85)
         if similar:
             _refuse(name, "a known field", "an unknown one", f"Did you mean {similar[0]}?")
-
-
-def _refuse_half_life(heads: int, got: str) -> NoReturn:
-    wanted = f"a number of tokens above 0, or one for each of {heads} heads"
-    _refuse("half_life", wanted, got, "A ladder such as [4, 16, 64, 256] gives each head its own time scale.")
 
 
 def _refuse(field: str, expected: str, got: str, fix: str) -> NoReturn:

@@ -98,19 +98,17 @@ def _read(path: Path) -> Any:
     """Return the content of a checkpoint file; no code in the file is executed."""
     if not path.is_file():
         got = "a folder" if path.is_dir() else "nothing there"
-        raise InputError(f"checkpoint {path}", expected="a file", got=got, fix="Check the path.")
+        raise _unusable(path, "a file", got, "Check the path.")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     # A damaged file can raise any error, and the messages of torch suggest turning off weights_only.
     except Exception as error:
         refused = isinstance(error, PermissionError)
-        raise InputError(
-            f"checkpoint {path}",
-            expected="a file of torch.save that holds tensors and plain values only",
-            got="no permission to read it" if refused else "a damaged file, or one that holds other things",
-            fix="Only the released .pt and .pth files are read; no code from a checkpoint is ever run.",
-        ) from None
+        expected = "a file of torch.save that holds tensors and plain values only"
+        got = "no permission to read it" if refused else "a damaged file, or one that holds other things"
+        fix = "Only the released .pt and .pth files are read; no code from a checkpoint is ever run."
+        raise _unusable(path, expected, got, fix) from None
 
 
 def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
@@ -143,12 +141,8 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
         got = f"shape {tuple(weight.shape)} of {weight.untyped_storage().nbytes()} bytes"
     else:
         return
-    raise InputError(
-        f"checkpoint {path}, weight {_plain(name)}",
-        expected="a dense tensor of floating-point numbers",
-        got=got,
-        fix="Released files hold nothing else.",
-    )
+    expected, fix = "a dense tensor of floating-point numbers", "Released files hold nothing else."
+    raise _unusable(path, expected, got, fix, weight=name)
 
 
 def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedModel:
@@ -162,19 +156,10 @@ def _read_config(weights: Weights, path: Path, tokens_norm: bool) -> ReleasedMod
         name = error.args[0]
         if name.endswith("attn.temp"):
             raise _foreign(path, f"no {name}: a model with another attention") from None
-        raise InputError(
-            f"checkpoint {path}",
-            expected=f"a weight {name}",
-            got="none",
-            fix="The file is incomplete: get it again.",
-        ) from None
+        raise _unusable(path, f"a weight {name}", "none", "The file is incomplete: get it again.") from None
     except InputError as error:
-        raise InputError(
-            f"checkpoint {path}, {error.subject}",
-            expected=error.expected,
-            got=error.got,
-            fix="No released model has such sizes.",
-        ) from None
+        subject, fix = f"checkpoint {path}, {error.subject}", "No released model has such sizes."
+        raise InputError(subject, expected=error.expected, got=error.got, fix=fix) from None
     raise _foreign(path, f"names such as {_listed(sorted(weights))}")
 
 
@@ -186,12 +171,9 @@ def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dic
     missing = [name for name in released.names if name not in weights and name != "lm_head.weight"]
     foreign = [name for name in weights if name not in released.names]
     if missing or foreign:
-        raise InputError(
-            f"checkpoint {path}",
-            expected=f"the {len(released.names)} weights of a released {released.kind} model",
-            got=f"{_counted(missing)} missing, {_counted(foreign)} unknown",
-            fix="Variants of the released models cannot be loaded.",
-        )
+        expected = f"the {len(released.names)} weights of a released {released.kind} model"
+        got = f"{_counted(missing)} missing, {_counted(foreign)} unknown"
+        raise _unusable(path, expected, got, "Variants of the released models cannot be loaded.")
     renamed = {
         own: drop_unit_axes(name, weights[name]) for name, own in released.names.items() if name in weights
     }
@@ -201,21 +183,15 @@ def rename_weights(weights: Weights, released: ReleasedModel, path: Path) -> dic
         }
     for name, own in released.names.items():
         if own in renamed and renamed[own].shape != shapes[own]:
-            raise InputError(
-                f"checkpoint {path}, weight {name}",
-                expected=f"shape {tuple(shapes[own])}",
-                got=f"{tuple(renamed[own].shape)}",
-                fix="Sizes are read from the other weights: this weight is of another model.",
-            )
+            expected, got = f"shape {tuple(shapes[own])}", f"{tuple(renamed[own].shape)}"
+            fix = "Sizes are read from the other weights: this weight is of another model."
+            raise _unusable(path, expected, got, fix, weight=name)
     if released.kind == "language":
         embedding = renamed["model.embed_tokens.weight"]
         if not torch.equal(renamed.setdefault("lm_head.weight", embedding), embedding):
-            raise InputError(
-                f"checkpoint {path}, weight lm_head.weight",
-                expected="the same numbers as transformer.wte.weight, which the released models tie it to",
-                got="other numbers",
-                fix="A model with a head of its own cannot be loaded.",
-            )
+            expected = "the same numbers as transformer.wte.weight, which the released models tie it to"
+            fix = "A model with a head of its own cannot be loaded."
+            raise _unusable(path, expected, "other numbers", fix, weight="lm_head.weight")
     return renamed
 
 
@@ -235,12 +211,14 @@ def _plain(name: Any) -> str:
 
 
 def _foreign(path: Path, got: str) -> InputError:
-    return InputError(
-        f"checkpoint {path}",
-        expected="a checkpoint of the released ToST code, language or vision",
-        got=got,
-        fix="Models in Hugging Face's format are loaded by from_pretrained, without conversion.",
-    )
+    expected = "a checkpoint of the released ToST code, language or vision"
+    fix = "Models in Hugging Face's format are loaded by from_pretrained, without conversion."
+    return _unusable(path, expected, got, fix)
+
+
+def _unusable(path: Path, expected: str, got: str, fix: str, *, weight: str = "") -> InputError:
+    subject = f"checkpoint {path}" + (f", weight {_plain(weight)}" if weight else "")
+    return InputError(subject, expected=expected, got=got, fix=fix)
 
 
 def image_processor_config(config: ToSTConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from rankwise.errors import InputError
 from rankwise.models.block import Block, make_norm
@@ -39,6 +40,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -48,9 +50,8 @@ class ToSTModel(ToSTPreTrainedModel):
         inputs_embeds: Float[Tensor, "B T D"] | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+    ) -> BaseModelOutputWithPast:
         """Return the token states after the last block, (B, T, D), and the cache if requested.
 
         Args:
@@ -61,8 +62,7 @@ class ToSTModel(ToSTPreTrainedModel):
             inputs_embeds: embeddings to use instead of ``input_ids``.
             use_cache: True to return the cache; by default as configured, but False in training mode.
             output_hidden_states: True to also return the input of each block and the output of the last norm.
-            return_dict: True to return an object with named fields, False to return a tuple.
-            **kwargs: arguments that transformers passes to every model; they have no effect here.
+            **kwargs: arguments that transformers passes to every model; only ``return_dict`` has an effect.
 
         Raises:
             InputError: if mask or positions are invalid, a text is too long, or an argument is unknown.
@@ -87,12 +87,11 @@ class ToSTModel(ToSTPreTrainedModel):
         x = self.norm(x)
         if cache is not None:
             cache.advance(mask, x.shape[0], x.shape[1], x.device)
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache,
             hidden_states=(*states, x) if output_hidden_states else None,
         )
-        return self._as_requested(output, return_dict)
 
     def _cache(self, past: MixerCache | None, use_cache: bool | None) -> MixerCache | None:
         """Return the cache for this call, or None; raise InputError if ``past`` does not fit the model."""
@@ -180,6 +179,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             )
         super()._prepare_cache_for_generation(generation_config, *others)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Int[Tensor, "B T"] | None = None,
@@ -191,9 +191,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Int[Tensor, " N"] = 0,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return logits of the next token, (B, T, vocab_size), and a loss if labels are passed.
 
         Args:
@@ -206,7 +205,6 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             use_cache: as for `ToSTModel`.
             output_hidden_states: as for `ToSTModel`.
             logits_to_keep: number of last tokens for which logits are returned, or token indices; 0 for all.
-            return_dict: as for `ToSTModel`.
             **kwargs: arguments of the loss, such as ``num_items_in_batch``, and arguments of `ToSTModel`.
         """
         options = self._loss_options(kwargs)
@@ -221,13 +219,12 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options
             )
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
         )
-        return self._as_requested(result, return_dict)
 
 
 def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool[Tensor, "B T"] | None:

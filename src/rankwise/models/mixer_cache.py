@@ -49,20 +49,11 @@ class MixerCache(Cache):
         """Return −1, by which transformers means that the cache has no maximum length."""
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return −1, by which transformers means that the cache has no maximum length."""
-        return -1
-
     def __len__(self) -> int:
         return len(self.states)
 
     def __repr__(self) -> str:
         return f"MixerCache(layers={len(self.states)}, length={self.length}, numel={self.numel()})"
-
-    @property
-    def is_compileable(self) -> bool:
-        """False, because compiled generation requires states that are updated in place."""
-        return False
 
     @property
     def is_croppable(self) -> bool:

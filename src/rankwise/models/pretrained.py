@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
@@ -97,11 +96,6 @@ class ToSTPreTrainedModel(PreTrainedModel):
                 got=f"one λ per layer: {', '.join(f'{weight.item():g}' for weight in loaded)}",
                 fix='Load them with skip="learned".',
             )
-
-    def _as_requested(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """Return an output as an object with named fields, or as a tuple if ``return_dict`` is False."""
-        by_name = self.config.return_dict if return_dict is None else return_dict
-        return output if by_name else output.to_tuple()
 
     def _shared_skips(self) -> dict[str, str]:
         """Return {weight name: weight name of the first λ} for every shared λ except the first."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.utils import can_return_tuple
 
 from rankwise.errors import InputError
 from rankwise.models.block import Block, FeedForward, make_norm, make_scale
@@ -183,14 +184,14 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         """Initialize the class token with random numbers; submodules initialize their own weights."""
         nn.init.trunc_normal_(self.class_token, std=self.config.initializer_range)
 
+    @can_return_tuple
     def forward(
         self,
         pixel_values: Float[Tensor, "B C Y X"],
         labels: Int[Tensor, " B"] | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> ImageClassifierOutput | tuple[Any, ...]:
+    ) -> ImageClassifierOutput:
         """Return logits per image, (B, num_labels), and a loss if labels are passed.
 
         Args:
@@ -198,7 +199,6 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
             labels: class indices for the loss.
             output_hidden_states: True to also return the input of each block and the output of the last norm;
                 from the class-attention layers on, the class token is first.
-            return_dict: True to return an object with named fields, False to return a tuple.
             **kwargs: arguments of the loss, and arguments that transformers passes to every model.
 
         Raises:
@@ -223,7 +223,6 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
-        output = ImageClassifierOutput(
+        return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=(*states, x) if output_hidden_states else None
         )
-        return self._as_requested(output, return_dict)

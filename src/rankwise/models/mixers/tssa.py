@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -31,6 +31,9 @@ from rankwise.operators.base import compute_dtype
 from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
 from rankwise.ops.arguments import MEMBERSHIPS
 from rankwise.ops.dispatch import IMPLEMENTATIONS
+
+HalfLife = int | float | Sequence[int | float | None]
+"""Half-life of all heads in tokens, or one per head; None for a head whose sums do not decay."""
 
 
 class TokenStatisticsAttention(Mixer):
@@ -96,7 +99,9 @@ class TokenStatisticsAttention(Mixer):
         self.num_heads, self.causal, self.membership, self.impl = num_heads, causal, membership, impl
         self.head_dim = head_dim_of("TokenStatisticsAttention", hidden_size, num_heads, head_dim)
         # A tuple, because `model.half()` would round the half-lives in a buffer.
-        self.half_life = None if half_life is None else _check_half_life(half_life, num_heads, causal)
+        self.half_life = (
+            None if half_life is None else check_half_life(type(self).__name__, half_life, num_heads, causal)
+        )
         options = {"max_positions": max_positions, "conv_tokens": conv_tokens, "features": features}
         for option, value in options.items():
             if value < 0 or (value and not causal):
@@ -295,14 +300,17 @@ class MembershipScan(nn.Module):
         return c, b, -self.log_rate.to(wide).exp()[:, None] * membership.mT.to(wide)
 
 
-def _check_half_life(half_life: Sequence[int | float | None], heads: int, causal: bool) -> tuple[float, ...]:
+def check_half_life(owner: str, half_life: HalfLife, heads: int, causal: bool) -> tuple[float, ...]:
     """Return one half-life per head, with infinity instead of None; raise InputError if one is invalid."""
-    lives = tuple(math.inf if life is None else float(life) for life in half_life)
-    if not causal or len(lives) != heads or not all(life > 0 for life in lives):
+    listed = isinstance(half_life, Sequence) and not isinstance(half_life, str)
+    lives: Any = half_life if listed else [half_life] * heads
+    numbers = [math.inf if life is None else life for life in lives]
+    known = all(isinstance(life, int | float) and life > 0 for life in numbers)
+    if not causal or not known or len(numbers) != heads:
         raise InputError(
-            "TokenStatisticsAttention `half_life`",
+            f"{owner} `half_life`",
             expected=f"causal=True and numbers of tokens above 0, one for each of {heads} heads",
-            got=f"causal={causal}, {list(half_life)}",
+            got=f"causal={causal}, {half_life!r}",
             fix="Make them with rankwise.ops.half_lives(heads), or leave half_life out.",
         )
-    return lives
+    return tuple(map(float, numbers))
