@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from rankwise.compression import BudgetCurve, BudgetPoint, Compression, HeadWidth, LayerPrice
+from rankwise.compression import (
+    BudgetCurve,
+    BudgetPoint,
+    Compression,
+    HeadWidth,
+    Latency,
+    LatentRank,
+    LayerPrice,
+)
 from rankwise.errors import InputError, RecordError
 from rankwise.report.compression_report import compression_document
 
@@ -86,5 +94,38 @@ def test_removed_heads_are_drawn_by_their_original_numbers() -> None:
     assert figures["widths"].data[0]["text"] == [["3"]]
 
 
-def test_a_record_that_no_command_wrote_has_no_next_steps() -> None:
-    assert all(section.name != "next" for section in compression_document(RECORD).sections)
+@pytest.mark.parametrize("about", [{}, {"folder": "out"}, {"load": "load()"}])
+def test_a_record_that_no_command_wrote_has_no_next_steps(about: dict[str, str]) -> None:
+    document = compression_document(RECORD.model_copy(update={"about": about}))
+    assert all(section.name != "next" for section in document.sections)
+
+
+def costs(**fields: object) -> dict[str, list[str]]:
+    """Cells of the first table of costs and of savings, by the first cell of the row."""
+    tables = compression_document(RECORD.model_copy(update=fields)).sections[0].tables
+    return {str(row[0]): [str(cell) for cell in row[1:]] for table in tables for row in table.rows}
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(2.0, "7.389"), (800.0, "–"), (math.inf, "–"), (math.nan, "–")])
+def test_only_the_loss_of_next_tokens_has_a_perplexity(loss: float, shown: str) -> None:
+    losses = {"loss_before": 1.0, "loss_after": loss}
+    assert costs(**losses, cache_bytes_before=8)["perplexity"] == ["2.718", shown]
+    assert "perplexity" not in costs(**losses)  # such as the squared error of a regression
+    assert "perplexity" not in costs(**losses, metric="accuracy")
+
+
+def test_unknown_numbers_of_a_compression_are_dashes() -> None:
+    timed = Latency(phase="prefill", tokens=4, before=1.0, after=2.0, low=math.nan, high=math.nan)
+    found = costs(loss_before=1.0, metric="accuracy", latency=[timed])
+    assert found["loss"] == ["1.0000", "–"]
+    assert found["accuracy"] == ["–", "–"]
+    assert found["prefill, 4 tokens, ms"] == ["1.00", "2.00", "– (– to –)"]
+
+
+@pytest.mark.parametrize(("after", "said"), [(50, "50.0% fewer"), (100, "0.0% fewer"), (150, "50.0% more")])
+def test_savings_are_fewer_or_more_never_negative(after: int, said: str) -> None:
+    latent = LatentRank(part="kv", site="a", layer=0, before=8, full=8, rank=4, nats=0.1)
+    sizes = {"parameters_before": 100, "parameters_after": after, "latents": [latent]}
+    sizes |= {"cache_bytes_before": 200, "cache_bytes_after": 2 * after}
+    sentence = compression_document(RECORD.model_copy(update=sizes)).verdict.sentence
+    assert sentence.endswith(f", {said} parameters, {said} bytes of cache.")

@@ -12,9 +12,10 @@ from tests.support import records
 
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
+from rankwise.auditing.result import Audit
 from rankwise.report import document_text, print_document
 from rankwise.report.audit_report import audit_document
-from rankwise.report.document import Table
+from rankwise.report.document import Table, column_kinds
 from rankwise.report.format import RANK
 
 
@@ -188,6 +189,18 @@ def test_verbose_prints_at_least_the_short_report(kind: str) -> None:
     print_document(document, Console(file=file, width=100), verbose=True)
     words, more = document_text(document).split(), file.getvalue().split()
     assert not Counter(words) - Counter(more)
+
+
+def test_a_cell_of_over_24_characters_is_a_sentence() -> None:
+    rows = [["a" * 24, "a" * 25, "≈ 0.5", ""]]
+    assert column_kinds(4, rows) == ["name", "sentence", "number", "name"]
+
+
+def test_lines_of_a_summary_have_up_to_100_characters() -> None:
+    audit = records.encoder()
+    audit = audit.model_copy(update={"provenance": audit.provenance.model_copy(update={"data": "x" * 300})})
+    audit = Audit.model_validate(audit.model_dump())
+    assert max(map(len, audit.summary().splitlines())) == 100
 
 
 @pytest.mark.parametrize("width", [24, 60, 80, 200])

@@ -1,5 +1,7 @@
 """Reports on λ-skips and certificates."""
 
+import math
+
 import pytest
 
 from rankwise.report.document import Table
@@ -26,6 +28,10 @@ def test_before_comes_before_after() -> None:
     ]
     assert document.verdict.sentence == "loss, held out: 4.0000 → 3.0000"
     assert document.notes == ["mind the gap"]
+    unknown = {"loss": [4.0, math.nan], "collapse": [{"": [0.9, math.nan]}]}
+    document = skip_document({}, unknown)
+    assert document.verdict.sentence == "loss, held out: 4.0000 → –"
+    assert document.sections[0].tables[1].rows == [["model", "0.90 –"]]
 
 
 def stack(**fields: float | None) -> StackCertificate:

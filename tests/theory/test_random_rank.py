@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rankwise.errors import ShapeError
 from rankwise.theory import random_head_rank, random_rank, rank_barrier
 from rankwise.theory.random_heads import Spectra, simulate_spectra
 
@@ -286,3 +287,12 @@ def test_long_sequences_have_fewer_trials_and_too_long_ones_none(monkeypatch):
         assert simulated == []
         assert (math.isnan(lost.mean), math.isnan(lost.std), lost.trials) == (True, True, 0)
     assert simulated_by(monkeypatch, lambda: interpolated(16384, 8, temperature=0.0))[1].mean == 16384
+
+
+def test_a_matrix_of_the_largest_size_is_simulated_and_one_row_more_is_not(monkeypatch):
+    monkeypatch.setattr(random_rank, "MAX_ENTRIES", 64 * 32)
+    assert 1 <= random_head_rank(64, 2, sources=32, trials=1).mean <= 32
+    assert interpolated(64, 2, sources=32, trials=1).trials == 1
+    with pytest.raises(ShapeError, match="65 × 32"):
+        random_head_rank(65, 2, sources=32, trials=1)
+    assert interpolated(128, 2, sources=32).trials == 0

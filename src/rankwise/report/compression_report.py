@@ -62,12 +62,14 @@ def _headline(record: Compression) -> str:
     cost = f"attention KL {format_number(record.kl, 4)} nats"
     if not math.isfinite(record.kl):
         cost = f"relative error of the output {format_number(record.output_error, 4)}"
-    saving = ""
-    if record.parameters_before:
-        saved = 1 - record.parameters_after / record.parameters_before
-        saving = f", {abs(saved):.1%} {'fewer' if saved >= 0 else 'more'} parameters"
-    if record.latents and record.cache_bytes_before:
-        saving += f", {1 - record.cache_bytes_after / record.cache_bytes_before:.1%} fewer bytes of cache"
+    sizes = [("parameters", record.parameters_before, record.parameters_after)]
+    if record.latents:
+        sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
+    saving = "".join(
+        f", {abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'} {noun}"
+        for noun, before, after in sizes
+        if before
+    )
     return f"{done[:1].upper()}{done[1:]}: {cost} on {record.figures}{saving}."
 
 
@@ -80,10 +82,13 @@ def _costs(record: Compression) -> Table:
     rows = [[name, "0", format_number(cost, 4)] for name, cost in measured.items() if math.isfinite(cost)]
     if math.isfinite(record.loss_before):
         losses = record.loss_before, record.loss_after
-        rows.append(["loss", *(f"{loss:.4f}" for loss in losses)])
-        rows.append(["perplexity", *(f"{math.exp(loss):.3f}" for loss in losses)])
+        rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
+        if record.cache_bytes_before:  # a decoder: its loss is the cross entropy of next tokens
+            perplexities = (math.exp(loss) if loss < 709 else math.inf for loss in losses)
+            rows.append(["perplexity", *(format_number(one, 3) for one in perplexities)])
     if record.metric:
-        rows.append([record.metric, f"{record.metric_before:.4f}", f"{record.metric_after:.4f}"])
+        shares = record.metric_before, record.metric_after
+        rows.append([record.metric, *(format_number(one, 4) for one in shares)])
     note = (
         f"Measured on {record.figures}. Attention KL is KL(M‖M′), M the original's, mean over rows, heads "
         "and layers, each layer with the inputs of the original."
@@ -96,8 +101,10 @@ def _savings(record: Compression) -> Table:
     if record.cache_bytes_before:
         rows.append(_pair("cache, bytes per token", record.cache_bytes_before, record.cache_bytes_after))
     for x in record.latency:
-        ratio = f"{x.ratio:.2f} ({x.low:.2f} to {x.high:.2f})"
-        rows.append([f"{x.phase}, {x.tokens} tokens, ms", f"{x.before:.2f}", f"{x.after:.2f}", ratio])
+        before, after, ratio, low, high = (
+            format_number(getattr(x, name), 2) for name in ("before", "after", "ratio", "low", "high")
+        )
+        rows.append([f"{x.phase}, {x.tokens} tokens, ms", before, after, f"{ratio} ({low} to {high})"])
     note = (
         "Latency is the median over rounds that alternate on this machine, with the 10th and 90th percentile "
         "of their ratio: a range that contains 1 shows no gain."

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.skips.certificate import SkipCertificate, StackCertificate
@@ -16,11 +17,12 @@ def skip_document(
     states = report["collapse"]
     times = (", before", ", after") if len(states) > 1 else ("",)
     spread = [
-        [f"{stack or 'model'}{when}", " ".join(f"{number:.2f}" for number in stacks[stack])]
+        [f"{stack or 'model'}{when}", " ".join(format_number(number, 2) for number in stacks[stack])]
         for stack in states[0]
         for when, stacks in zip(times, states, strict=True)
     ]
-    loss = "loss, held out: {:.4f} → {:.4f}".format(*report["loss"]) if "loss" in report else ""
+    losses = " → ".join(format_number(loss, 4) for loss in report.get("loss", ()))
+    loss = f"loss, held out: {losses}" if losses else ""
     tables = [
         Table("λ-skips", ["site", "λ before", "λ after"], rows),
         Table("μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
