@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from tests.support.records import NASTY, nasty, only_nan
 
+from rankwise.auditing import Audit, History
 from rankwise.auditing.comparison import compare_two
-from rankwise.auditing.history import History
-from rankwise.auditing.records import HeadId
-from rankwise.auditing.result import Audit
 from rankwise.compression import Compression
-from rankwise.plan.record import HeadDimPlan, TrainedWidth
+from rankwise.plan import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
 from rankwise.report.compression_report import compression_document
@@ -23,7 +21,8 @@ from rankwise.report.document import Document
 from rankwise.report.page import page_text
 from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
-from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.tracing import HeadId
 
 OLD_FILES = Path(__file__).parents[1] / "old_files"
 

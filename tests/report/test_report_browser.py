@@ -324,7 +324,8 @@ def test_cells_of_a_diagonal_are_hatched_if_a_measure_is_not_informative(
 def test_the_table_sorts_both_ways_with_missing_numbers_last(encoder: Page) -> None:
     shares = [RANK.value(head) for head in records.encoder().heads]
     finite = sorted(share for share in shares if math.isfinite(share))
-    column = encoder.locator("#head-table tbody tr td:nth-child(5)")
+    place = encoder.locator("#head-table thead th").all_inner_texts().index("Rank share") + 1
+    column = encoder.locator(f"#head-table tbody tr > :nth-child({place})")
     for expected in (finite, finite[::-1]):
         encoder.get_by_role("button", name="Rank share").click()
         assert column.all_inner_texts() == [*(f"{share:.2f}" for share in expected), "–"]

@@ -10,9 +10,9 @@ from rich.console import Console
 from tests.report import samples
 from tests.support import records
 
+import rankwise as rw
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
-from rankwise.auditing.result import Audit
 from rankwise.report import document_text, print_document
 from rankwise.report.audit_report import audit_document
 from rankwise.report.document import Table, column_kinds
@@ -199,7 +199,7 @@ def test_a_cell_of_over_24_characters_is_a_sentence() -> None:
 def test_lines_of_a_summary_have_up_to_100_characters() -> None:
     audit = records.encoder()
     audit = audit.model_copy(update={"provenance": audit.provenance.model_copy(update={"data": "x" * 300})})
-    audit = Audit.model_validate(audit.model_dump())
+    audit = rw.Audit.model_validate(audit.model_dump())
     assert max(map(len, audit.summary().splitlines())) == 100
 
 

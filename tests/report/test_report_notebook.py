@@ -1,16 +1,24 @@
 """The HTML that a notebook shows, and figures for it."""
 
+import json
 import math
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.support import records
+from tests.unchecked import unchecked
 
 import rankwise as rw
+from rankwise.auditing import History
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
+from rankwise.operators import DenseMixing
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
+from rankwise.skips import Skips
+from rankwise.tracing import HeadId, MixerSite, StateSite
 
 
 def of(name: str) -> rw.Audit:
@@ -75,6 +83,34 @@ def test_a_large_model_is_shown_in_part_with_a_note() -> None:
     assert "… and 3 more layers and 5 more heads not shown" in text
     assert text.count("title='head ") == MOST_ROWS * MOST_COLUMNS
     assert len(text) < 1_000_000
+
+
+def hostile_texts() -> dict[str, str]:
+    """What objects say of themselves if every name in them moves the cursor, rings and turns the text."""
+    name = "\x1b[31m\x07\u202e\n"
+    code = json.dumps(name)[1:-1]
+    audit = rw.Audit.model_validate_json(records.encoder().model_dump_json().replace("encoder", code))
+    audit = rw.Audit.model_validate(audit.model_dump() | {"baseline": {"seeds": [0], "built": name}})
+    where = HeadId(name, 0, name, head=1)
+    model = torch.nn.Module()
+    model.add_module(name, torch.nn.Linear(1, 1))
+    site = SimpleNamespace(name=name, write=SimpleNamespace(module=name), parameter="weight")
+    with unchecked():
+        skips = Skips(model, [site])
+        mixer = MixerSite(name, 0, name, DenseMixing(torch.eye(2)), torch.ones(1), torch.ones(1))
+        state = StateSite(name, 0, torch.zeros(1))
+    known = [
+        audit, audit.heads[0], audit.layers[0], audit.findings[0], audit.provenance, audit.verdict, where,
+        HeadId(site=name), rw.compare(audit, audit), History.of([audit], [name]), skips, mixer, state,
+        audit.baseline,
+    ]  # fmt: skip
+    texts = {f"{say.__name__} of {type(one).__name__}": say(one) for one in known for say in (repr, str)}
+    return texts | {"HTML": audit._repr_html_()}
+
+
+def test_names_with_control_characters_stay_on_the_line() -> None:
+    texts = hostile_texts()
+    assert [kind for kind, text in texts.items() if re.search(r"[\x00-\x1f\x7f\u202e]", text)] == []
 
 
 def test_an_incomplete_audit_is_marked_in_notebooks() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from rankwise._internals.records import Count, Number, Record, Size, format_number
+from rankwise._internals.records import Count, Number, Record, Size, format_number, strip_control
 from rankwise.auditing.measure_table import NULLS, HeadMeasures, LayerMeasures
 from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
@@ -114,7 +114,8 @@ class BaselineRecord(Record):
     def __str__(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
         name = "seeds" if len(self.seeds) > 1 else "seed"
-        return f"the same architecture at fresh weights, built {self.built}, on the same data, {name} {seeds}"
+        built = strip_control(self.built)
+        return f"the same architecture at fresh weights, built {built}, on the same data, {name} {seeds}"
 
 
 class AttentionMap(Record):
@@ -287,8 +288,9 @@ class HeadRecord(HeadMeasures, HeadOrigin):
 
     def __repr__(self) -> str:
         ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.smaller)}"
+        kind = strip_control(self.kind)
         return (
-            f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {_word(self.kind)}, {ranks}, "
+            f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {kind}, {ranks}, "
             f"effective {format_number(self.effective_rank)}, stable {format_number(self.stable_rank)})"
         )
 
@@ -374,7 +376,7 @@ class Finding(Record):
     """Indices of all heads of the site that the finding concerns, if several; they include ``where.head``."""
 
     def __repr__(self) -> str:
-        return f"Finding({_word(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
+        return f"Finding({strip_control(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
 
 
 class Verdict(Record):
@@ -426,8 +428,3 @@ class Provenance(Record):
     """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)
     """Circumstances that affect the numbers, such as active dropout or a compiled model run uncompiled."""
-
-
-def _word(text: str) -> str:
-    """Return text with line breaks and control characters escaped, so that it stays on one line."""
-    return repr(text)[1:-1]

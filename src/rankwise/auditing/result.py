@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals.files import write_file
-from rankwise._internals.records import Record, load_record
+from rankwise._internals.records import Record, load_record, strip_control
 from rankwise.auditing.baseline import head_baselines, layer_baselines
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
@@ -272,8 +272,9 @@ class Audit(Record):
         return notebook_html(self)
 
     def __repr__(self) -> str:
+        model = strip_control(self.provenance.model) or "model"
         return (
-            f"Audit({self.provenance.model or 'model'}: {len(self.heads)} heads, {len(self.layers)} layers, "
+            f"Audit({model}: {len(self.heads)} heads, {len(self.layers)} layers, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
 

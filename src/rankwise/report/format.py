@@ -2,7 +2,6 @@
 
 import math
 import re
-import unicodedata
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.auditing.records import Severity
@@ -25,16 +24,6 @@ _TITLES = {
     "delta_low": "δ from",
     "delta_high": "δ to",
 } | {measure.name: measure.label for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
-
-
-def strip_control(name: str) -> str:
-    r"""Replace control characters, such as terminal escape sequences, with the visible mark �.
-
-    Examples:
-        >>> strip_control("layer\x1b[31m")
-        'layer�[31m'
-    """
-    return "".join("�" if unicodedata.category(c) in {"Cc", "Cf", "Cs"} else c for c in name)
 
 
 def title(measure: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import format_number, strip_control
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure, Measure
 from rankwise.auditing.records import HeadRecord
@@ -54,7 +54,7 @@ def notebook_html(audit: Audit) -> str:
     ]
     title = f"<strong>Rankwise audit</strong> {escape(model_name(about.model))}"
     grids = "".join(_grid(grid, audit.heads) for grid in grids_of(audit.heads))
-    return f"<div>{title}<br>{escape(' · '.join(facts))}{grids}</div>"
+    return strip_control(f"<div>{title}<br>{escape(' · '.join(facts))}{grids}</div>")
 
 
 def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> str:

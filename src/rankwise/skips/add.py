@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, device_of
+from rankwise._internals.records import strip_control
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, instance_of, one_of
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
@@ -49,8 +50,8 @@ class Skips(Mapping[str, nn.Parameter]):
 
     def __repr__(self) -> str:
         shown = [
-            f"{name}: {value.item():g}" if value.numel() == 1
-            else f"{name}: {value.numel()} channels, mean {value.mean():g}"
+            f"{strip_control(name)}: {value.item():g}" if value.numel() == 1
+            else f"{strip_control(name)}: {value.numel()} channels, mean {value.mean():g}"
             for name, value in self.items()
         ]  # fmt: skip
         return f"Skips({{{', '.join(shown)}}})"

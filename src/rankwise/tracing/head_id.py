@@ -6,6 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from rankwise._internals.records import strip_control
+
 Index = Annotated[int, Field(ge=0)]
 
 
@@ -46,12 +48,12 @@ class HeadId:
         return self.stack, layer, self.site, self.call, head
 
     def __str__(self) -> str:
-        parts = [self.stack] if self.stack else []
+        parts = [strip_control(self.stack)] if self.stack else []
         if self.layer is not None:
             parts.append(f"layer {self.layer}")
         if self.head is not None:
             parts.append(f"head {self.head}")
-        return " ".join(parts) or self.site or "model"
+        return " ".join(parts) or strip_control(self.site) or "model"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rankwise._internals.records import strip_control
 from rankwise.operators import MixingOperator
 from rankwise.tracing.head_id import CallId, HeadId
 
@@ -56,8 +57,8 @@ class MixerSite:
         return HeadId(self.stack, self.layer, self.name, self.call, head)
 
     def __repr__(self) -> str:
-        shape = tuple(self.operator.shape)
-        return f"MixerSite({self.name!r}, layer {self.layer}, {self.kind}, operator {shape})"
+        kind, shape = strip_control(self.kind), tuple(self.operator.shape)
+        return f"MixerSite({self.name!r}, layer {self.layer}, {kind}, operator {shape})"
 
 
 @dataclass(frozen=True)
