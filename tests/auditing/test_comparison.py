@@ -175,7 +175,7 @@ WARNINGS = [
         {"heads": {3: {"mask": "causal"}, 4: {"kind": "linear"}}},
         "2 of 72 heads have another kind or mask: their references differ.",
     ),
-    ({"complete": False}, "The audit after is incomplete: it read only part of its data."),
+    ({"complete": False}, "The audit after is incomplete: some measurements are missing."),
 ]
 
 

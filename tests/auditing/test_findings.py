@@ -413,7 +413,7 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
         (audit(heads(LOW, HIGH)), "2 notes."),
         (
             changed(audit(heads({})), complete=False),
-            "No findings. The audit stopped before it had read all of its data.",
+            "No findings. The audit stopped before the end: some measurements are missing.",
         ),
     ],
 )

@@ -232,6 +232,33 @@ def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(net: Path, tmp_path: 
     assert "audited 2, kept 0, failed 0" in CliRunner().invoke(app, [*words, "--resume"]).output
 
 
+@pytest.mark.parametrize(
+    ("option", "step"),
+    [
+        ("--importance", "auditing.run.measure_importance"),
+        ("--importance=exact", "importance.ablation._remove_each"),
+        ("--baseline", "auditing.run.Run._for_copy"),
+    ],
+)
+def test_ctrl_c_after_the_batches_stops_all_and_resume_measures_again(
+    net: Path, tmp_path: Path, option: str, step: str
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    words = ["audit", f"{net}:layer", f"{net}:counted", option, "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"rankwise.{step}", stop)
+        assert CliRunner().invoke(app, words).exit_code == 130
+        assert not (tmp_path / "built").exists()
+        assert CliRunner().invoke(app, ["audit", f"{net}:layer", *words[3:]]).exit_code == 130
+    kept = Audit.load(out)
+    assert (kept.complete, len(kept.heads)) == (False, 2)
+    words[-1] = str(tmp_path / "several")
+    assert "audited 2, kept 0, failed 0" in CliRunner().invoke(app, [*words, "--resume"]).output
+
+
 def test_the_part_before_a_failure_is_written_and_audited_again(tmp_path: Path) -> None:
     for _ in range(2):  # the second call finds the incomplete audit of the first
         options = ["--importance", "exact", "--resume", "--out", str(tmp_path / "out")]

@@ -351,7 +351,7 @@ def _warnings(
         yield "Only one audit was examined by `rw.skips.recommend`; the other cannot name suppressed mixers."
     for name, audit in (("before", before), ("after", after)):
         if not audit.complete:
-            yield f"The audit {name} is incomplete: it read only part of its data."
+            yield f"The audit {name} is incomplete: some measurements are missing."
     if before.heads and after.heads and not heads:
         yield "No head of one audit is in the other. Are they of the same architecture?"
 

@@ -110,8 +110,8 @@ def audit(
         provenance: fields of `Provenance` to record: model, revision, data, command.
         on_progress: called with the number of finished batches and a name after each measured site.
 
-    After Ctrl-C the audit has the finished batches, or the finished layers of the first batch, and its
-    ``complete`` is False.
+    After Ctrl-C the audit has all finished measurements: batches, or layers of the first batch; seeds of the
+    baseline; and removals of importance. Its ``complete`` is False.
 
     Raises:
         AuditError: if the model or a batch fails, or importance or the baseline cannot be measured; its
@@ -296,6 +296,7 @@ class Run:
                     self.copies[seed] = run.statistics
                     del run, model  # release the copy before the next one is built
         except KeyboardInterrupt:
+            self.complete = False
             self.notes.append(f"baseline of {len(self.copies)} seeds only: interrupted from the keyboard")
         except Exception as error:
             raise self._step_failed(error, "baseline", "an audit at initialization") from error
@@ -314,7 +315,9 @@ class Run:
                 self.model, batches, settings, heads=heads, **self.where,
                 on_progress=lambda step: self._on_progress(self.batches, f"importance: {step}"),
             )  # fmt: skip
+            self.complete = self.importance.complete
         except KeyboardInterrupt:
+            self.complete = False
             self.notes.append("importance not measured: interrupted from the keyboard")
         except Exception as error:
             raise self._step_failed(error, "importance", "the model's loss without its heads") from error

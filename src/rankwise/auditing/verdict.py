@@ -26,7 +26,7 @@ def verdict_of(audit: "Audit") -> Verdict:
     ]
     sentence = f"{', '.join(tally) or 'No findings'}."
     if not audit.complete:
-        sentence += " The audit stopped before it had read all of its data."
+        sentence += " The audit stopped before the end: some measurements are missing."
     first = {finding.code: finding for finding in reversed(audit.findings)}
     codes = dict.fromkeys(
         finding.code

@@ -110,13 +110,14 @@ def measure(
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
     found, known_blocks = _estimates(passes, placed, notes)
-    removable = None
+    removable, complete = None, True
     try:
         if settings.exact:
             _remove_each(passes, heads, found, known_blocks)
         if settings.tolerance is not None:
             removable = _search(passes, found, group, notes)
     except KeyboardInterrupt:
+        complete = False
         notes.append("interrupted from the keyboard: not all removals were run")
     record = ImportanceRecord(
         loss=passes.loss.name,
@@ -137,7 +138,7 @@ def measure(
         backward=passes.backward,
         notes=notes,
     )
-    return Importance(record, found)
+    return Importance(record, found, complete)
 
 
 def ablation_cost(

@@ -123,6 +123,8 @@ class Importance:
 
     record: ImportanceRecord
     heads: dict[HeadId, HeadImportance]
+    complete: bool = True
+    """False if Ctrl-C stopped the removals."""
 
     def merge(self, other: "Importance") -> None:
         """Merge importance on other sequences: costs become means over all tokens; removable set: None.
