@@ -202,8 +202,10 @@ def test_a_note_names_missing_weights_as_random(run: Run, tiny: Path, tmp_path: 
         (["--text", "empty.txt"], "empty"),
         (["--text", "latin.txt"], "UTF-8"),
         (["--text", "short.txt"], "--tokens"),
-        (["--images", "."], "reads text"),
-        ([], "Pass --text"),
+        (["--images", "photos"], "reads text"),
+        ([], "expected one of --text, --images, --dataset, got none. Pass one, such as --text FILE"),
+        (["--dataset", "./none.csv"], "got no such file"),
+        (["--text", "text.txt", "--revision", "v1"], "revision v1: expected a model on the Hub"),
         (["--text", "text.txt", "--dataset", "imdb"], "--text and --dataset"),
         (["--text", "text.txt", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
         (["--text", "text.txt", "--delta", "-1"], "delta"),
@@ -219,10 +221,12 @@ def test_wrong_options_and_data_are_refused(run, tiny, tmp_path, arguments, says
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "latin.txt").write_bytes("Málaga".encode("latin-1") * 50)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").touch()
     result = run("audit", tiny, *arguments)
     assert isinstance(result.exception, RankwiseError), result.output
     assert says in str(result.exception)
-    assert not (tmp_path / "rankwise-audit" / "audit.json").exists()
+    assert not (tmp_path / "rankwise-audit").exists()
 
 
 @pytest.mark.parametrize(
@@ -411,6 +415,6 @@ def test_offline_mode_is_named_if_a_model_was_not_downloaded(run, monkeypatch, o
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("rankwise.cli.load_model.need_hub", lambda *_, **__: None)  # the Hub answers
-    refused = str(run("audit", "nobody/nothing").exception)
+    refused = str(run("audit", "nobody/nothing", *DATA).exception)
     assert "couldn't connect" in refused
     assert ("HF_HUB_OFFLINE is set: unset it" in refused) == offline

@@ -154,7 +154,7 @@ def test_two_audits_are_compared_with_a_page(audited: Result, run: Run, home: Pa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["audits/checkpoint-90"], "expected two audits or more to compare, got one"),
+        (["audits/checkpoint-90"], "two or more to compare, got audits/checkpoint-90"),
         (["audits", "--out", "a.json"], "expected a file ending in .html or .csv, got .json"),
         (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a"], "got no ending"),
         (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a.csv"], "in .html or .json, got .csv"),
@@ -189,10 +189,13 @@ def test_resume_audits_missing_models_and_says_why_audits_are_not_kept(net: Path
     assert "audited 1, kept 0, failed 1" in said
     (tmp_path / "repaired").touch()
     assert "audited 1, kept 1, failed 0" in resumed()
-    assert (tmp_path / "built").read_text() == "x"
     (out / "net.py-counted").rename(out / "another name")
     assert "audited 0, kept 2, failed 0" in resumed()
     assert len(History.load(out)) == 2
+    (tmp_path / "repaired").write_text("2")
+    said = resumed()
+    assert "the audit in net.py-fails is not kept: the factory returns other weights or batches" in said
+    assert "audited 1, kept 1" in said
     with net.open("a", encoding="utf-8") as code:
         code.write("# other weights")
     said = resumed()
@@ -268,6 +271,7 @@ def test_the_part_before_a_failure_is_written_and_audited_again(tmp_path: Path) 
         assert len(audit.heads) == 2
         assert not audit.complete
         assert [folder.name for folder in (tmp_path / "out").iterdir()] == ["nets.py-nan"]
+        assert "2 heads, 0 findings, incomplete: " in result.output
 
 
 def test_one_model_named_in_two_ways_is_audited_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +317,14 @@ def test_adding_models_moves_no_audit_and_replaces_none(tmp_path, capsys) -> Non
     assert len(list(tmp_path.glob("*/audit.json"))) == 7
 
 
+def test_audits_of_other_models_stay(tmp_path: Path) -> None:
+    for home in ("one", "other", "other"):
+        jobs = jobs_of(AuditJob(model=""), [f"{home}/m", f"{home}/n"])
+        audit_many(jobs, tmp_path, fake_runner(), resume=False)
+    models = sorted(Audit.load(path).provenance.model for path in tmp_path.glob("*/audit.json"))
+    assert models == ["one/m", "one/n", "other/m", "other/n"]
+
+
 def test_a_full_disk_keeps_the_audits_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, whole, written = jobs_of(AuditJob(model=""), ["a", "b", "c"]), Path.write_text, []
 
@@ -352,6 +364,8 @@ def test_the_command_of_a_job_carries_every_setting(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rankwise.cli.audit_many.audit_many", stop)
+    for check in ("load_data.check_data", "load_model.check_loading"):  # no file and no GPU is there
+        monkeypatch.setattr(f"rankwise.cli.{check}", lambda *_, **__: None)
     commands: set[str] = set()
     for options in OPTIONS:
         words = ["audit", "m", *options]
@@ -390,6 +404,11 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     assert set(found) == {"model", "text", "images"}
     (folder / ".hidden").touch()
     (folder / "results" / "audit.json").touch()
+    for home in (folder, photos):  # the audit can be in the folder of the model
+        for name in ("audit.json", "index.html", "heads.csv", "layers.csv"):
+            (home / name).touch()
+    for name in ("index.html", "history.csv"):
+        (photos.parent / name).touch()
     assert job.file_digests() == found
     large.write_bytes(b"x" * (WHOLE + PIECE))
     text.write_text("some tex.")
@@ -402,23 +421,30 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ([], "data: expected one of --text, --images, --dataset, got none. Pass one, such as --text FILE"),
+        (["--text", "none.txt"], r"none\.txt: expected a text file, got no such file"),
+        (["--images", "none"], "none: expected a folder of pictures, got no such folder"),
+        (["--text", __file__, "--device", "cuda:99"], "--device cuda:99"),
+        (["--text", __file__, "--tokenizer", "nope"], "tokenizer nope: .* no answer from"),
         (["--cpus", "1"], "--cpus 1: expected --ray next to it"),
         (["--gpus", "0.5"], "--gpus 0.5: expected --ray next to it"),
         (["--ray", "local", "--gpus", "1"], "--gpus 1: expected audits that use .*, got --device cpu"),
         (["--resume", "--delta", "-1"], "delta"),
         (["--resume", "--matrices", "3;7"], "flagged"),
         (["--resume", "--fail-on", "COLAPSE"], "Did you mean COLLAPSE"),
-        (["--ray", "--dtype", "float99"], "float99"),
+        (["--ray", "--text", __file__, "--dtype", "float99"], "float99"),
         (["--ray", "--text", "t.txt", "--images", "i"], "got --text and --images"),
         (["--ray", "--dataset", "a:b:c:d"], "--dataset 'a:b:c:d'"),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_path) -> None:
+def test_wrong_options_are_refused_before_a_model_is_loaded(options, says, tmp_path, monkeypatch) -> None:
     out = tmp_path / "out"
+    monkeypatch.setattr("rankwise.cli.load_model.hub_reachable", lambda: False)
     done = CliRunner().invoke(app, ["audit", "a", "b", *options, "--out", str(out)])
     assert isinstance(done.exception, InputError)
     with pytest.raises(InputError, match=says):
         raise done.exception
+    assert done.stderr == ""
     assert not out.exists()
 
 

@@ -55,6 +55,21 @@ def test_files_of_an_audit_are_not_overwritten(audits: tuple[Audit, Audit]) -> N
         assert Path(out).read_bytes() == before
 
 
+def test_audits_of_a_folder_are_in_the_order_of_time_without_those_of_failed_runs(
+    audits: tuple[Audit, Audit],
+) -> None:
+    audit, _ = audits
+    for at, name in enumerate(("small", "medium", "large", "failed")):
+        origin = audit.provenance.model_copy(update={"created": f"2026-01-01T00:00:0{at}"})
+        changed = audit.model_copy(update={"provenance": origin, "complete": name != "failed"})
+        changed.save(f"run/{name}/audit.json")
+    result = CliRunner().invoke(app, ["compare", "run", "--out", "run.csv"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "rankwise: run/failed is left out: it is incomplete\n"
+    names = [line.split(",")[1] for line in Path("run.csv").read_text().splitlines()[1:]]
+    assert list(dict.fromkeys(names)) == ["small", "medium", "large"]
+
+
 def test_no_file_is_written_without_out(audits: tuple[Audit, Audit], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["compare", "weak.json", "strong.json"]).exit_code == 0
     assert {path.name for path in tmp_path.iterdir()} == {"weak.json", "strong.json"}

@@ -55,6 +55,8 @@ def test_on_the_disk_and_in_memory_is_as_on_one_device(folder, tmp_path) -> None
     ("changes", "says"),
     [
         ({"device_map": "auto", "device": "cpu"}, "--device-map auto: expected no --device, got --device c"),
+        ({"revision": "v1"}, "revision v1: expected a model on the Hub, got the folder /"),
+        ({"revision": "v1", "model": "net.py:build"}, "a model on the Hub, got the factory net.py:build"),
         ({"offload_folder": Path("x")}, "--offload-folder x: expected --device-map as well"),
         ({"device_map": "auto", "model": "net.py:build"}, "a model that transformers loads, got the factory"),
         ({"device_map": "balance"}, "Did you mean balanced"),

@@ -110,14 +110,18 @@ def test_a_model_brings_its_tokens_positions_and_heads(run: Run) -> None:
     assert (other.heads, other.kv_heads, other.costs[0].head_dim) == (8, 8, 16)
 
 
-@pytest.mark.parametrize("wrong", [("--mask", "causall"), ("--trials", 1), ("--kv-heads", 0)])
+@pytest.mark.parametrize(
+    "wrong", [("--mask", "causall"), ("--trials", 1), ("--kv-heads", 0), ("--text", "no.txt")]
+)
 def test_wrong_arguments_are_refused_before_the_model_is_loaded(run, monkeypatch, wrong) -> None:
     def load(*_: object, **__: object) -> None:
         pytest.fail("the model was loaded")
 
     monkeypatch.setattr("rankwise.cli.load_model.load_model", load)
     done = run("--model", demo_model(), "--text", "text.txt", *wrong)
-    assert str(wrong[0]).removeprefix("--") in f"{done.exception} {done.output}"
+    said = f"{done.exception} {done.output}"
+    assert str(wrong[0]).removeprefix("--") in said or f"{wrong[1]}: expected a text file" in said
+    assert not Path("rankwise-plan").exists()
 
 
 def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> None:
@@ -166,12 +170,12 @@ def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
         (("--mask", "causall"), "Did you mean causal"),
         (("--text", "text.txt", "--tokens", 5000), "longer text"),
         (("--text", "none.txt"), "none.txt"),
-        (("--model", "tiny"), "--text FILE"),
+        (("--model", f"{NETS}:layer"), "--text FILE"),
         (("--images", "text.txt"), "a picture"),
         (("--images", "odd.png", "--tokens", 9), "3 × 7 pixels"),
-        (("--images", "odd.png", "--text", "text.txt"), "one of them"),
+        (("--images", "odd.png", "--text", "text.txt"), "one of --text"),
         (("--text", "."), "a text file, got a folder"),
-        (("--model", demo_model(), "--text", "text.txt", "--images", "odd.png"), "one of them"),
+        (("--model", demo_model(), "--text", "text.txt", "--images", "odd.png"), "one of --text"),
         (("--model", demo_model(), "--text", "text.txt", "--width", 100), "--width 100: expected 128"),
         (("--model", f"{NETS}:latent", "--text", "text.txt"), "one latent"),
         (("--model", f"{NETS}:widths", "--text", "text.txt"), "head_dim depends on the layer"),

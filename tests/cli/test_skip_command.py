@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,10 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
     ("model", "arguments", "error", "words"),
     [
         ("nowhere", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
-        ("tiny", ("--certify",), InputError, "expected one of --text FILE"),
+        ("nowhere", ("--certify",), InputError, "expected one of --text, --learn-on, got none"),
+        ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
+        ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
         ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
-        ("tiny", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "`init`: expected a finite number"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         ("nowhere", (*ON_TEXT, "--certify", "--a", 1.5), RankwiseError, "`a`: expected a number in (0, 1)"),
         ("nowhere", ("--learn-on", "a", "--text", "b", "--certify"), InputError, "--learn-on a --text b: e"),
@@ -260,7 +262,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("tiny", (*FIT, "--sequences", 1, "--certify"), InputError, "two sequences or more"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "loss after step 1: expected finite numbers"),
         ("tiny", (*LOST, *SMALL, "--out", "new"), SkipError, "Use a lower learning rate"),
-        ("some", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "--init: expected a finite number"),
+        ("nowhere", (*ON_TEXT, "--certify", "--init", "nan"), SkipError, "--init: expected a finite number"),
         (
             "some",
             (*ON_TEXT, "--certify", "--sites", "model.layers.2"),
@@ -281,7 +283,7 @@ def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(
     assert result.exit_code != 0
     assert isinstance(result.exception, error)
     assert words in str(result.exception)
-    assert not list((tmp_path / "new").glob("*"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path: Path) -> None:
@@ -384,6 +386,10 @@ def test_other_splits() -> None:
     ],
 )
 def test_options_reach_the_model_and_the_data(run, tiny, monkeypatch, options, loaded, read) -> None:
+    whole = load_model.load_model
+    monkeypatch.setattr(
+        load_model, "load_model", lambda name, *, revision, dtype, device, trust_remote_code: whole(str(tiny))
+    )
     loads = called(monkeypatch, load_model, "load_model")
     reads = called(monkeypatch, load_data, "load_data", Stop())
     assert isinstance(run(tiny, "--certify", *options).exception, Stop)
@@ -415,6 +421,8 @@ def test_a_factory_of_a_model_of_transformers(run, tiny, tmp_path, monkeypatch) 
 def test_the_tokenizer_of_the_revision_is_saved_with_the_model(run, tiny, monkeypatch) -> None:
     from transformers import AutoTokenizer
 
+    loaded = replace(load_model.load_model(str(tiny), trust_remote_code=True), revision="v1")
+    monkeypatch.setattr(load_model, "load_model", lambda *_, **__: loaded)
     whole, asked = AutoTokenizer.from_pretrained, []
 
     def note(source: str, **settings: Any) -> Any:
@@ -422,7 +430,7 @@ def test_the_tokenizer_of_the_revision_is_saved_with_the_model(run, tiny, monkey
         return whole(source)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
-    assert run(tiny, *ON_TEXT, "--trust-remote-code", "--revision", "v1", "--out", "new").exit_code == 0
+    assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0
     assert asked == [(str(tiny), "v1", True)]
     text = "It is a truth"
     assert whole("new")(text)["input_ids"] == whole(tiny)(text)["input_ids"]

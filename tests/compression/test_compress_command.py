@@ -199,9 +199,9 @@ REFUSED: list[tuple[tuple[object, ...], str]] = [
     (("--keep", "kv=0.5", "--keep", "kv=0.4"), "one PART=NUMBER per part, got kv=0.5 and kv=0.4"),
     (("--tolerance", "0.1", "--tolerance", "kv=0.4"), "--tolerance: expected one number"),
     (("--keep", "kv=0.5", "--parts", "kv"), "Omit --parts"),
-    (("--keep", "kv=0.5", "--tolerance", "0.1"), "`tolerance`: expected a mapping"),
+    (("--keep", "kv=0.5", "--tolerance", "0.1"), "--tolerance: expected a mapping"),
     (("--keep", "vk=0.5"), "one of heads, qk, rotary, kv, got 'vk'"),
-    (("--text", "text.txt", "--images", "."), "--text and --images"),
+    (("--text", "text.txt", "--images", "text.txt"), "--text and --images"),
     (("--text", "short.txt", "--tokens", 32), "longer text"),
 ]
 
@@ -209,6 +209,19 @@ REFUSED: list[tuple[tuple[object, ...], str]] = [
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_wrong_arguments_are_refused(run: Run, arguments: tuple[object, ...], said: str) -> None:
     assert said in str(run("compress", "own.py:build", *arguments, works=False).exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--text", "none.txt"), "none.txt: expected a text file, got no such file"),
+        ((), "data: expected one of --text, --images, got none. Pass one, such as --text FILE"),
+        (("--text", "text.txt", "--calibrate", -1), "Invalid value for '--calibrate'"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, said) -> None:
+    done = run("compress", "nobody/nothing", *arguments, works=False)
+    assert said in f"{done.exception} {done.output}"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -331,8 +331,9 @@ def test_a_converted_image_classifier_says_how_pictures_are_prepared(tmp_path: P
 
 def test_the_command_s_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, [str(tmp_path / "none.pt"), "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, [str(tmp_path / "none.pt"), "--out", str(tmp_path / "a" / "b")])
     assert isinstance(result.exception, InputError)
+    assert not (tmp_path / "a").exists()
     result = CliRunner().invoke(app, [str(LANGUAGE), "--out", str(tmp_path / "file")])
     assert isinstance(result.exception, InputError)
     with pytest.raises(InputError, match="expected a folder that can be written"):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -140,13 +141,12 @@ def command(
     ] = False,
 ) -> None:
     """Audit one model or several models; `HELP` describes the command."""
-    from rankwise._internals.files import writable_folder
     from rankwise.auditing import AuditSettings, check_codes
     from rankwise.cli.audit_job import AuditJob
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.load_data import check_data
-    from rankwise.cli.load_model import DTYPES, demo_model, demo_text
-    from rankwise.cli.output import command_line, quiet_libraries, show_progress
+    from rankwise.cli.load_model import check_loading, demo_model, demo_text
+    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
     from rankwise.cli.ray_jobs import run_on_ray
     from rankwise.cli.torchrun import audit_shards, from_environment
 
@@ -158,13 +158,12 @@ def command(
         raise InputError(several, expected=f"an audit without {name}", got=name, fix=fix)
     codes = check_codes(fail_on or [])
     ranks = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
-    one_of("--dtype", dtype, ["auto", *DTYPES])
     is_demo = not models and not merge
     if is_demo and images is not None:
         expected, fix = "a model that reads pictures", "Name the model first."
         raise InputError("--images", expected=expected, got="the text demo", fix=fix)
-    if not check_data(text, images, dataset) and is_demo:
-        text = demo_text()
+    if is_demo and dataset is None:
+        text = text or demo_text()
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
@@ -182,6 +181,8 @@ def command(
     if gpus and device_map is None and (device or "cpu").startswith("cpu"):
         got, fix = f"--device {device or 'cpu'}", "Pass --device cuda, or leave --gpus out."
         raise InputError(f"--gpus {gpus:g}", expected="audits that use their GPUs", got=got, fix=fix)
+    if not merge:
+        check_data(models, text=text, images=images, dataset=dataset)
     error: Exception | None = None
     if merge:
         if options := [*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume]:
@@ -197,13 +198,14 @@ def command(
             on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
             runner = partial(run_here, say=say) if ray is None else on_ray
             jobs = jobs_of(job, models or [job.model])
+            cluster = dict.fromkeys(() if ray is None else ("device", "device_map", "offload_folder"))
+            for one in jobs:
+                check_loading(one.model, **one.loading | cluster)  # the devices of a cluster are unknown
             by_folder, error = audit_many(jobs, out, runner, resume=resume)
         audits = [*by_folder.values()]
     else:
         quiet_libraries()
-        if processes.is_main:
-            writable_folder(out)
-        with processes.process_group():
+        with new_folder(out) if processes.is_main else nullcontext(), processes.process_group():
             one = job.for_model(models[0]) if models else job
             audit, error = audit_shards(one, out, processes, {"command": command_line()})
         audits = [audit]
@@ -237,19 +239,15 @@ def _importance(
 def merge_files(paths: Sequence[str], out: Path) -> "Audit":
     """Merge saved audits (files or their folders), and write the report of the merged audit.
 
-    Raise `InputError` if the report would replace one of these audits.
+    Raise `InputError` if the report would replace an audit.
     """
     from rankwise.auditing import Audit
     from rankwise.cli.output import new_folder, write_report
 
     audits = [Audit.load(path) for path in paths]
-    written = out / "audit.json"
-    for path in paths:
-        read = Path(path) / "audit.json" if Path(path).is_dir() else Path(path)
-        if written.exists() and written.samefile(read):
-            expected, got = "a folder whose audit.json is none of those to merge", f"that of {path}"
-            fix = "Name another folder: the merged audit would replace it."
-            raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
+    if (out / "audit.json").exists():
+        fix = "Name another folder: the merged audit would replace it."
+        raise InputError(f"--out {out}", expected="a folder without an audit", got="an audit", fix=fix)
     with new_folder(out):
         merged = Audit.merge(audits, [str(path) for path in paths])
         write_report(merged, out)

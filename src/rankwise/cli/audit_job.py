@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
-from rankwise.cli.load_model import LoadedModel, load_model
+from rankwise.cli.load_model import LoadedModel, load_model, split_factory
+from rankwise.cli.output import is_of_audit
 from rankwise.errors import InputError, RankwiseError
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class AuditJob:
         }
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """Options of `load_model` that can be checked before the model is loaded."""
+        names = ("revision", "dtype", "device", "device_map", "offload_folder", "tokenizer")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def command(self) -> str:
         """Command line that repeats this audit, without the options for output and Ray."""
         words = (word for pair in self.options.items() for word in pair if word is not None)
@@ -81,8 +88,7 @@ class AuditJob:
         An existing path is a folder, even if the path contains an @.
         """
         name, _, revision = model.rpartition("@")
-        is_factory = model.rpartition(":")[0].endswith(".py")
-        if not name or is_factory or Path(model).exists():
+        if not name or split_factory(model)[0] or Path(model).exists():
             return replace(self, model=model)
         return replace(self, model=name, revision=revision)
 
@@ -91,8 +97,7 @@ class AuditJob:
 
         Subfolders of models and tokenizers are ignored, because they may contain results.
         """
-        factory, _, _ = self.model.rpartition(":")
-        model = factory if factory.endswith(".py") else self.model
+        model = split_factory(self.model)[0] or self.model
         dataset = parse_dataset(self.dataset).name if self.dataset else ""
         deep = {"text": self.text, "images": self.images, "dataset": dataset}
         flat = {"model": model, "tokenizer": self.tokenizer}
@@ -105,11 +110,12 @@ class AuditJob:
 
 
 def _digest(path: Path, pattern: str) -> str:
-    """Return the digest of a file, or of a folder's visible files whose names match a pattern."""
+    """Return the digest of a file, or of a folder's visible files that match a pattern, without audits."""
     found = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(path.glob(pattern)):
         name = "" if file == path else file.relative_to(path).as_posix()
-        if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
+        visible = not any(part.startswith(".") for part in name.split("/"))
+        if visible and file.is_file() and not is_of_audit(file):
             about = file.stat()
             found.update(f"{name} {_file_digest(file, about.st_size, about.st_mtime_ns)}".encode())
     return found.hexdigest()[:16]
@@ -143,10 +149,7 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     """Load the model of a job with its saved λ-skips, and open the data of one shard."""
     from rankwise.skips import apply_saved_skips
 
-    model = load_model(
-        job.model, revision=job.revision, dtype=job.dtype, device=job.device, device_map=job.device_map,
-        offload_folder=job.offload_folder, trust_remote_code=job.trust_remote_code, tokenizer=job.tokenizer,
-    )  # fmt: skip
+    model = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
     skipped = apply_saved_skips(model.model, Path(model.source)) if model.source else None
     data = load_data(
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
@@ -163,6 +166,21 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     batches = iter(data.batches)
     first = list(islice(batches, 1))
     return LoadedJob(job, model, replace(data, batches=chain(first, batches)), notes, [], not first)
+
+
+def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
+    """Return digests of the weights and batches of a factory, as in an audit; None if the factory fails."""
+    from rankwise._internals.forward import drop_unused_labels
+    from rankwise.auditing.provenance import DataDigest, weights_digest
+
+    digest = DataDigest()
+    try:
+        loaded = load(job)
+        for batch in loaded.data.batches:
+            digest.add(drop_unused_labels(loaded.model.model, batch)[0])
+    except (Exception, SystemExit):  # its audit will report the error
+        return None
+    return weights_digest(loaded.model.model), [digest.value] if digest.value else []
 
 
 def run(

@@ -11,7 +11,8 @@ import typer
 
 from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.auditing.history import folder_name
-from rankwise.cli.audit_job import AuditJob, Say, run_job
+from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
+from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import INTERRUPTED, new_folder, print_results, write_report
 from rankwise.errors import InputError, RankwiseError, RecordError
 
@@ -38,9 +39,9 @@ def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
 
 def _absolute(name: str) -> str:
     """Return the absolute path of a model or factory; names on the Hub are returned unchanged."""
-    path, colon, factory = name.rpartition(":")
-    if path.endswith(".py"):
-        return f"{Path(path).resolve()}{colon}{factory}"
+    path, factory = split_factory(name)
+    if path:
+        return f"{Path(path).resolve()}:{factory}"
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
@@ -62,7 +63,8 @@ def audit_many(
 
     Return the audits by NAME, and what to raise if a model failed. A failed job is printed, its finished part
     is written as incomplete, and the other jobs go on. Ctrl-C stops all jobs; the history then contains the
-    finished audits. With `resume`, a job is skipped if any folder in `out` has its finished audit.
+    finished audits. Audits of other models stay. With `resume`, a job is skipped if any folder in `out` has
+    its finished audit.
     """
     from rankwise.report import write_page
     from rankwise.report.comparison_report import history_document
@@ -72,12 +74,12 @@ def audit_many(
         fix = "Choose another folder, or audit one model without --resume and --ray."
         raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     saved: dict[str, Audit] = {}
-    for path in sorted(out.glob("*/audit.json")) if resume else ():
+    for path in sorted(out.glob("*/audit.json")):
         try:
             saved[path.parent.name] = Audit.load(path)
         except (InputError, RecordError) as error:
             print(f"rankwise: {path.parent.name} is not kept: {error}", file=sys.stderr)
-    folders = {job: folder for job in jobs if saved and (folder := _find(job, saved))}
+    folders = {job: folder for job in jobs if resume and (folder := _find(job, saved))}
     kept, pending = len(folders), [job for job in jobs if job not in folders]
     models = {job.model for job in pending}
     others = {folder for folder, audit in saved.items() if audit.provenance.model not in models}
@@ -123,14 +125,16 @@ def _find(job: AuditJob, saved: Mapping[str, Audit]) -> str:
     """Return the folder of a job's finished audit; otherwise "", and print why other audits do not count."""
     digests = job.file_digests()
     for folder, audit in saved.items():
-        before, command = audit.provenance.sources, audit.provenance.command
+        about, before = audit.provenance, audit.provenance.sources
         changed = [name for name in {**before, **digests} if before.get(name) != digests.get(name)]
-        if command != job.command:
-            why = f"its command is `{command}`" if audit.provenance.model == job.model else ""
+        if about.command != job.command:
+            why = f"its command is `{about.command}`" if about.model == job.model else ""
         elif not audit.complete:
             why = "it is incomplete"
         elif changed:
             why = f"{' and '.join(changed)} changed since"
+        elif split_factory(job.model)[0] and factory_digests(job) != (about.weights, about.parts):
+            why = "the factory returns other weights or batches"
         else:
             return folder
         if why:

@@ -1,9 +1,13 @@
 """Command `rankwise compare`: compare two audits, or show the history of more."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rankwise.auditing import Audit
 
 HELP = """Show the changes from one audit to another, or over any number of audits.
 
@@ -31,15 +35,17 @@ def command(
 ) -> None:
     """Compare audits; `HELP` describes the command."""
     from rankwise._internals.files import write_file
-    from rankwise.auditing import Audit, History, compare
+    from rankwise.auditing import History, compare
     from rankwise.cli.output import print_results
     from rankwise.report.comparison_report import comparison_document, history_document
 
-    paths = _audit_paths(audits)
+    loaded = _load(audits)
+    paths = [path for path, _ in loaded]
     for path in out or []:
         _check_out(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"), paths)
     if len(paths) == 2:
-        comparison = compare(Audit.load(paths[0]), Audit.load(paths[1]))
+        (_, before), (_, after) = loaded
+        comparison = compare(before, after)
         print_results(comparison_document(comparison))
         for path in out or []:
             if path.suffix == ".html":
@@ -48,26 +54,39 @@ def command(
                 written = write_file(path, comparison.model_dump_json(indent=1), "comparison")
             print_results(None, [("comparison", written)])
         return
-    history = History.of([Audit.load(path) for path in paths], _short_names(paths))
+    history = History.of([audit for _, audit in loaded], _short_names(paths))
     print_results(history_document(history))
     for path in out or []:
         written = history.to_html(path) if path.suffix == ".html" else history.to_csv(path)
         print_results(None, [("history", written)])
 
 
-def _audit_paths(given: list[Path]) -> list[Path]:
-    """Return paths of audits: a folder without an audit is replaced by the audits in its subfolders."""
-    from rankwise.auditing import in_order
+def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
+    """Return audits with their paths; a folder without an audit stands for the audits in its subfolders.
+
+    These are sorted by steps, otherwise by time. Incomplete audits among them, of runs that failed, are left
+    out with a message.
+    """
+    from rankwise.auditing import Audit, in_order
     from rankwise.errors import InputError
 
-    paths: list[Path] = []
+    loaded: list[tuple[Path, Audit]] = []
     for path in given:
-        inside = [] if (path / "audit.json").exists() else [file.parent for file in path.glob("*/audit.json")]
-        paths += [Path(folder) for folder in in_order(sorted(map(str, inside)))] or [path]
-    if len(paths) < 2:
-        subject, fix = f"audit {paths[0]}", "Pass another audit, or a folder with several."
-        raise InputError(subject, expected="two audits or more to compare", got="one", fix=fix)
-    return paths
+        folders = sorted(file.parent for file in path.glob("*/audit.json"))
+        if not folders or (path / "audit.json").exists():
+            loaded.append((path, Audit.load(path)))
+            continue
+        inside = {str(folder): Audit.load(folder) for folder in folders}
+        for name in in_order(sorted(inside, key=lambda name: inside[name].provenance.created)):
+            if inside[name].complete:
+                loaded.append((Path(name), inside[name]))
+            else:
+                print(f"rankwise: {name} is left out: it is incomplete", file=sys.stderr)
+    if len(loaded) < 2:
+        subject, got = "audits", ", ".join(str(path) for path, _ in loaded) or "none"
+        fix = "Pass another audit, or a folder with several."
+        raise InputError(subject, expected="two or more to compare", got=got, fix=fix)
+    return loaded
 
 
 def _short_names(paths: list[Path]) -> list[str]:
@@ -79,15 +98,14 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 def _check_out(path: Path, known: tuple[str, ...], audits: list[Path]) -> None:
     """Raise `InputError` if a file has another ending, or belongs to an audit."""
+    from rankwise.cli.output import is_of_audit
     from rankwise.errors import InputError
 
     if path.suffix not in known:
         expected = f"a file ending in {' or '.join(known)}"
         fix = f"For instance --out {path.with_suffix(known[0])}."
         raise InputError(f"--out {path}", expected=expected, got=path.suffix or "no ending", fix=fix)
-    files = ("audit.json", "index.html", "heads.csv", "layers.csv")
-    of_an_audit = path.name in files and (path.parent / "audit.json").exists()
-    if of_an_audit or path.resolve() in [audit.resolve() for audit in audits]:
+    if is_of_audit(path) or path.resolve() in [audit.resolve() for audit in audits]:
         expected = "a file that does not belong to an audit"
         raise InputError(
             f"--out {path}", expected=expected, got="one of an audit", fix="Choose another name."

@@ -56,7 +56,7 @@ def command(
         str | None,
         typer.Option(help="Parts for one number: heads, qk, rotary, kv, with commas between. By default qk."),
     ] = None,
-    calibrate: Annotated[int, typer.Option(help="Steps of Adam per layer of qk and rotary.")] = 0,
+    calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer of qk and rotary.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on so many; hold out as many.")] = 32,
     batch_size: options.BatchSize = 8,
@@ -72,6 +72,7 @@ def command(
 ) -> None:
     """Compress a model; `HELP` describes the command."""
     from rankwise.cli import output
+    from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import load_model
     from rankwise.compression.run import compress, part_targets
     from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
@@ -83,6 +84,7 @@ def command(
         raise InputError("--parts", expected=expected, got=got, fix="Omit --parts.")
     names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
     part_targets(names, shares, tolerances)
+    check_data([model], text=text, images=images)
     output.check_unused(out)
     with output.new_folder(out):
         output.quiet_libraries()

@@ -27,14 +27,13 @@ def command(
     ] = True,
 ) -> None:
     """Convert a checkpoint; `HELP` describes the command."""
-    from rankwise._internals.files import writable_folder
-    from rankwise.cli.output import print_results, quiet_libraries
+    from rankwise.cli.output import new_folder, print_results, quiet_libraries
     from rankwise.models import load_released_tost, save_model
 
     quiet_libraries()
-    writable_folder(out)
-    model = load_released_tost(path, tokens_norm=tokens_norm)
-    written = save_model(model, out)
+    with new_folder(out):
+        model = load_released_tost(path, tokens_norm=tokens_norm)
+        written = save_model(model, out)
     config = model.config
     print(
         f"{type(model).__name__}: {config.num_hidden_layers} layers, width {config.hidden_size}, "

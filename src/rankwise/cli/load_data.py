@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from rankwise._internals.files import parse_json
 from rankwise._internals.forward import batch_size, map_tensors
 from rankwise.auditing.text_inputs import ALL, Shard, evenly
-from rankwise.cli.load_model import LoadedModel, need_hub
+from rankwise.cli.load_images import find_images
+from rankwise.cli.load_model import LoadedModel, need_hub, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
 
 GZIP = b"\x1f\x8b"
@@ -35,16 +36,24 @@ class LoadedData:
     tokenizer: Any = None
 
 
-def check_data(text: Path | None, images: Path | None, dataset: str | None) -> bool:
-    """Return True if data are named; raise `InputError` if several are, or a data set cannot be parsed."""
-    given = {"--text": text, "--images": images, "--dataset": dataset}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        expected, got = f"one of {', '.join(given)}", " and ".join(named)
-        raise InputError("data", expected=expected, got=got, fix="Run the command once for each.")
-    if dataset is not None:
-        parse_dataset(dataset)
-    return bool(named)
+def check_data(models: Sequence[str], **given: Path | str | None) -> None:
+    """Raise `InputError` unless the models have data, by one option, which can be read.
+
+    Only factories can do without, because they can return batches. Each option is named as its argument.
+    """
+    options = [f"--{name.replace('_', '-')}" for name in given]
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1 or (not named and any(not split_factory(model)[0] for model in models)):
+        got = " and ".join(option for option, value in zip(options, given.values(), strict=True) if value)
+        fix = "Run the command once for each." if named else f"Pass one, such as {options[0]} FILE."
+        raise InputError("data", expected=f"one of {', '.join(options)}", got=got or "none", fix=fix)
+    for name, value in named.items():
+        if name == "images":
+            find_images(str(value))
+        elif name == "dataset":
+            _check_dataset(str(value))
+        else:
+            load_text(str(value))
 
 
 def load_data(
@@ -61,10 +70,10 @@ def load_data(
     """Return a text, pictures or a data set, or a factory's own batches, in the form that the model reads."""
     sees, reads = loaded.input_name == "pixel_values", loaded.input_name
     fix = "Pass --images DIR." if sees else "Pass --text FILE."
-    if not check_data(text, images, dataset):
+    if text is None and images is None and dataset is None:
         if loaded.batches is None:
-            expected = "one of --text FILE, --images DIR, --dataset NAME[:split:column]"
-            raise InputError("data", expected=expected, got="none", fix=fix)
+            expected, got = "data, or a factory that returns batches", "neither"
+            raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
         dealt = islice(loaded.batches, shard.rank, None, shard.world)
         return LoadedData(loaded.batches if shard == ALL else dealt, f"batches of {loaded.name}")
     sizes: dict[str, Any] = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
@@ -246,8 +255,7 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
 
     The data set is a name on the Hugging Face Hub, a folder that `datasets` reads or has written, or a file.
     """
-    name, config, split, column = parse_dataset(spec)
-    need_package("datasets", "--dataset", "data")
+    name, config, split, column = _check_dataset(spec)
     try:
         data = _open_dataset(name, config, split)
     except InputError:
@@ -269,12 +277,28 @@ def dataset_texts(spec: str, *, rows: int = 4096) -> list[str]:
     return [text or "" for text in texts]
 
 
+def _check_dataset(spec: str) -> DatasetSpec:
+    """Return the parts of a data set's name; raise `InputError` if it is a path to a missing file."""
+    parsed = parse_dataset(spec)
+    need_package("datasets", "--dataset", "data")
+    name = parsed.name
+    is_path = name.startswith(("/", ".", "~")) or DRIVE.match(name) or _ending(name) in READERS
+    if is_path and not Path(name).exists():
+        raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
+    return parsed
+
+
+def _ending(name: str) -> str:
+    """Return the last ending of a file name in lower case, without .gz."""
+    return next((s.lower() for s in reversed(Path(name).suffixes) if s.lower() != ".gz"), "")
+
+
 def _open_dataset(name: str, config: str, split: str) -> Any:
     from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
 
     path = Path(name)
     splits: Mapping[str, Any]
-    suffix = next((s.lower() for s in reversed(path.suffixes) if s.lower() != ".gz"), "")
+    suffix = _ending(name)
     if path.is_file():
         if suffix not in READERS:
             expected = f"a data file ({', '.join(READERS)})"
@@ -286,8 +310,6 @@ def _open_dataset(name: str, config: str, split: str) -> Any:
         splits = {"train": saved} if isinstance(saved, Dataset) else saved
     elif path.is_dir():
         splits = load_dataset(name, config or None)
-    elif name.startswith(("/", ".", "~")) or DRIVE.match(name) or suffix in READERS:  # a path
-        raise InputError(name, expected="a data file or folder", got="no such file", fix="Check the path.")
     else:
         expected = "a data set: a file, a folder or a name on the Hugging Face Hub"
         need_hub(name, expected=expected, fix="Use --text FILE, or --dataset with a local file or folder.")

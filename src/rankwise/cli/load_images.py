@@ -36,7 +36,6 @@ def read_images(
     """
     whole_number("`sequences`", sequences)
     whole_number("`batch_size`", batch_size)
-    need_package("PIL", "pictures", "images")
     paths = find_images(folder)
     chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
     return (
@@ -47,6 +46,7 @@ def read_images(
 
 def find_images(folder: str | Path) -> list[Path]:
     """Return the visible pictures in a folder at any depth, sorted by path; for a file, return the file."""
+    need_package("PIL", "pictures", "images")
     folder = Path(folder)
     if folder.is_file():
         return [folder]

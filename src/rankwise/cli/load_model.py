@@ -88,11 +88,12 @@ def load_model(
     A factory takes no arguments. It returns a module, or a module and its batches. The default device is the
     CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON such as `{"module": "device", …}`.
     """
-    target = check_device(device or "cpu")
-    placement = _placement(spec, device, device_map, offload_folder)
-    one_of("--dtype", dtype, ["auto", *DTYPES])
-    path, _, factory = spec.rpartition(":")
-    if path.endswith(".py"):
+    placement = check_loading(
+        spec, revision=revision, dtype=dtype, device=device, device_map=device_map,
+        offload_folder=offload_folder, tokenizer=tokenizer,
+    )  # fmt: skip
+    path, factory = split_factory(spec)
+    if path:
         loaded = _from_factory(Path(path), factory)
         if dtype != "auto":
             loaded.model.to(DTYPES[dtype])
@@ -102,12 +103,41 @@ def load_model(
     loaded.model.eval()
     try:
         if not placement:
-            loaded.model.to(target)
+            loaded.model.to(device or "cpu")
     except RuntimeError as error:
         fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
     return loaded
+
+
+def split_factory(spec: str) -> tuple[str, str]:
+    """Return the file and the function of `module.py:factory`; two empty strings for any other model."""
+    path, _, name = spec.rpartition(":")
+    return (path, name) if path.endswith(".py") else ("", "")
+
+
+def check_loading(
+    spec: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    device_map: str | None = None,
+    offload_folder: Path | None = None,
+    tokenizer: str | None = None,
+) -> dict[str, Any]:
+    """Return arguments of `from_pretrained` for several devices; raise `InputError` for wrong options."""
+    check_device(device or "cpu")
+    one_of("--dtype", dtype, ["auto", *DTYPES])
+    kind = "factory" if split_factory(spec)[0] else "folder" if Path(spec).exists() else ""
+    if revision and kind:
+        expected, got = "a model on the Hub", f"the {kind} {spec}"
+        fix = "Omit the revision: only models on the Hub have one."
+        raise InputError(f"revision {revision}", expected=expected, got=got, fix=fix)
+    if tokenizer and not Path(tokenizer).exists():
+        need_hub(f"tokenizer {tokenizer}", expected="the files of a tokenizer", fix="Pass a folder.")
+    return _placement(spec, device, device_map, offload_folder)
 
 
 def _from_factory(path: Path, name: str) -> LoadedModel:
@@ -223,7 +253,7 @@ def _placement(
         raise InputError(option, expected="--device-map as well", got="none", fix="Add --device-map auto.")
     if device is not None:
         raise InputError(option, expected="no --device", got=f"--device {device}", fix="Omit one of them.")
-    if model.rpartition(":")[0].endswith(".py"):
+    if split_factory(model)[0]:
         expected, fix = "a model that transformers loads", "Put the model on its devices in the factory."
         raise InputError(option, expected=expected, got=f"the factory {model}", fix=fix)
     need_package("accelerate", option, "accelerate")

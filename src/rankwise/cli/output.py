@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+AUDIT_FILES = ("audit.json", "index.html", "heads.csv", "layers.csv")
+"""Files that `write_report` writes into a folder."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Create a writable folder; remove the folder if the command fails and the folder is new and empty."""
-    existed = folder.exists()
-    writable_folder(folder)
+    """Create a writable folder; if the command fails, remove all folders that are new and still empty."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        writable_folder(folder)
         yield
     except BaseException:
-        if not existed:
-            with suppress(OSError):  # a folder with files is kept
-                folder.rmdir()
+        with suppress(OSError):  # a folder with files is kept
+            for path in new:
+                path.rmdir()
         raise
 
 
@@ -42,6 +44,13 @@ def check_unused(folder: Path, fix: str = "Choose another name.") -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         got = "one with files in it" if folder.is_dir() else "a file"
         raise InputError(f"--out {folder}", expected="a folder that is new or empty", got=got, fix=fix)
+
+
+def is_of_audit(file: Path) -> bool:
+    """Return True if a file belongs to an audit, or to the page of several audits."""
+    if (file.parent / "audit.json").exists():
+        return file.name in AUDIT_FILES
+    return file.name in ("index.html", "history.csv") and any(file.parent.glob("*/audit.json"))
 
 
 def command_line() -> str:
@@ -122,6 +131,7 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         raise InputError(error.subject, expected=error.expected, got=error.got, fix=fix) from error
     if brief:
         sizes = f"{count(len(audit.heads), 'head')}, {count(len(audit.findings), 'finding')}"
+        sizes += "" if audit.complete else ", incomplete"
         print_results(None, [(f"{audit.provenance.model}: {sizes}", folder)])
     else:
         print_results(audit_document(audit), written)

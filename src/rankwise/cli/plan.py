@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rankwise.cli.load_model import LoadedModel
+    from rankwise.plan import HeadDimPlan
 
 HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
 
@@ -74,20 +75,17 @@ def command(
     import torch
 
     from rankwise import __version__
-    from rankwise._internals.files import writable_folder
     from rankwise.cli import output
+    from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_device, load_model
-    from rankwise.plan import plan_head_dim, trained_widths
+    from rankwise.plan import plan_head_dim
     from rankwise.plan.planner import check_arguments, present_head_dim
     from rankwise.report.plan_report import plan_document
 
     if not overwrite:
         output.check_unused(out, "Choose another name, or add --overwrite.")
-    if model is not None and text is None and images is None:
-        fix = "Pass --text FILE or --images DIR."
-        raise InputError("--model", expected="data for the model", got="none", fix=fix)
-    if text is not None and images is not None:
-        raise InputError("--text and --images", expected="one of them", got="both", fix="Run two plans.")
+    if model is not None or text is not None or images is not None:
+        check_data(["the model"], text=text, images=images)  # batches of a factory are not used
     check_arguments(
         tokens, mask or "full", tolerance, positions=positions or "none", temperature=temperature,
         delta=0.01, trials=trials, seed=seed,
@@ -98,56 +96,63 @@ def command(
         dim = width if not embedded else (width or DIM) if heads is not None else None
         present_head_dim(**sizes, width=dim, positions=positions or "none")
     check_device(device)
-    writable_folder(out)
     output.quiet_libraries()
     loaded, given = None, TokenStates(tokens)
-    if model is not None:
-        loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
-        own = attention_of(loaded, width)
-        if heads is None:  # the model's key heads and widths only fit its own number of heads
-            sizes = {**{name: own[name] for name in sizes}, **({"kv_heads": kv_heads} if kv_heads else {})}
-        positions = positions or own["positions"]
-        present_head_dim(**sizes, width=own["width"], positions=positions)
-        given = model_states(loaded, text, images, tokens, sequences)
-        mask = mask or given.mask
-    elif text is not None:
-        given = text_states(text, width or DIM, tokens, sequences, seed)
-    elif images is not None:
-        given = picture_states(images, width or DIM, tokens, sequences, seed)
-    with output.show_progress("drawing random heads", trials) as show:
-        plan = plan_head_dim(
-            given.states, mask or "full", tolerance, **sizes,
-            width=width if model is None and heads is not None else None, positions=positions or "none",
-            temperature=temperature, trials=trials, seed=seed, on_trial=lambda done: show(done=done),
-        )  # fmt: skip
-    about = {
-        "command": output.command_line(), "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rankwise": __version__, "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-    }  # fmt: skip
-    inputs = given.data or plan.inputs
-    plan = plan.model_copy(update={"about": about, "inputs": inputs, "notes": [*plan.notes, *given.notes]})
-    if plan.complete and loaded is not None:
-        try:
-            trained = trained_widths(loaded.model, given.batches, plan.tolerance)
-            required = [head.required for head in trained if head.required >= 0]  # not NaN
-            note = "No softmax attention was captured in the model: the width its heads require is unknown."
-            if required:
-                wider, average = sum(width > plan.head_dim for width in required), fmean(required)
-                note = (
-                    f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of "
-                    f"their width at {plan.tolerance:g} nats, {average:.1f} on average. K* is where random "
-                    "heads stop gaining rank; the required width is what these heads have learned to use."
-                )
-            plan = plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
-        except KeyboardInterrupt:
-            notes = [*plan.notes, "Interrupted before the trained heads were measured."]
-            plan = plan.model_copy(update={"complete": False, "notes": notes})
-    out = output.keep_finished(out / "plan.json", plan.complete)
-    written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
-    output.print_results(plan_document(plan), written)
-    if not plan.complete:
-        raise typer.Exit(output.INTERRUPTED)
+    with output.new_folder(out):
+        if model is not None:
+            loaded = load_model(model, device=device, trust_remote_code=trust_remote_code)
+            own = attention_of(loaded, width)
+            if heads is None:  # the model's key heads and widths only fit its own number of heads
+                sizes = {name: own[name] for name in sizes} | ({"kv_heads": kv_heads} if kv_heads else {})
+            positions = positions or own["positions"]
+            present_head_dim(**sizes, width=own["width"], positions=positions)
+            given = model_states(loaded, text, images, tokens, sequences)
+            mask = mask or given.mask
+        elif text is not None:
+            given = text_states(text, width or DIM, tokens, sequences, seed)
+        elif images is not None:
+            given = picture_states(images, width or DIM, tokens, sequences, seed)
+        with output.show_progress("drawing random heads", trials) as show:
+            plan = plan_head_dim(
+                given.states, mask or "full", tolerance, **sizes,
+                width=width if model is None and heads is not None else None, positions=positions or "none",
+                temperature=temperature, trials=trials, seed=seed, on_trial=lambda done: show(done=done),
+            )  # fmt: skip
+        about = {
+            "command": output.command_line(), "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rankwise": __version__, "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        }  # fmt: skip
+        notes = [*plan.notes, *given.notes]
+        plan = plan.model_copy(update={"about": about, "inputs": given.data or plan.inputs, "notes": notes})
+        if plan.complete and loaded is not None:
+            plan = _with_trained_widths(plan, loaded.model, given.batches)
+        out = output.keep_finished(out / "plan.json", plan.complete)
+        written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
+        output.print_results(plan_document(plan), written)
+        if not plan.complete:
+            raise typer.Exit(output.INTERRUPTED)
+
+
+def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]) -> "HeadDimPlan":
+    """Return the plan with the widths that the trained heads of a model require; incomplete after Ctrl-C."""
+    from rankwise.plan import trained_widths
+
+    try:
+        trained = trained_widths(model, batches, plan.tolerance)
+    except KeyboardInterrupt:
+        notes = [*plan.notes, "Interrupted before the trained heads were measured."]
+        return plan.model_copy(update={"complete": False, "notes": notes})
+    required = [head.required for head in trained if head.required >= 0]  # not NaN
+    note = "No softmax attention was captured in the model: the width its heads require is unknown."
+    if required:
+        wider, average = sum(width > plan.head_dim for width in required), fmean(required)
+        note = (
+            f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of their width "
+            f"at {plan.tolerance:g} nats, {average:.1f} on average. K* is where random heads stop gaining "
+            "rank; the required width is what these heads have learned to use."
+        )
+    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:

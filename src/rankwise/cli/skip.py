@@ -1,6 +1,7 @@
 """Command `rankwise skip`: add, fit, save and certify λ-skips."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,12 +59,12 @@ def command(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Add, fit and certify λ-skips; `HELP` describes the command."""
-    from rankwise._internals.files import writable_folder
-    from rankwise.cli.load_data import load_data
+    from rankwise.cli.load_data import check_data, load_data
     from rankwise.cli.load_model import load_model
     from rankwise.cli.output import (
         check_unused,
         command_line,
+        new_folder,
         print_results,
         quiet_libraries,
         show_progress,
@@ -71,6 +72,7 @@ def command(
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
     from rankwise.skips import certify_skip, fit_skips, load_skips, mean_loss, skips_of, spread_by_layer
+    from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
     from rankwise.skips.store import NUMBERS
@@ -93,33 +95,36 @@ def command(
             raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
         if not (out / NUMBERS).is_file():  # a folder of earlier λ-skips may be written again
             check_unused(out)
-        writable_folder(out)
+    if init is not None:
+        check_lambda("--init", init)
+    check_data([model], text=text, learn_on=learn_on)
     quiet_libraries()
-    loaded = load_model(
-        model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    size = 1 if learn_on else batch_size
-    inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
-    learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
-    skips = _add_skips(loaded, init, per, sites)
-    report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
-    is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
-    mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
-    report["collapse"] = [spread_by_layer(loaded.model, held)]
-    if learn_on is not None:
-        report["loss"] = [mean_loss(loaded.model, held, mask)]
-        with show_progress("fitting λ", steps) as show:
+    with nullcontext() if out is None else new_folder(out):
+        loaded = load_model(
+            model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        )
+        size = 1 if learn_on else batch_size
+        inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
+        learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
+        skips = _add_skips(loaded, init, per, sites)
+        report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
+        is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
+        mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
+        report["collapse"] = [spread_by_layer(loaded.model, held)]
+        if learn_on is not None:
+            report["loss"] = [mean_loss(loaded.model, held, mask)]
+            with show_progress("fitting λ", steps) as show:
 
-            def update(step: int, loss: float) -> None:
-                show(f"fitting λ: loss {loss:.3f}", step)
+                def update(step: int, loss: float) -> None:
+                    show(f"fitting λ: loss {loss:.3f}", step)
 
-            report["scales"] = fit_skips(loaded.model, learning, steps, lr, mask, update).scales
-        report["loss"].append(mean_loss(loaded.model, held, mask))
-        report["collapse"].append(spread_by_layer(loaded.model, held))
-    current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
-    print_results(skip_document(current | report.get("scales", {}), report, skips.notes))
-    if out is not None:
-        print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
+                report["scales"] = fit_skips(loaded.model, learning, steps, lr, mask, update).scales
+            report["loss"].append(mean_loss(loaded.model, held, mask))
+            report["collapse"].append(spread_by_layer(loaded.model, held))
+        current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
+        print_results(skip_document(current | report.get("scales", {}), report, skips.notes))
+        if out is not None:
+            print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
     if not certify:
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
@@ -169,7 +174,7 @@ def _add_skips(
     import torch
 
     from rankwise.skips import add_lambda_skip, apply_saved_skips
-    from rankwise.skips.add import check_lambda, match_sites
+    from rankwise.skips.add import match_sites
 
     saved = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
     if saved is None:
@@ -186,7 +191,6 @@ def _add_skips(
         saved = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=True)
     chosen = {site.name for site in match_sites(list(saved.sites.values()), sites)}
     if init is not None:
-        check_lambda("--init", init)
         with torch.no_grad():
             for name in chosen:
                 saved[name].fill_(init)
