@@ -1,5 +1,6 @@
 """Exact costs equal runs with weights set to zero; sets of heads; models without gradients."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import transformers
 from importance_cases import Heads, encoder, ids, language_model, measure
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
@@ -23,18 +25,23 @@ from rankwise.tracing import HeadId
 def nats(model, given):
     """Return nats per token in the dtype of the model: the loss of transformers is in float32."""
     with torch.no_grad():
-        logits = model(**given).logits[:, :-1]
+        logits = model(**copy.deepcopy(given)).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), given["input_ids"][:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize("ablation", ["zero", "mean"])
-def test_ablation_is_an_output_projection_without_the_head_and_with_its_mean_in_the_bias(ablation):
+@pytest.mark.parametrize(("ablation", "cached"), [("zero", 0), ("mean", 0), ("zero", 6)])
+def test_ablation_is_an_output_projection_without_the_head_and_with_its_mean_in_the_bias(ablation, cached):
     model, given = language_model(), {"input_ids": ids()}
+    if cached:
+        given["past_key_values"] = cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(ids(tokens=cached, seed=2), past_key_values=cache)
     settings = ImportanceSettings(exact=True, ablation=ablation, probes=0, tolerance=None)
     importance = measure(model, [given], settings)
     with rw.capture(model, values=True) as trace:
-        model(**given)
+        model(**copy.deepcopy(given))
     whole = nats(model, given)
+    assert not cached or cache.get_seq_length() == cached
     assert importance.value == pytest.approx(whole, rel=1e-12)
     for layer, site in enumerate(importance.sites):
         mean = trace.mixers[layer].output.mean((0, 2)) * (ablation == "mean")

@@ -1,11 +1,15 @@
 """A batch determines how a model is called; every change of a model is undone exactly."""
 
+import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from rankwise._internals.forward import (
     AddedHook,
@@ -18,6 +22,8 @@ from rankwise._internals.forward import (
     tensors_of,
     to_device,
 )
+from rankwise.errors import InputError
+from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 
 class Pair(NamedTuple):
@@ -64,6 +70,94 @@ def test_dicts_are_passed_by_name_and_tuples_by_position() -> None:
     assert run_model(Seen(), {"x": x, "y": y}) == ((), {"x": x, "y": y})
     assert run_model(Seen(), (x, y)) == run_model(Seen(), [x, y]) == ((x, y), {})
     assert run_model(Seen(), x) == ((x,), {})
+
+
+IDS = torch.arange(12).view(2, 6)
+TINY = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def gpt2(kind: Callable[[Any], Any]) -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(config), {"past_key_values": kind(config)}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4}
+    model = transformers.T5Model(transformers.T5Config(vocab_size=24, **sizes))
+    with torch.no_grad():
+        inner = BaseModelOutput(last_hidden_state=model.encoder(IDS).last_hidden_state)
+    halves = (transformers.DynamicCache(), transformers.DynamicCache())
+    return model, {"encoder_outputs": inner, "past_key_values": transformers.EncoderDecoderCache(*halves)}
+
+
+def mamba() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.MambaConfig(state_size=4, **TINY)
+    return transformers.MambaForCausalLM(config), {"cache_params": transformers.DynamicCache(config=config)}
+
+
+def tost() -> tuple[nn.Module, dict[str, Any]]:
+    model = ToSTForCausalLM(ToSTConfig(**TINY))
+    with torch.no_grad():
+        return model, {"past_key_values": model(IDS, use_cache=True).past_key_values}
+
+
+def object_with_state() -> tuple[nn.Module, dict[str, Any]]:
+    class Counting(nn.Module):
+        def forward(self, input_ids: Tensor, calls: Any) -> Tensor:
+            calls.count += 1
+            return input_ids * calls.count
+
+    calls = type("Calls", (), {"count": 0})
+    return Counting(), {"calls": calls()}
+
+
+def written_tensors() -> tuple[nn.Module, dict[str, Any]]:
+    class Writing(nn.Module):
+        def forward(self, input_ids: Tensor, state: list[Tensor]) -> Tensor:
+            state[0] += 1  # as RWKV writes into its state
+            state.append(input_ids)
+            return input_ids * state[0]
+
+    return Writing(), {"state": [torch.zeros(6)]}
+
+
+STATES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "dynamic cache": lambda: gpt2(lambda config: transformers.DynamicCache(config=config)),
+    "static cache": lambda: gpt2(lambda config: transformers.StaticCache(config=config, max_cache_len=32)),
+    "cache of an encoder-decoder": t5,
+    "cache of Mamba": mamba,
+    "cache of ToST": tost,
+    "object": object_with_state,
+    "list of tensors": written_tensors,
+}
+
+
+@pytest.mark.parametrize("build", STATES.values(), ids=STATES)
+def test_every_run_starts_from_the_same_batch(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
+    model, state = build()
+    name = "decoder_input_ids" if "encoder_outputs" in state else "input_ids"
+    batch = {name: IDS, **state}
+    with torch.no_grad():
+        first, *others = (run_model(model.eval(), to_device(batch, IDS.device)) for _ in range(3))
+        alone = model(**copy.deepcopy(batch))
+    for other in (*others, alone):
+        assert torch.equal(*(one if isinstance(one, Tensor) else one[0] for one in (first, other)))
+
+
+def test_a_tensor_that_is_in_a_batch_twice_is_one_tensor_in_the_call() -> None:
+    x = torch.ones(2)
+    (first, second, other), _ = run_model(Seen(), (x, x, x.clone()))
+    assert first is second is not x
+    assert other is not first
+
+
+def test_a_state_that_cannot_be_copied_or_cut_is_refused() -> None:
+    with pytest.raises(InputError, match=r"generator in the batch.*copied"):
+        run_model(Seen(), {"rows": (row for row in IDS)})
+    _, state = tost()
+    with pytest.raises(InputError, match="MixerCache"):
+        first_sequences({"input_ids": IDS, **state}, 1)
+    assert first_sequences({"input_ids": IDS, **state}, 2)["past_key_values"] is state["past_key_values"]
 
 
 class Noting(nn.Module):

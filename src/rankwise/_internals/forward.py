@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import set_attribute
-from rankwise.errors import InputError
+from rankwise.errors import InputError, first_line
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
@@ -25,9 +26,14 @@ LABELS = ("labels", "label", "targets", "target", "y")
 def run_model(model: nn.Module, batch: Batch) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
+    The model gets a copy of the batch: a cache in the batch, or a tensor that the model writes into, would
+    otherwise change the next run.
+
     Raises:
-        InputError: if a transformers model would read the second item of a tuple as a mask.
+        InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
+            the batch cannot be copied.
     """
+    batch = _fresh(batch)
     if isinstance(batch, Mapping):
         return model(**batch)
     several = isinstance(batch, tuple | list) and any(isinstance(value, Tensor) for value in batch[1:])
@@ -41,6 +47,23 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             "label per token, `'attention_mask': y` for a mask.",
         )
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _fresh(batch: Any) -> Any:
+    copies: dict[int, Any] = {id(tensor): tensor.clone() for tensor in tensors_in(batch)}
+
+    def fresh(value: Any) -> Any:
+        try:
+            return deepcopy(value, copies)  # the same tensor or object twice stays the same
+        except Exception as error:
+            raise InputError(
+                f"{type(value).__name__} in the batch",
+                expected="an object that can be copied, because each run must start from the same batch",
+                got=first_line(error),
+                fix="Leave it out, or fill a cache under torch.no_grad().",
+            ) from error
+
+    return map_leaves(batch, fresh)
 
 
 def second_argument(model: nn.Module) -> str:
@@ -125,15 +148,22 @@ def first_sequences(batch: Batch, count: int) -> Any:
     """Return a copy of a batch; if it is a dict, only its first ``count`` sequences are copied.
 
     In a dict the first axis of a tensor is the batch, by the convention of Hugging Face. In a tuple or a
-    plain tensor the first axis may be time, so these are copied whole.
+    plain tensor the first axis may be time, so these are copied whole. Raise if a cache would stay longer.
     """
     sequences = batch_size(batch) if isinstance(batch, Mapping) else None
 
-    def copy(tensor: Tensor) -> Tensor:
-        batched = tensor.dim() > 0 and tensor.shape[0] == sequences
-        return (tensor[:count] if batched else tensor).clone()
+    def first(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            batched = value.dim() > 0 and value.shape[0] == sequences
+            return (value[:count] if batched else value).clone()
+        if sequences is not None and sequences > count and getattr(value, "__dict__", None):
+            raise InputError(
+                "batch", expected=f"tensors, of which the first {count} sequences can be taken",
+                got=f"a {type(value).__name__}", fix=f"Leave it out, or pass {count} sequences at most.",
+            )  # fmt: skip
+        return value
 
-    return map_tensors(batch, copy)
+    return map_leaves(batch, first)
 
 
 def batch_size(batch: Batch) -> int:
@@ -161,14 +191,20 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return nested dicts, lists and tuples with every tensor replaced by ``function(tensor)``."""
-    if isinstance(value, Tensor):
-        return function(value)
+    return map_leaves(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with every other value replaced by ``function(value)``."""
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        mapped = copy(value) if isinstance(value, dict) else {}  # `encoder_outputs` keep their class
+        for key, item in value.items():
+            mapped[key] = map_leaves(item, function)
+        return mapped
     if isinstance(value, tuple | list):
-        items = [map_tensors(item, function) for item in value]
+        items = [map_leaves(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return function(value)
 
 
 def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
