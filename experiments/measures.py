@@ -7,7 +7,7 @@ from experiments.render import markdown_table
 from rankwise import measures
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, Measure
 
-PARTS = ("check_delta", "logit_moments")
+PARTS = ("logit_moments",)
 """Functions that measures are made of, which are not on the page."""
 
 

@@ -39,7 +39,7 @@ def batch(measure, seed=3):
 
 def test_every_function_is_a_measure_or_known_to_be_none():
     others = {"evaluate", "rank_summary"}
-    others |= {"relative_update", "variational_rate", "estimate_spectrum", "check_delta"}
+    others |= {"relative_update", "variational_rate", "estimate_spectrum"}
     others |= {"logit_moments", "required_head_dim"}  # of queries and keys: test_logits.py
     lost = set(FUNCTIONS) - set(MEASURES) - others
     assert not lost, f"{sorted(lost)}: mark measures by `@measure`; what the laws cannot take is in `others`"

@@ -19,7 +19,6 @@ from tests.measures.measure_cases import (
 from rankwise.errors import RankwiseError
 from rankwise.measures import (
     DELTA,
-    check_delta,
     effective_rank,
     numerical_rank,
     rank_summary,
@@ -181,5 +180,3 @@ def test_a_delta_that_is_not_positive_and_finite_is_refused(call, delta):
     m = torch.eye(2, dtype=torch.float64)
     with pytest.raises(RankwiseError, match="`delta`: expected a number in \\(0, ∞\\)"):
         call(m, delta=delta)
-    with pytest.raises(RankwiseError, match="`delta`: expected a number in \\(0, ∞\\)"):
-        check_delta(delta)

@@ -58,7 +58,6 @@ ELSEWHERE = {
     "variational_rate": "eps has a size: test_the_rate_of_groups_at_any_size",
     "required_head_dim": "the tolerance has a size: test_logits.py",
     "logit_moments": "no measure",
-    "check_delta": "no measure",
 }
 """Functions of `rankwise.measures` in neither list, with the reason."""
 whole_matrices = st.lists(

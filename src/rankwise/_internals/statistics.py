@@ -1,11 +1,13 @@
 """Statistics without torch: moments that can be merged, rank correlation, Student's t, and constants."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rankwise.errors import in_range
 
 Floats = NDArray[np.float64]
 
@@ -15,6 +17,11 @@ With the smaller threshold eps·σ_max, rounding errors in the dtype of the matr
 WIDTH_TOLERANCE = 0.01
 """Default KL divergence in nats that `required_head_dim` allows between attention rows before and after.
 By Pinsker's inequality, at most √(0.01/2) = 7 % of the attention weight in a row then moves."""
+
+
+def check_delta(delta: float) -> None:
+    """Raise if a threshold is not finite and positive."""
+    in_range("`delta`", delta, "(0, inf)", fix="δ is the smallest singular value that counts, such as 0.01.")
 
 
 @dataclass
@@ -136,27 +143,16 @@ def spearman(first: Iterable[float], second: Iterable[float]) -> float:
         >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])
         0.5
     """
-    pairs = [(a, b) for a, b in zip(first, second, strict=True) if math.isfinite(a) and math.isfinite(b)]
+    pairs = np.array(list(zip(first, second, strict=True)), dtype=np.float64).reshape(-1, 2)
+    pairs = pairs[np.isfinite(pairs).all(1)]
     if len(pairs) < 3:
         return math.nan
-    ranks = [_centred(_ranks([float(pair[side]) for pair in pairs])) for side in (0, 1)]
-    norm = math.sqrt(math.prod(math.fsum(rank * rank for rank in side) for side in ranks))
-    return math.fsum(a * b for a, b in zip(*ranks, strict=True)) / norm if norm > 0 else math.nan
+    a, b = _centered_ranks(pairs[:, 0]), _centered_ranks(pairs[:, 1])
+    norm = math.sqrt((a @ a) * (b @ b))
+    return float(a @ b) / norm if norm > 0 else math.nan
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks, start = [0.0] * len(values), 0
-    while start < len(order):
-        end = start
-        while end < len(order) and values[order[end]] == values[order[start]]:
-            end += 1
-        for at in order[start:end]:
-            ranks[at] = (start + end - 1) / 2
-        start = end
-    return ranks
-
-
-def _centred(ranks: Sequence[float]) -> list[float]:
-    mean = math.fsum(ranks) / len(ranks)
-    return [rank - mean for rank in ranks]
+def _centered_ranks(values: Floats) -> Floats:
+    """Return ranks minus their mean; the ranks are multiples of ½, so that sums of products are exact."""
+    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    return (sizes.cumsum() - (sizes + 1) / 2)[group] - (len(values) - 1) / 2

@@ -22,8 +22,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context manager that disables all function modes and tensor subclasses in its block."""
-    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return guard
+    return torch._C.DisableTorchFunction()
 
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
@@ -74,32 +73,27 @@ def base_of(tensor):
 
 def in_function_transform() -> bool:
     """Return True inside a transform of torch.func, such as `vmap` or `grad`."""
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active
+    return torch._C._are_functorch_transforms_active()
 
 
 def in_forward_derivative() -> bool:
     """Return True while torch computes forward-mode derivatives (Jacobian-vector products)."""
-    level: int = forward_ad._current_level
-    return level >= 0
+    return forward_ad._current_level >= 0
 
 
 def is_profiled() -> bool:
     """Return True if an autograd profiler is running."""
-    on: bool = torch.autograd._profiler_enabled()
-    return on
+    return torch.autograd._profiler_enabled()
 
 
 def in_dispatch_mode() -> bool:
     """Return True while a `TorchDispatchMode` (which intercepts every operator call) is active."""
-    active: bool = is_in_torch_dispatch_mode()
-    return active
+    return is_in_torch_dispatch_mode()
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Return True for a ZeroTensor, by which torch represents zeros without storage."""
-    zero: bool = tensor._is_zerotensor()
-    return zero
+    return tensor._is_zerotensor()
 
 
 # --- compiled modules --------------------------------------------------------------------------------------
@@ -114,8 +108,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def original_of(module: nn.Module) -> nn.Module:
     """Return the module inside a wrapper that `torch.compile` returned; return any other module unchanged."""
-    original: nn.Module = getattr(module, "_orig_mod", module)
-    return original
+    return getattr(module, "_orig_mod", module)
 
 
 COMPILED_PREFIX = "_orig_mod."
@@ -124,8 +117,7 @@ COMPILED_PREFIX = "_orig_mod."
 
 def runs_compiled_eagerly() -> bool:
     """Return True if ``torch.compiler.set_stance("force_eager")`` makes compiled code run eagerly."""
-    eager: bool = torch._dynamo.eval_frame._stance.stance == "force_eager"
-    return eager
+    return torch._dynamo.eval_frame._stance.stance == "force_eager"
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:
@@ -239,6 +231,4 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
 
 def numpy_linalg_file() -> str | None:
     """Return the path of the library behind `numpy.linalg`, which is linked to LAPACK; None if not found."""
-    module = getattr(np.linalg, "_umath_linalg", None)
-    file: str | None = getattr(module, "__file__", None)
-    return file
+    return getattr(getattr(np.linalg, "_umath_linalg", None), "__file__", None)

@@ -111,7 +111,4 @@ def _cell(value: Any) -> str:
 
 def data_frame(columns: Sequence[str], rows: Sequence[Row]) -> "pd.DataFrame":
     """Return rows as a pandas frame; raise `InputError` if pandas is not installed."""
-    frame: pd.DataFrame = need_package("pandas", "`to_frame`", "frames").DataFrame(
-        rows, columns=list(columns)
-    )
-    return frame
+    return need_package("pandas", "`to_frame`", "frames").DataFrame(rows, columns=list(columns))

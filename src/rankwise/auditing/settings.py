@@ -6,11 +6,11 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 
 from torch import nn
 
+from rankwise._internals.statistics import DELTA, check_delta
 from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
 from rankwise.errors import InputError, instance_of, one_of, whole_number
 from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
-from rankwise.measures import DELTA, check_delta
 from rankwise.tracing import SiteAdapter
 
 Method = Literal["auto", "exact", "estimate"]

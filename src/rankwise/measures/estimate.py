@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from rankwise._internals.statistics import t_quantile
+from rankwise._internals.statistics import check_delta, t_quantile
 from rankwise._internals.threads import PARALLEL_BYTES, map_threads
 from rankwise.errors import InputError, whole_number
 from rankwise.measures.krylov import Gram, Krylov, block_lanczos
@@ -21,7 +21,7 @@ from rankwise.measures.quadrature import (
     Numbers,
     TraceEstimator,
 )
-from rankwise.measures.rank import Estimate, RankEstimates, check_delta
+from rankwise.measures.rank import Estimate, RankEstimates
 from rankwise.measures.registry import Mixing, as_operator
 from rankwise.operators import MixingOperator
 

@@ -9,8 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rankwise._internals.linalg import ratio
-from rankwise._internals.statistics import DELTA
-from rankwise.errors import in_range
+from rankwise._internals.statistics import DELTA, check_delta
 from rankwise.measures.dense_spectrum import gram_or_svd, map_parts, scaled_svd
 from rankwise.measures.registry import Mixing, measure
 
@@ -19,7 +18,6 @@ __all__ = [
     "Estimate",
     "RankEstimates",
     "RankSummary",
-    "check_delta",
     "effective_rank",
     "numerical_rank",
     "rank_summary",
@@ -265,8 +263,3 @@ def _relative(sigma: Tensor) -> Tensor:
     """Return σ/σ_1, or 0 for a zero matrix; the squares of the ratios cannot overflow, and NaN stays NaN."""
     top = sigma[..., :1].expand_as(sigma)
     return torch.where(top.isnan(), top, ratio(sigma, top))
-
-
-def check_delta(delta: float) -> None:
-    """Raise if a threshold is not finite and positive."""
-    in_range("`delta`", delta, "(0, inf)", fix="δ is the smallest singular value that counts, such as 0.01.")

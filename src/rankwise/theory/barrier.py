@@ -63,14 +63,15 @@ def rank_barrier(
         >>> round(rank_barrier(3, mask=torch.ones(3, 3, dtype=torch.bool).tril()).item(), 6)
         2.0
     """
-    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
-        if size is not None:
-            whole_number(f"`{name}`", size)
-    if window is not None and (isinstance(mask, Tensor) or mask != "causal"):
+    named = None if isinstance(mask, Tensor) else mask
+    columns = check_sizes(
+        tokens, sources, "full" if named is None else named, None if named is None else window
+    )
+    if window is not None and named != "causal":
         raise InputError(
             "`window`",
             expected='mask="causal"',
-            got="a boolean mask" if isinstance(mask, Tensor) else repr(mask),
+            got="a boolean mask" if named is None else repr(mask),
             fix="Pass a window of another shape as a boolean mask.",
         )
     if isinstance(mask, Tensor):
@@ -83,16 +84,25 @@ def rank_barrier(
                 fix="True if row i sees column j; an additive mask becomes boolean with mask == 0.",
             )
         return rank_barrier_of_rows([mask])
-    if one_of("`mask`", mask, MASKS) == "full":
-        return _full(tokens, tokens if sources is None else sources)
-    if sources not in (None, tokens):
+    if named == "full":
+        return _full(tokens, columns)
+    return (tokens + 1) / 2 if window is None else _window(tokens, window)
+
+
+def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
+    """Return the number of columns S (T by default); raise if sizes, mask and window do not match."""
+    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
+        if size is not None:
+            whole_number(f"`{name}`", size)
+    one_of("`mask`", mask, MASKS)
+    if sources not in (None, tokens) and (mask == "causal" or window is not None):
         raise ShapeError(
             "`sources`",
-            expected=f"{tokens}, as many as tokens, under the causal mask",
+            expected=f"{tokens}, as many as tokens, under the causal mask or a window",
             got=str(sources),
-            fix="Pass the columns that each row sees as a boolean mask.",
+            fix="Leave it out, or pass the columns that each row sees as a boolean mask.",
         )
-    return (tokens + 1) / 2 if window is None else _window(tokens, window)
+    return sources or tokens
 
 
 def _full(tokens: int, sources: int) -> float:

@@ -3,8 +3,9 @@
 import math
 from itertools import pairwise, product
 
-from rankwise.errors import ShapeError, in_range, one_of, whole_number
-from rankwise.theory.barrier import MASKS
+from rankwise._internals.statistics import check_delta
+from rankwise.errors import ShapeError, in_range, whole_number
+from rankwise.theory.barrier import check_sizes
 from rankwise.theory.random_heads import SimulatedRank, simulate_spectra
 
 MAX_ENTRIES = 4096 * 4096
@@ -139,24 +140,3 @@ def _between(points: list[SimulatedRank], weights: list[float], linear: bool) ->
         mean = math.exp(sum(w * math.log(m) for w, m in zip(weights, means, strict=True)))
     std = sum(w * point.std for w, point in zip(weights, points, strict=True))
     return SimulatedRank(mean, std, min(point.trials for point in points))
-
-
-def check_sizes(tokens: int, sources: int | None, mask: str, window: int | None) -> int:
-    """Return the number of columns S (T by default); raise if sizes, mask and window do not match."""
-    for name, size in (("tokens", tokens), ("sources", sources), ("window", window)):
-        if size is not None:
-            whole_number(f"`{name}`", size)
-    one_of("`mask`", mask, MASKS)
-    if sources not in (None, tokens) and (mask == "causal" or window is not None):
-        raise ShapeError(
-            "`sources`",
-            expected=f"{tokens}, as many as tokens, under the causal mask or a window",
-            got=str(sources),
-            fix="Leave it out.",
-        )
-    return sources or tokens
-
-
-def check_delta(delta: float) -> float:
-    """Return the threshold δ; raise if it is not positive and finite."""
-    return in_range("`delta`", delta, "(0, inf)", fix="Singular values of at least δ count, such as 0.01.")
