@@ -93,26 +93,6 @@ class NarrowProjection(nn.Module):
         """Return the numbers of computed and of all channels as text, for printing the module."""
         return f"{self.narrow.out_features} of {self.out_features} channels"
 
-    def widened(self) -> nn.Linear:
-        """Return a plain linear layer of full width with the same output; raise if keys have a latent."""
-        narrow = self.narrow
-        if not isinstance(narrow, nn.Linear):
-            raise CompressionError(
-                "`widened`",
-                expected="a narrow layer that is linear",
-                got="a layer whose keys are read out of a latent",
-                fix="Load the original.",
-            )
-        options: Any = {"device": narrow.weight.device, "dtype": narrow.weight.dtype}
-        plain = nn.Linear(self.in_features, self.out_features, narrow.bias is not None, **options)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.zero_()
-            plain.weight[self.channels] = narrow.weight
-            if narrow.bias is not None:
-                plain.bias[self.channels] = narrow.bias
-        return plain
-
 
 def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection]]:
     """Yield name and module of each projection to queries or keys that compression has narrowed."""

@@ -31,14 +31,8 @@ _ASCII = str.maketrans(
 )
 
 
-def print_document(document: Document, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print a report: title, verdict, actions, tables of the sections, and notes.
-
-    Args:
-        document: report to print.
-        console: rich console to print on; standard output by default.
-        verbose: print every finding with its meaning and its remedy, and all rows of the tables.
-    """
+def print_document(document: Document, console: Console | None = None) -> None:
+    """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes."""
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), separator="  ")
         out.print(title, overflow="fold")
@@ -51,10 +45,10 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            _print_remedy(action, out, indent=0)
+            _print_remedy(action, out)
         out.print()
-        for section in (section for section in document.sections if section.on_console or verbose):
-            _print_section(section, out, verbose)
+        for section in (section for section in document.sections if section.on_console):
+            _print_section(section, out)
         for note in document.notes:
             out.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
         facts = [f"{name}: {value}" for name, value in document.origin if not is_command(value)]
@@ -87,15 +81,15 @@ def line(*parts: str | tuple[str, str], separator: str = " · ") -> Text:
     return Text(separator).join(Text(strip_control(words), style) for words, style in pairs if words)
 
 
-def _print_section(section: Section, console: Console, verbose: bool) -> None:
+def _print_section(section: Section, console: Console) -> None:
     for name, words in section.facts:
         console.print(line((f"{name}: ", "bold"), words, separator=""), overflow="fold")
     if section.facts:
         console.print()
     for listed in section.lists:
-        _print_items(listed, console, verbose)
+        _print_items(listed, console)
     for table in section.tables:
-        _print_table(table, console, verbose)
+        _print_table(table, console)
     if section.code:
         console.print(line((section.title, "bold")))
         for code in section.code.splitlines():  # not wrapped, so that it can be copied in one piece
@@ -105,7 +99,7 @@ def _print_section(section: Section, console: Console, verbose: bool) -> None:
         console.print()
 
 
-def _print_items(listed: Items, console: Console, verbose: bool) -> None:
+def _print_items(listed: Items, console: Console) -> None:
     if listed.title:
         counts = Counter(item.severity for item in listed.items)
         words = [
@@ -116,38 +110,35 @@ def _print_items(listed: Items, console: Console, verbose: bool) -> None:
         console.print(line((f"{listed.title}: ", "bold"), separator="") + line(*words, separator=", "))
     if listed.title and not listed.folded:
         console.print()
-    for _, code, items in listed.kinds if verbose or not listed.folded else ():
-        shown = items if verbose else items[:MOST_OF_A_KIND]
+    for _, code, items in () if listed.folded else listed.kinds:
+        shown = items[:MOST_OF_A_KIND]
         for at, item in enumerate(shown):
-            _print_item(item, console, with_meaning=verbose or at == 0, with_remedy=verbose)
+            _print_item(item, console, with_meaning=at == 0)
         if len(items) > len(shown):
             rest = f"{' ' * INDENT}… and {len(items) - len(shown)} more of {code} (see the report)"
             console.print(line(rest, separator=""))
             console.print()
 
 
-def _print_item(item: Item, console: Console, *, with_meaning: bool, with_remedy: bool) -> None:
+def _print_item(item: Item, console: Console, *, with_meaning: bool) -> None:
     severity = (SEVERITIES[item.severity][0].ljust(INDENT - 2), STYLES[item.severity])
     console.print(line(severity, (item.code, "bold"), item.place, separator="  "), overflow="fold")
     for text in (line(*item.facts), line(item.meaning if with_meaning else "")):
         if text:
             console.print(Padding(text, (0, 0, 0, INDENT), expand=False), overflow="fold")
-    if with_remedy:
-        _print_remedy(item.remedy, console, indent=INDENT)
     console.print()
 
 
-def _print_remedy(remedy: str, console: Console, indent: int) -> None:
+def _print_remedy(remedy: str, console: Console) -> None:
     arrow = line("→ ", separator="")
     if is_command(remedy):  # not wrapped, so that it can be copied in one piece
-        console.print(line(" " * indent, separator="") + arrow + line((remedy, "cyan")), soft_wrap=True)
+        console.print(arrow + line((remedy, "cyan")), soft_wrap=True)
     elif remedy:
-        console.print(Padding(arrow + line(remedy), (0, 0, 0, indent), expand=False), overflow="fold")
+        console.print(arrow + line(remedy), overflow="fold")
 
 
-def _print_table(table: Table, console: Console, verbose: bool) -> None:
-    rows = table.rows if verbose else table.rows[: table.console_rows]
-    columns = None if verbose else table.console_columns
+def _print_table(table: Table, console: Console) -> None:
+    rows, columns = table.rows[: table.console_rows], table.console_columns
     if not rows:
         return
     console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
