@@ -220,6 +220,58 @@ def test_a_sequence_that_is_not_finite_is_excluded() -> None:
     assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.layers)} == {(2, 1)}
 
 
+class Chunks(nn.Module):
+    """BERT on both halves of each sequence, together or one after the other; the mean of their tokens."""
+
+    def __init__(self, model: nn.Module, together: bool) -> None:
+        super().__init__()
+        self.bert, self.together = model, together
+
+    def forward(self, ids: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        halves = [part.chunk(2, dim=1) for part in (ids, mask, scale)]
+        calls = [tuple(map(torch.cat, halves))] if self.together else list(zip(*halves, strict=True))
+        states = [
+            self.bert(inputs_embeds=self.bert.embeddings.word_embeddings(i) * s, attention_mask=m)[0]
+            for i, m, s in calls
+        ]
+        return (torch.cat(states) * torch.cat(halves[1])[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(("together", "sequences"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_chunk_of_nothing_but_padding_is_not_a_sequence(
+    implementation: str, together: bool, sequences: int
+) -> None:
+    """One sequence fills both halves, one only the first: three chunks have tokens.
+
+    Heads of a single call on all chunks count them as windows of two sequences.
+    """
+    model = Chunks(bert(attn_implementation=implementation), together).eval()
+    ids, mask = token_ids(2, 12)["input_ids"], torch.ones(2, 12, dtype=torch.long)
+    mask[1, 6:] = 0
+    batch = {"ids": ids, "mask": mask, "scale": torch.ones(2, 12, 1)}
+    assert bool(model(**batch).isfinite().all())
+    audit = rw.audit(model, [batch], baseline=True)
+    assert findings(audit, "NONFINITE") == []
+    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.layers} == {(3, 0, 6)}
+    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.heads} == {(sequences, 0, 6)}
+    assert not any(math.isnan(one.numerical_rank) for one in audit.heads)
+    batch["scale"][0, 0] = math.nan  # real tokens that are not finite are an error
+    broken = rw.audit(model, [batch])
+    assert {(one.sequences, one.nonfinite) for one in broken.layers} == {(2, 1)}
+    assert {(one.sequences, one.nonfinite) for one in broken.heads} == {(sequences - 1, 1)}
+
+
+def test_a_stack_without_a_single_token_has_no_numbers_and_no_error() -> None:
+    model = Chunks(bert(), together=False).eval()
+    batch = {"ids": token_ids(1, 12)["input_ids"], "mask": torch.zeros(1, 12, dtype=torch.long)}
+    audit = rw.audit(model, [batch | {"scale": torch.ones(1, 12, 1)}])
+    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.layers)} == {(0, 0)}
+    assert all(math.isnan(one.numerical_rank) for one in audit.heads)
+    assert audit.findings == []
+    assert rw.Audit.model_validate_json(audit.model_dump_json()).heads[0].sequences == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_measured_on_a_cpu(dtype: torch.dtype) -> None:
     whole, half = rw.audit(bert(), [token_ids()]), rw.audit(bert().to(dtype), [token_ids()])

@@ -90,10 +90,14 @@ def measure_heads(
     measured = list(_batches(site, delta, method))
     starts = np.arange(0, site.operator.shape[0], max(1, site.operator.shape[0] // max(site.sequences, 1)))
 
-    def by_sequence(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
-        return _over_windows(np.concatenate(parts), starts, skip_nan=skip_nan)
+    lengths = np.concatenate([part.means["tokens"][:, 0] for part in measured])  # NaN: nothing but padding
+    windows = np.add.reduceat(~np.isnan(lengths), starts, dtype=np.float64)
 
-    broken = np.isnan(by_sequence([part.means["sigma_max"] for part in measured], skip_nan=False))
+    def by_sequence(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
+        return _over_windows(np.concatenate(parts), starts, windows, skip_nan=skip_nan)
+
+    unknown = np.isnan(by_sequence([part.means["sigma_max"] for part in measured], skip_nan=False))
+    broken = unknown & (windows > 0)[:, None]
     statistics.nonfinite = broken.sum(0).astype(np.float64)
 
     def finite(parts: Sequence[Floats], *, skip_nan: bool = True) -> Floats:
@@ -125,15 +129,18 @@ def measure_heads(
     return statistics
 
 
-def _over_windows(values: Floats, starts: np.ndarray, *, skip_nan: bool) -> Floats:
-    """Return means over the windows of each sequence, without NaN values if ``skip_nan``, otherwise NaN."""
+def _over_windows(values: Floats, starts: np.ndarray, windows: Floats, *, skip_nan: bool) -> Floats:
+    """Return means over the windows of each sequence, without NaN values if ``skip_nan``, otherwise NaN.
+
+    `windows` is the number of windows per sequence that have tokens; the others are left out.
+    """
     if len(starts) == len(values):
         return values
     known = ~np.isnan(values)
     count = np.add.reduceat(known, starts, axis=0, dtype=np.float64)
     mean = np.add.reduceat(np.where(known, values, 0.0), starts, axis=0) / np.maximum(count, 1)
-    windows = np.diff([*starts, len(values)]).reshape(-1, *[1] * (values.ndim - 1))
-    return np.where(count < (1 if skip_nan else windows), np.nan, mean)
+    least = np.maximum(1, 0 if skip_nan else windows).reshape(-1, *[1] * (values.ndim - 1))
+    return np.where(count < least, np.nan, mean)
 
 
 def _add_examples(
@@ -307,9 +314,9 @@ def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = 
     values["relative_update"] = torch.full(tokens.shape[:1], torch.nan, dtype=torch.float64)
     if before is not None:
         values["relative_update"] = measures.relative_update(before.tokens.to(tokens.device), tokens, mask)
-    broken = values["norm"].isnan().cpu()
+    unknown = values["norm"].isnan().cpu()
     statistics = StateStatistics(state.stack, state.name, state.layer, tokens.shape[-1])
-    statistics.nonfinite = int(broken.sum())
+    statistics.nonfinite = int((unknown & real.any(-1).cpu()).sum())  # not a sequence of nothing but padding
     for name in values:
-        statistics.measures[name].add(values[name].cpu().masked_fill(broken, torch.nan)[:, None].numpy())
+        statistics.measures[name].add(values[name].cpu().masked_fill(unknown, torch.nan)[:, None].numpy())
     return statistics

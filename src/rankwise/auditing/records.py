@@ -205,7 +205,7 @@ class HeadOrigin(Record):
     """Columns to which rows may attend; reference ranks are computed under the same mask."""
     cross: bool = False
     sequences: Count
-    """Number of sequences whose operator is finite; means are over these sequences."""
+    """Number of sequences with tokens and a finite operator; means are over these sequences."""
     nonfinite: Count = 0
     """Number of sequences whose operator contains NaN or infinity; they are excluded from all means."""
     estimated: Count = 0
