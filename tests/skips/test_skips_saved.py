@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,17 @@ def save_skips_of(model: nn.Module, folder: Path, **arguments: Any) -> None:
 def test_saved_skips_are_loaded(name: str, per: str, tmp_path: Path) -> None:
     model, batch = FOUND[name][0]()
     skips = add_lambda_skip(model, per=per, learnable=False, example=batch)
-    for parameter in skips.values():
-        parameter.data.copy_(torch.rand(parameter.shape))
+    for at, parameter in enumerate(skips.values()):
+        parameter.requires_grad_(at > 0).data.copy_(torch.rand(parameter.shape))
     numbers, facts = save_skips(model, tmp_path / "deep" / "er", fitted={"steps": 3})
     assert numbers.parent == facts.parent
+    assert [path.stat().st_mode & 0o777 for path in (numbers, facts)] == [0o644] * 2
     assert json.loads(facts.read_text())["fitted"] == {"steps": 3}
     other, _ = FOUND[name][0]()
     loaded = load_skips(other, numbers.parent, example=batch)
     assert list(loaded) == list(skips)
     assert all(torch.equal(loaded[name], skips[name]) for name in skips)
-    assert not any(parameter.requires_grad for parameter in loaded.values())
+    assert [one.requires_grad for one in loaded.values()] == [at > 0 for at in range(len(skips))]
     assert same(outputs(other, batch), outputs(model, batch))
 
 
@@ -70,6 +72,42 @@ def test_a_folder_without_skips_changes_nothing(saved: Path, tmp_path: Path) -> 
         assert apply_saved_skips(model, tmp_path / "empty") is None
         assert apply_saved_skips(model, "some/name-on-the-hub") is None
     assert len(apply_saved_skips(model, saved) or ()) == 3
+
+
+def test_the_skips_of_a_model_are_not_replaced(saved: Path) -> None:
+    model = bert()
+    add_lambda_skip(model, init=3.0, learnable=False, sites="encoder.layer.1")
+    with untouched(model), pytest.raises(SkipError, match="expected a model without λ-skips, got one with 1"):
+        load_skips(model, saved)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(nn.DataParallel(model))
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, averaged, nn.Sequential, partial(torch.compile, backend="eager")]
+)
+def test_skips_of_a_wrapped_model_are_saved_for_the_model(wrap: Any, saved: Path) -> None:
+    model = bert()
+    add_lambda_skip(model, init=3.0, sites="encoder.layer.1")
+    save_skips(wrap(model), saved)
+    assert [value.item() for value in load_skips(bert(), saved).values()] == [3.0]
+
+
+def with_adapter(model: nn.Module) -> nn.Module:
+    """Replace a module as LoRA does, which keeps the original as `base_layer`."""
+    model.pooler.dense.base_layer = nn.Linear(2, 2)
+    return model
+
+
+@pytest.mark.parametrize("change", [with_adapter, lambda model: model.encoder])
+def test_skips_of_a_changed_model_are_not_saved(change: Any, tmp_path: Path) -> None:
+    model = bert()
+    add_lambda_skip(model)
+    with pytest.raises(SkipError, match="expected the model that λ was added to"):
+        save_skips(change(model), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_weights_and_dtypes_are_the_same_model(saved: Path) -> None:

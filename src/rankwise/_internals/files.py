@@ -77,6 +77,7 @@ def write_file(
             partial.write_text(content, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
         else:
             content(partial)
+            partial.chmod(0o644)  # safetensors writes files that only their owner can read
         partial.replace(path)
     except OSError as error:
         raise InputError(

@@ -17,6 +17,7 @@ from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, did_you_mean
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
+from rankwise.skips.locate import PARAMETER
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -33,6 +34,8 @@ class SkipFacts(BaseModel, extra="forbid"):
     """Width of the token states at each site."""
     parameters: str = ""
     """Digest of the names and shapes of all parameters except λ; empty in files of older versions."""
+    frozen: list[str] = []
+    """Sites whose λ receives no gradients."""
     fitted: dict[str, Any] = {}
     """Notes on how λ was found; Rankwise does not use them."""
 
@@ -43,12 +46,12 @@ def save_skips(
     """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``; return the paths of both.
 
     Args:
-        model: model with λ-skips.
+        model: model with λ-skips, or a wrapper of it such as DDP; the files are for the model itself.
         folder: folder to write; it is created if it is missing.
         fitted: notes on how λ was found.
 
     Raises:
-        SkipError: if the model has no λ-skips, or a λ is not finite.
+        SkipError: if the model has no λ-skips, or a λ is not finite, or modules were replaced or renamed.
         InputError: if the folder cannot be written.
 
     Examples:
@@ -63,6 +66,7 @@ def save_skips(
         Skips({dropout1: 2})
     """
     check_skips(model)
+    model = _unwrapped(model)
     skips = skips_of(model)
     numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
     _check_finite(numbers, type(model).__name__)
@@ -71,6 +75,7 @@ def save_skips(
         per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
         learnable=any(value.requires_grad for value in skips.values()),
         sites={name: site.width for name, site in skips.sites.items()},
+        frozen=[name for name, value in skips.items() if not value.requires_grad],
         parameters=_digest(model), fitted=fitted or {},
     )  # fmt: skip
 
@@ -98,6 +103,9 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     Warns:
         UserWarning: if old files do not describe the parameters of the model, so that they are not compared.
     """
+    if skips := skips_of(model):
+        got, fix = f"one with {len(skips)}", "Call `rw.remove_lambda_skip(model)` first."
+        raise SkipError(f"model {type(model).__name__}", expected="a model without λ-skips", got=got, fix=fix)
     folder = Path(folder)
     path = folder / FACTS
     try:
@@ -118,8 +126,9 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         with torch.no_grad():
             for name, parameter in skips.items():
                 parameter.copy_(numbers[name])
+                parameter.requires_grad_(facts.learnable and name not in facts.frozen)
         _check_finite(skips, str(folder))  # a finite float64 value may be infinite in the dtype of λ
-    except SkipError:
+    except BaseException:
         remove_lambda_skip(model)
         raise
     return skips
@@ -129,6 +138,23 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
     """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub."""
     saved = any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
     return load_skips(model, folder, example) if saved else None
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
+    roots = set()
+    for site in skips_of(model).sites.values():
+        before = f".{site.name}".removesuffix(site.parameter.removeprefix(PARAMETER)).rstrip(".")
+        now = f".{site.write.module}".rstrip(".")
+        roots.add(now.removesuffix(before)[1:] if now.endswith(before) else None)
+    root = roots.pop()
+    if root is None or roots or any(hasattr(module, "base_layer") for module in model.modules()):
+        raise SkipError(
+            f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
+            got="one whose modules have other names, or an adapter such as LoRA",
+            fix="Save the model before it is changed, or merge the adapter: `model.merge_and_unload()`.",
+        )  # fmt: skip
+    return model.get_submodule(root)
 
 
 def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], folder: Path) -> None:
