@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from rankwise.errors import InputError, RecordError, SkipError
 from rankwise.measures import token_spread
-from rankwise.skips import SkipCertificate, add_lambda_skip, certify_skip, skips_of
+from rankwise.skips import (
+    SkipCertificate,
+    add_lambda_skip,
+    certify_skip,
+    choose_lambda,
+    skips_of,
+    spread_by_layer,
+)
 from rankwise.skips.observe import normed, observe, sites_in
 from rankwise.tracing import capture
 
@@ -283,13 +290,23 @@ def test_ratios_of_a_stack_are_means_over_sequences(build: Callable[[], nn.Modul
     assert stack.kept_mu == pytest.approx(float((mu(end) / mu(first)).mean()))
 
 
+@pytest.mark.parametrize("name", ["T5", "Swin", "hand-written einsum"])
+def test_stacks_have_the_names_that_other_functions_use(name: str) -> None:
+    model, batch = FOUND[name][0]()
+    stacks = [stack.stack for stack in certify_skip(model, batch).stacks]
+    assert sorted(stacks) == sorted(spread_by_layer(model, [batch]))
+    assert choose_lambda(model, batch, stacks[0]).stack == stacks[0]
+
+
 # --- files and refusals ----------------------------------------------------------------------------------
 
 
 def test_a_saved_certificate_is_loaded_with_infinity(tmp_path: Path) -> None:
     certificate = certify_skip(llama(), {"input_ids": CONSTANT}, a=0.25)
     assert certificate.layers[0].kept == math.inf  # equal tokens have no spread to keep
-    path = certificate.save(tmp_path / "certificate.json")
+    path = certificate.save(tmp_path)
+    assert path == tmp_path / "certificate.json"
+    assert "Certificate of λ-skips" in certificate.to_html(tmp_path).read_text()
     assert SkipCertificate.load(path) == SkipCertificate.load(tmp_path) == certificate
     for content in ("[]", "{", '{"layers": 3}', '{"format": "rankwise-audit"}'):
         path.write_text(content)
@@ -320,6 +337,7 @@ OUT = "layers.1.self_attn.o_proj.weight"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor], str]] = {
     "sequence of padding": (bert, PADDING, "`attention_mask` of the batch: .*1 of 2 sequences"),
     "one token": (partial(skipped, bert), ONE, "`batch`: expected two real tokens in a sequence, or more"),
+    "one token, no λ": (bert, ONE, "`batch`: expected two real tokens in a sequence, or more, got one at"),
     "NaN as λ": (partial(skipped, bert, LAMBDA), IDS, "λ of 'encoder.layer.0.*expected finite numbers"),
     "NaN in the states": (partial(skipped, llama, EMBEDDING), IDS, "'layers.0.self_attn'.*in the residual"),
     "infinity in a mixer": (partial(skipped, llama, OUT, math.inf), IDS, "layers.1.*in the output of the"),

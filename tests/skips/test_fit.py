@@ -1,6 +1,7 @@
 """Fits of λ: the loss decreases, only λ changes, and padding is not predicted."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, GPT, T5, hugging_face, text_inputs
 from tests.support.untouched import untouched
-from torch import nn
+from tests.unchecked import unchecked
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise.errors import InputError
 from rankwise.measures import token_spread
@@ -17,6 +20,17 @@ from rankwise.skips.fit import loss_of
 
 gpt2 = hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT)
 MASK, TEXT = 63, text_inputs()
+IDS = TEXT["input_ids"]
+LONG = {"input_ids": IDS.repeat(1, 2)}
+
+
+class Rows(IterableDataset):
+    """Data set that has no length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from ({"input_ids": row} for row in IDS)
+
+
 MODELS = {
     "causal": gpt2,
     "masked": hugging_face("BertForMaskedLM", "BertConfig", **BERT),
@@ -58,16 +72,46 @@ def test_a_fit_that_diverges_restores_lambda(lr: float, steps: int, subject: str
         fit_skips(model, [TEXT], steps=steps, lr=lr)
 
 
-def test_any_other_error_restores_lambda() -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("no room")
-
+@pytest.mark.parametrize(("error", "finished"), [(ValueError, 1), (KeyboardInterrupt, 0)])
+def test_any_other_error_restores_lambda(error: type, finished: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = skipped(init=0.7)
-    with untouched(model), pytest.raises(ValueError, match="no room"):
-        fit_skips(model, [TEXT], steps=2, on_step=fail)
+    monkeypatch.setattr(torch.optim.Adam, "step", stopping(error, finished))
+    with untouched(model), pytest.raises(error):
+        fit_skips(model, [TEXT], steps=2)
 
 
-IDS = TEXT["input_ids"]
+def test_an_interrupted_fit_has_the_lambda_of_the_last_finished_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = skipped(init=0.7), skipped(init=0.7)
+    whole = fit_skips(other, [TEXT], steps=2)
+    monkeypatch.setattr(torch.optim.Adam, "step", stopping(KeyboardInterrupt, 2))
+    assert fit_skips(model, [TEXT], steps=9) == whole
+    assert [value.item() for value in skips_of(model).values()] == [
+        value.item() for value in skips_of(other).values()
+    ]
+    assert not any(value.grad is not None for value in model.parameters())
+
+
+def stopping(error: type, finished: int) -> Any:
+    """Return a step of Adam that raises, half done, after some finished steps."""
+    whole, left = torch.optim.Adam.step, [None] * finished
+
+    def step(self: torch.optim.Adam) -> None:
+        whole(self)
+        if not left:
+            raise error("stopped")
+        left.pop()
+
+    return step
+
+
+@pytest.mark.parametrize("batches", [lambda: (one for one in [TEXT, LONG]), lambda: DataLoader(Rows())])
+def test_batches_may_be_any_iterable(batches: Any) -> None:
+    listed = [{name: torch.as_tensor(value) for name, value in one.items()} for one in batches()]
+    assert fit_skips(skipped(), batches(), steps=3) == fit_skips(skipped(), listed, steps=3)
+    for function in (mean_loss, spread_by_layer):
+        assert function(gpt2(), batches()) == function(gpt2(), listed)
+
+
 PADDING = {"batches": [TEXT | {"attention_mask": torch.zeros_like(IDS)}], "mask_token": MASK}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     **{
@@ -78,6 +122,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one token": (skipped, {"batches": [{"input_ids": IDS[:, :1]}]}, "one real token a sequence"),
     "no skips": (gpt2, {}, "expected λ-skips that can learn, got none"),
     "no mask token": (partial(skipped, "masked"), {}, "expected the id of the mask token"),
+    "half a step": (skipped, {"steps": 0.5}, "`steps`: expected a whole number"),
+    "no batches": (skipped, {"batches": []}, "`batches`: expected at least one batch, got none"),
+    "one batch": (skipped, {"batches": TEXT}, "`batches`: expected an iterable of batches, got dict"),
+    "text": (skipped, {"batches": ["text"]}, "batch 1: expected a batch with tokens.*got str"),
+    "ids alone": (skipped, {"batches": [IDS]}, "batch: expected a dict with `input_ids`, got Tensor"),
 }
 
 
@@ -85,8 +134,19 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_a_fit_without_a_loss_is_refused(name: str) -> None:
     build, change, message = REFUSED[name]
     model = build()
-    with untouched(model), pytest.raises((SkipError, InputError), match=message):
+    with unchecked(), untouched(model), pytest.raises((SkipError, InputError), match=message):
         fit_skips(model, **({"batches": [TEXT], "steps": 1} | change))
+
+
+@pytest.mark.parametrize("name", ["no batches", "one batch", "text"])
+@pytest.mark.parametrize("function", [spread_by_layer, mean_loss])
+def test_other_functions_refuse_these_batches_and_a_name(name: str, function: Any) -> None:
+    _, change, message = REFUSED[name]
+    with unchecked(), pytest.raises(InputError, match=message):
+        function(gpt2(), change["batches"])
+    for call in (function, partial(fit_skips, steps=1)):
+        with unchecked(), pytest.raises(SkipError, match=r"`model`: expected a torch\.nn\.Module, got str"):
+            call("gpt2", [TEXT])
 
 
 def test_a_model_without_a_head_is_refused() -> None:

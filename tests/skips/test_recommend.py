@@ -370,7 +370,7 @@ def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
 
 
 def shares(model: nn.Module, batch: Any) -> dict[str, float]:
-    return recommendation._shares(model, batch, sites_in(model, batch)[0])
+    return recommendation._mixing_shares(model, batch, sites_in(model, batch)[0])
 
 
 def test_a_suppressed_mixer_is_found_although_its_block_changes_the_states() -> None:
@@ -480,10 +480,10 @@ OTHER = holding().model_copy(update={"provenance": STACK})
         ({"audit": holding().model_copy(update={"complete": False})}, "expected a complete audit"),
         ({"audit": OTHER}, r"expected an audit of a torch\.nn.*Identity, got one of a net\.Stack"),
         ({"model": None}, r"`model`: expected a torch\.nn\.Module, got NoneType\."),
-        ({"batch": None}, r"`batch`: expected a batch, got NoneType\. Pass one of the batches"),
-        ({"batch": "a text"}, "`batch`: expected a batch, got str"),
-        ({"batch": [{"input_ids": torch.ones(1, 2)}]}, "`batch`: expected a batch, got list"),
-        ({"batch": {}}, "`batch`: expected a batch, got dict"),
+        ({"batch": None}, "`batch`: expected a batch with tokens.*got NoneType"),
+        ({"batch": "a text"}, "`batch`: expected a batch with tokens.*got str"),
+        ({"batch": [{"input_ids": torch.ones(1, 2)}]}, "`batch`: expected a batch with tokens.*got list"),
+        ({"batch": {}}, "`batch`: expected a batch with tokens.*got dict"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], match: str) -> None:

@@ -15,15 +15,18 @@ from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.modules import SelfAttention
 from tests.support.untouched import untouched
+from tests.unchecked import unchecked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from rankwise.errors import InputError
 from rankwise.skips import (
     SkipError,
     add,
     add_lambda_skip,
     certify_skip,
+    choose_lambda,
     load_skips,
     remove_lambda_skip,
     save_skips,
@@ -267,6 +270,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
         for value in (math.nan, math.inf, -math.inf, 1e39, -1e39)
     },
     "integer λ": (bert, INIT, {"init": 10**400}),
+    "number as a site": (bert, "`sites`: expected names of modules, got int", {"sites": 3}),
+    "number among sites": (bert, "`sites`: expected names of modules, got int", {"sites": [3]}),
     "unknown site": (bert, "'encoder.layer.7'.*Did you mean", {"sites": ["encoder.layer.7"]}),
     "no site": (bert, "expected the name of a residual mixer", {"sites": []}),
     "no residual mixer": (Plain, "expected residual connections around mixers, got none", {"example": X}),
@@ -287,9 +292,32 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
 def test_a_refused_call_does_not_change_the_model(name: str) -> None:
     build, message, arguments = REFUSED[name]
     model = build()
-    with untouched(model), pytest.raises(SkipError, match=message):
+    with untouched(model), unchecked(), pytest.raises(SkipError, match=message):
         add_lambda_skip(model, **arguments)
     assert not skips_of(model)
+
+
+LOADER = torch.utils.data.DataLoader([1])
+ARGUMENTS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "example": lambda model, batch: add_lambda_skip(model, example=batch),
+    "batch": certify_skip,
+    "batch of choose_lambda": lambda model, batch: choose_lambda(model, batch, "encoder.layer"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ([IDS], "list"), ("text", "str"), (LOADER, "DataLoader"), (iter([IDS]), "list_iterator"),
+        ({"input_ids": torch.zeros(2, 0)}, "one without tokens"), ({"input_ids": [[1]]}, "dict"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_a_batch_is_refused(name: str, batch: Any, got: str) -> None:
+    expected = f"`{name.split()[0]}`: expected a batch with tokens: .*, got {got}"
+    with unchecked(), pytest.raises(InputError, match=expected):
+        ARGUMENTS[name](bert(), batch)
 
 
 def test_models_with_finite_float16_states_are_accepted() -> None:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, device_of
+from rankwise._internals.forward import Batch, device_of, tensors_of
 from rankwise._internals.records import strip_control
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
-from rankwise.errors import SkipError, did_you_mean, instance_of, one_of
+from rankwise.errors import InputError, SkipError, did_you_mean, instance_of, one_of
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
-from rankwise.skips.locate import NOTES, SkipSite, find_sites, skip_sites
+from rankwise.skips.locate import NOTES, SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
@@ -108,6 +108,8 @@ def add_lambda_skip(
         >>> rw.remove_lambda_skip(layer)
     """
     check_traceable(model)
+    if example is not None:
+        check_batch(example, "`example`")
     check_lambda("`init`", init)
     one_of("`per`", per, ("layer", "channel"), error=SkipError)
     subject = f"model {type(model).__name__}"
@@ -186,6 +188,31 @@ def check_skips(model: nn.Module) -> None:
         raise SkipError(subject, expected="a model with λ-skips", got="one without", fix=fix)
 
 
+def check_batch(batch: Any, subject: str = "`batch`") -> None:
+    """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
+    tensors = tensors_of(batch)
+    if not any(tensor.numel() for tensor in tensors.values()):
+        raise InputError(
+            subject, expected="a batch with tokens: a dict of tensors, a tuple of tensors or a tensor",
+            got="one without tokens" if tensors else type(batch).__name__,
+            fix="Pass one batch of a list or DataLoader: `next(iter(batches))`.",
+        )  # fmt: skip
+
+
+def each_batch(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
+        got, fix = type(batches).__name__, "Put a single batch into a list: `[batch]`."
+        raise InputError("`batches`", expected="an iterable of batches", got=got, fix=fix)
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        check_batch(batch, f"batch {number}")
+        yield batch
+    if not number:
+        fix = "Pass a list of batches; an iterator that was read before yields none."
+        raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
+
+
 def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
     """Raise if a tensor has NaN or infinity."""
     if not bool(value.isfinite().all()):
@@ -219,7 +246,12 @@ def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> lis
     if sites is None:
         return found
     chosen: set[str] = set()
-    for pattern in [sites] if isinstance(sites, str) else list(sites) or [""]:
+    patterns: list[Any] = (
+        [sites] if isinstance(sites, str) or not isinstance(sites, Iterable) else list(sites)
+    )
+    for pattern in patterns or [""]:
+        fix = "Pass one name or a list of names; omit `sites` for all."
+        instance_of("`sites`", pattern, str, "names of modules", fix=fix, error=SkipError)
         parts = pattern.count(".") + 1
         # names are cut to as many parts as the pattern has: "h.1" then matches "h.1.attn"
         cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}
@@ -255,8 +287,7 @@ def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
 
 def check_traceable(model: Any) -> None:
     """Raise if hooks cannot change a model: if it is compiled, wrapped, split, or in inference mode."""
-    fix = "Pass the model itself, for example `pipeline.model`."
-    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
+    check_module(model)
     wrappers = WRAPPERS & {base.__name__ for module in model.modules() for base in type(module).__mro__}
     placed = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
     if isinstance(model, torch.jit.ScriptModule) or any(map(is_compiled, model.modules())) or wrappers:

@@ -111,8 +111,23 @@ class SkipCertificate(_Numbers):
         return load_record(path, cls, "certificate.json", upgrade=_upgraded, unmarked=True)
 
     def save(self, path: str | Path) -> Path:
-        """Write the certificate as JSON and return the path; raise `InputError` if writing fails."""
-        return write_file(Path(path), self.model_dump_json(indent=1), "certificate")
+        """Write the certificate as JSON and return the path; into a folder, write ``certificate.json``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        return write_file(Path(path), self.model_dump_json(indent=1), "certificate", "certificate.json")
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the certificate as one HTML file and return the path; into a folder, write ``index.html``.
+
+        Raises:
+            InputError: if the file cannot be written.
+        """
+        from rankwise.report import write_page
+        from rankwise.report.skip_report import certificate_document
+
+        return write_page(certificate_document(self), Path(path))
 
 
 class LambdaChoice(Record):

@@ -5,7 +5,6 @@ Each sum λx + f(x) is observed on the batch, together with its norm and its mix
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ from rankwise._internals.forward import Batch, tensors_of
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
-from rankwise.skips.add import check_finite, check_traceable
+from rankwise.skips.add import check_batch, check_finite, check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, sites_in
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share
 from rankwise.theory.skip_bounds import Norm as NormKind
-from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
-from rankwise.tracing.block_finder import stack_of
+from rankwise.tracing import MixerSite, RecordedCall, StateSite, capture, record_calls
+from rankwise.tracing.module_calls import holds
 from rankwise.tracing.projections import Projection, each_once, find_projection
 
 spread = partial(token_spread, normalized=False)
@@ -75,32 +74,36 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     """
     check_traceable(model)
     check_share(a)
-    _check_tokens(batch)  # a sequence of padding alone may have NaN in the search for sites
+    check_tokens(batch)  # a sequence of padding alone may have NaN in the search for sites
     sites, missed = sites_in(model, batch)
     if sites:
         return certify_sites(model, batch, sites, a)
     reason = f"none within reach of a module ({', '.join(missed[:3])})" if missed else "none"
     note = f"residual connections around mixers: {reason}; a block must compute x + f(x)"
+    note += ", and the batch must have two tokens or more"
     return SkipCertificate(a=a, sequences=0, layers=[], stacks=[], notes=[note])
 
 
 def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: float) -> SkipCertificate:
     """Return the certificate for chosen sites (λ-skips or plain residual connections) of a model."""
-    _check_tokens(batch)
+    check_tokens(batch)
     lambdas = lambdas_of(model, sites)
     for name, value in lambdas.items():
         check_finite(f"λ of {name!r}", value, "Set it, or fit it again with a lower learning rate.")
     mixers: list[MixerSite] = []
+    stacks: dict[str, str] = {}  # by block
+
+    def note(state: StateSite) -> None:
+        stacks[state.name] = state.stack
+
     # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
     recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
     # `capture` raises at the end if it found no mixer; the measured numbers need none.
-    with suppress(CaptureError), recording as calls, capture(model, on_mixer=mixers.append, values=True):
+    capturing = capture(model, on_mixer=mixers.append, on_state=note, values=True)
+    with suppress(CaptureError), recording as calls, capturing:
         seen = observe(model, batch, sites, lambdas)
     if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
-        raise SkipError(
-            "`batch`", expected="two real tokens in a sequence, or more", got="one at most",
-            fix="One token is always its own mean: μ = 0 with any λ. Give longer sequences.",
-        )  # fmt: skip
+        raise _too_few_tokens()
     fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
     for added in seen:
         for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
@@ -109,25 +112,35 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     for added, mixing in zip(seen, _mixings(seen, sites, mixers, calls), strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
         layers.append(layer)
-    stacks = _stacks(seen, layers)
-    notes = _notes(layers, stacks, seen, unlike)
+    certificates = _stacks(seen, layers, stacks)
+    notes = _notes(layers, certificates, seen, unlike)
     for name, value in tensors_of(batch).items():
         # padding masks of torch's own layers are not read, because their names and signs vary
         if name.endswith("key_padding_mask") and bool(value.any()):
             advice = "give sequences of one length without padding"
             notes.append(f"`{name}` of the batch marks padding, and that was counted as tokens: {advice}")
     sequences = max(added.x.shape[0] for added in seen)
-    return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=stacks, notes=notes)
+    return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=certificates, notes=notes)
 
 
-def _check_tokens(batch: Batch) -> None:
-    """Raise if a sequence of the batch has no real token."""
+def check_tokens(batch: Batch) -> None:
+    """Raise if a value is not a batch, if a sequence has no real token, or if all have one token."""
+    check_batch(batch)
+    ids = tensors_of(batch).get("input_ids")
+    if ids is not None and ids.shape[-1] < 2:
+        raise _too_few_tokens()
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = tensors_of(batch).get(name)
         if mask is not None and mask.dim() == 2 and (empty := int((~mask.bool().any(-1)).sum())):
             got, fix = f"{empty} of {len(mask)} sequences that are all padding", "Leave them out."
             expected = "a real token in every sequence"
             raise SkipError(f"`{name}` of the batch", expected=expected, got=got, fix=fix)
+
+
+def _too_few_tokens() -> SkipError:
+    fix = "One token is always its own mean: μ = 0 with any λ. Give longer sequences."
+    expected = "two real tokens in a sequence, or more"
+    return SkipError("`batch`", expected=expected, got="one at most", fix=fix)
 
 
 # --- mixers ----------------------------------------------------------------------------------------------
@@ -389,15 +402,20 @@ def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, f
     return {"min_lambda_paper": least, "paper_guaranteed": held}
 
 
-def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) -> list[StackCertificate]:
-    """Return a certificate per stack; sites without a number in their names are stacks of their own."""
+def _stacks(
+    seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate], blocks: Mapping[str, str]
+) -> list[StackCertificate]:
+    """Return a certificate per stack, by the stacks of blocks; a site outside of all is its own stack."""
+
+    def stack_of(site: str) -> str:
+        inside = [block for block in blocks if holds(block, site)]
+        return blocks[max(inside, key=len)] if inside else site
+
     found = []
-    blocks = {added.site.name: re.match(r"(.*\.)?\d+(?=\.|$)", added.site.name) for added in seen}
-    stacks = {site: stack_of(block[0]) if block else site for site, block in blocks.items()}
-    pairs = grouped(zip(seen, layers, strict=True), lambda pair: stacks[pair[0].site.name])
+    pairs = grouped(zip(seen, layers, strict=True), lambda pair: stack_of(pair[0].site.name))
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
-        start, end = _share(first.x, first.mask), _share(last.total, last.mask)
+        start, end = _relative_spread(first.x, first.mask), _relative_spread(last.total, last.mask)
         several = first.mask.sum(-1) > 1
         # tokens that are equal (up to rounding) at the start of the stack have no spread to keep
         apart = several & (start > torch.finfo(first.x.dtype).eps)
@@ -415,7 +433,8 @@ def _stacks(seen: Sequence[ObservedSkip], layers: Sequence[LayerCertificate]) ->
     return found
 
 
-def _share(rows: Tensor, mask: Tensor) -> Tensor:
+def _relative_spread(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return μ/‖Y‖ of each sequence, 0 if all rows are 0."""
     size = _size(rows.double().masked_fill(~mask[..., None], 0))
     return (spread(rows, mask) / size).nan_to_num(0.0)
 

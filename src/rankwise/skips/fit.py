@@ -4,17 +4,19 @@ All other parameters are frozen. `skip_parameter_groups` is for training loops o
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import eval_mode, run_model
-from rankwise.errors import SkipError, in_range
+from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.losses import IGNORE_INDEX
-from rankwise.skips.add import check_finite, skips_of
+from rankwise.skips.add import check_finite, each_batch, skips_of
+from rankwise.skips.locate import check_module
 
 TextBatch = Mapping[str, Tensor]
 """Batch of text with ``input_ids`` and, optionally, ``attention_mask``."""
@@ -30,14 +32,14 @@ class Fit:
     """Result of a fit: the losses, and λ before and after it."""
 
     losses: list[float]
-    """Loss before each step."""
+    """Loss before each finished step; there are fewer steps than requested if Ctrl-C stopped the fit."""
     scales: dict[str, list[float]]
     """λ of each site before the first and after the last step; with one λ per channel, their mean."""
 
 
 def fit_skips(
     model: nn.Module,
-    batches: Sequence[TextBatch],
+    batches: Iterable[TextBatch],
     steps: int,
     lr: float = 0.02,
     mask_token: int | None = None,
@@ -56,13 +58,16 @@ def fit_skips(
         on_step: function called after each step with the number of finished steps and the loss.
 
     Raises:
-        InputError: if ``lr`` is not a finite number above 0.
+        InputError: if ``lr`` is not a finite number above 0, or there are no batches of text.
         SkipError: if the model has no loss or no learnable λ, a batch has no token to predict, or a loss or λ
-            is not finite. The original λ are restored before the error is raised.
+            is not finite.
+
+    Any error restores the original λ. After Ctrl-C, λ of the last finished step are kept and returned.
     """
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
+    whole_number("`steps`", steps, 0)
     skips = skips_of(model)
-    start = {name: value.detach().clone() for name, value in skips.items()}
+    kept = start = {name: value.detach().clone() for name, value in skips.items()}
     group = skip_parameter_groups(model)[0]
     learning = {id(scale): scale for scale in group["params"]}
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -72,24 +77,28 @@ def fit_skips(
             parameter.requires_grad_(id(parameter) in learning)
         optimizer = torch.optim.Adam([group], lr=lr)
         with eval_mode(model), torch.enable_grad():
-            for step in range(steps):
+            for step, batch in zip(range(steps), cycle(each_batch(batches)), strict=False):
                 optimizer.zero_grad()
-                loss = _finite_loss(model, batches[step % len(batches)], mask_token, step)
-                losses.append(loss.item())
+                loss = _finite_loss(model, batch, mask_token, step)
                 loss.backward()
                 optimizer.step()
                 for name, value in skips.items():
                     check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
+                kept = {name: value.detach().clone() for name, value in skips.items()}
+                losses.append(loss.item())
                 if on_step is not None:
                     on_step(step + 1, loss.item())
             if steps:  # the loss after the last update is checked here, because no step follows
                 with torch.no_grad():
-                    _finite_loss(model, batches[(steps - 1) % len(batches)], mask_token, steps)
-    except Exception:
+                    _finite_loss(model, batch, mask_token, steps)
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):
+            kept = start
         with torch.no_grad():
             for name, value in skips.items():
-                value.copy_(start[name])
-        raise
+                value.copy_(kept[name])
+        if kept is start:
+            raise
     finally:
         for parameter, learns in required:
             parameter.requires_grad_(learns)
@@ -135,10 +144,12 @@ def skip_parameter_groups(
     ]
 
 
-def mean_loss(model: nn.Module, batches: Sequence[TextBatch], mask_token: int | None = None) -> float:
+def mean_loss(model: nn.Module, batches: Iterable[TextBatch], mask_token: int | None = None) -> float:
     """Return the mean loss over batches, in evaluation mode; arguments are the same as in `fit_skips`."""
+    check_module(model)
     with eval_mode(model), torch.no_grad():
-        return sum(loss_of(model, batch, mask_token).item() for batch in batches) / len(batches)
+        losses = [loss_of(model, batch, mask_token).item() for batch in each_batch(batches)]
+    return sum(losses) / len(losses)
 
 
 def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
@@ -151,6 +162,9 @@ def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, don
 def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
     """Return the loss on a batch: for next tokens, masked tokens, or, in encoder-decoders, the input text."""
     name = type(model).__name__
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+        fix = "Name the token ids: `{'input_ids': ids}`."
+        raise InputError("batch", expected="a dict with `input_ids`", got=type(batch).__name__, fix=fix)
     masked = name.endswith("ForMaskedLM")
     if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
         raise SkipError(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
+from rankwise.errors import SkipError, instance_of
 from rankwise.skips.find import ForwardRecord, Passage, Residual, Sum, SumName, Version, find_residuals
 from rankwise.skips.hooks import Port, items
 
@@ -56,10 +57,15 @@ class SkipSite:
     """Name of the function that reads the sum outside of any module, so that its norm is unknown."""
 
 
+def check_module(model: object) -> None:
+    """Raise if a model is not a module, for example a name or a pipeline."""
+    fix = "Pass the model itself, for example `pipeline.model`."
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix, error=SkipError)
+
+
 def skip_sites(model: nn.Module) -> list[SkipSite]:
     """Return the sites of the λ-skips in a model, in the order of the forward pass."""
-    if not isinstance(model, nn.Module):
-        return []
+    check_module(model)
     named = model.named_modules()
     sites = [_rebased(site, name) for name, module in named for site in vars(module).get(NOTES, ())]
     return sorted(sites, key=lambda site: site.time)

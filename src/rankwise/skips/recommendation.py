@@ -5,14 +5,14 @@ and adds a finding for each mixer that a large λ suppresses.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import Batch, run_model, tensors_of
+from rankwise._internals.forward import Batch, run_model
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
@@ -20,11 +20,11 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerReco
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, RankwiseError, instance_of, one_of
-from rankwise.skips.add import check_traceable, skips_of
+from rankwise.skips.add import check_batch, check_traceable, each_batch, skips_of
 from rankwise.skips.certificate import LambdaChoice
-from rankwise.skips.certify import certify_sites
+from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
-from rankwise.skips.locate import SkipSite, find_sites, skip_sites
+from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, plain_skips, sites_in, with_lambdas
 from rankwise.tracing import StateSite, capture
@@ -79,6 +79,7 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
         (1.0, True)
     """
     check_traceable(model)
+    check_tokens(batch)
     return _choose(model, batch, stack, *_sites_of(model, batch, stack, sites_in(model, batch)[0]))
 
 
@@ -124,7 +125,7 @@ def _choose(
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
     seen = observe(model, batch, sites, _raised(current, best))
-    shares = [_share(added) for added in seen if added.site.name in names]
+    shares = [_mixing_share(added) for added in seen if added.site.name in names]
     least = [
         layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
         for layer in certify_sites(model, batch, sites, KEEP).layers
@@ -188,7 +189,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        for site, share in _shares(model, sample, sites).items():
+        for site, share in _mixing_shares(model, sample, sites).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
@@ -207,15 +208,16 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
 
-def spread_by_layer(model: nn.Module, batches: Sequence[Batch]) -> dict[str, list[float]]:
+def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
     """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block."""
+    check_module(model)
     stacks: dict[str, list[float]] = {}
     for layer in sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer)):
         stacks.setdefault(layer.stack, []).append(layer.relative_spread)
     return stacks
 
 
-def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
+def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
     """Return the records of token states that an audit would have for these batches, without ranks."""
     statistics = ModelStatistics()
 
@@ -223,7 +225,7 @@ def _layers(model: nn.Module, batches: Sequence[Batch]) -> list[LayerRecord]:
         statistics.add_states(measure_states(state, None, ranks=False))
 
     with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
-        for batch in batches:
+        for batch in each_batch(batches):
             run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
 
@@ -307,17 +309,17 @@ def _own(model: nn.Module) -> dict[str, LambdaSkip]:
     }
 
 
-def _shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
+def _mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
     """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
     own = _own(model)
     skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
     shares: dict[str, float] = {}
     for added in observe(model, batch, skips, {}) if skips else ():
-        shares[added.site.name] = max(_share(added), shares.get(added.site.name, 0.0))
+        shares[added.site.name] = max(_mixing_share(added), shares.get(added.site.name, 0.0))
     return shares
 
 
-def _share(added: ObservedSkip) -> float:
+def _mixing_share(added: ObservedSkip) -> float:
     part, whole = (torch.linalg.vector_norm(rows.double(), dim=-1) for rows in (added.branch, added.total))
     return float((part / whole)[added.mask].mean())
 
@@ -326,9 +328,7 @@ def _check(audit: Any, model: object, batch: Any) -> None:
     fix = "Pass the result of `rw.audit(model, batches)`, or `rw.Audit.load(path)`."
     instance_of("`audit`", audit, Audit, "an audit", fix=fix)
     instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix="Pass the model that was audited.")
-    if not tensors_of(batch):
-        fix = "Pass one of the batches that were audited: a dict of tensors, a tuple of tensors or a tensor."
-        raise InputError("`batch`", expected="a batch", got=type(batch).__name__, fix=fix)
+    check_batch(batch)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     if audit.provenance.model_class not in ("", kind):
         got, fix = f"one of a {audit.provenance.model_class}", "Pass the model that was audited."
