@@ -258,6 +258,19 @@ def test_the_model_does_not_change() -> None:
         assert len(skips_of(model)) == (3 if model.training else 0)
 
 
+def test_a_cache_in_the_batch_is_the_same_in_every_pass() -> None:
+    model, ids = gpt2(), text_inputs()["input_ids"]
+    with torch.no_grad():
+        batch = {
+            "input_ids": ids[:, 6:],
+            "past_key_values": model(ids[:, :6], use_cache=True).past_key_values,
+        }
+    certificates = [certify_skip(model, batch) for _ in range(2)]
+    add_lambda_skip(model, example=batch)
+    assert certificates == [certify_skip(model, batch)] * 2
+    assert batch["past_key_values"].get_seq_length() == 6
+
+
 # --- stacks ----------------------------------------------------------------------------------------------
 
 
