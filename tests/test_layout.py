@@ -53,6 +53,7 @@ LAZY = {
     ("compression", "report"): "imported when `Compression.to_html` is called",
     ("compression", "models"): "load_compressed finds the classes of ToST",
     ("plan", "report"): "imported when `HeadDimPlan.to_html` is called",
+    ("skips", "report"): "imported when `SkipCertificate.to_html` is called",
 }
 
 
