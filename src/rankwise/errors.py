@@ -1,5 +1,6 @@
 """Error classes for users, and checks that raise them with subject, expected and actual value, and a fix."""
 
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -8,6 +9,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 class RankwiseError(ValueError):
@@ -147,6 +150,16 @@ def readable_file(path: str | Path, kind: str, *, fix: str = "Check the path.") 
         # The class of the error is not enough, because Windows raises PermissionError for a folder.
         got = "a folder" if path.is_dir() else "no such file" if not path.exists() else first_line(error)
         raise InputError(str(path), expected=kind, got=got, fix=fix) from error
+
+
+def strip_control(name: str) -> str:
+    r"""Replace line breaks and control characters, such as terminal escape sequences, with the mark �.
+
+    Examples:
+        >>> strip_control("layer\x1b[31m")
+        'layer�[31m'
+    """
+    return "".join("�" if unicodedata.category(c) in _CONTROL else c for c in name)
 
 
 def first_line(error: BaseException) -> str:

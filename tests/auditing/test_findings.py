@@ -12,7 +12,6 @@ from rankwise.auditing import RULES, HeadRecord, LayerRecord, Unseen, check_code
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.records import Finding, HeadId, Verdict
 from rankwise.auditing.result import Audit
-from rankwise.auditing.verdict import MOST_ACTIONS, verdict_of
 from rankwise.errors import InputError
 from rankwise.importance.records import RemovableSet
 from rankwise.report.comparison_report import finding_lists
@@ -418,14 +417,14 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
     ],
 )
 def test_a_verdict_without_actions_counts_findings(found: Audit, sentence: str) -> None:
-    assert verdict_of(found) == Verdict(sentence=sentence)
+    assert found.verdict == Verdict(sentence=sentence)
 
 
 def test_a_verdict_has_an_action_per_code_and_the_most_severe_are_first() -> None:
     found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
-    verdict = verdict_of(found)
+    verdict = found.verdict
     assert verdict.sentence == "1 error, 1 warning, 3 notes."
-    assert len(verdict.actions) == MOST_ACTIONS
+    assert len(verdict.actions) == 3
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
     assert verdict.actions == tuple(remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK"))
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import unicodedata
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,7 +15,6 @@ K = TypeVar("K", bound=Hashable)
 R = TypeVar("R", bound="Record")
 T = TypeVar("T")
 
-_CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 MISSING = "–"
 """Text for a number that is not finite; not "0", because an unknown number is not a small number."""
 
@@ -79,16 +77,6 @@ def format_number(value: float, digits: int | None = None) -> str:
     if 0 < abs(value) < 0.5 * 10**-digits:
         return f"{value:.0e}"
     return f"{value:.{digits}f}"
-
-
-def strip_control(name: str) -> str:
-    r"""Replace line breaks and control characters, such as terminal escape sequences, with the mark �.
-
-    Examples:
-        >>> strip_control("layer\x1b[31m")
-        'layer�[31m'
-    """
-    return "".join("�" if unicodedata.category(c) in _CONTROL else c for c in name)
 
 
 def load_record(

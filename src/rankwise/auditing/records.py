@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from rankwise._internals.records import Count, Number, Record, Size, format_number, strip_control
+from rankwise._internals.records import Count, Number, Record, Size, format_number
 from rankwise.auditing.measure_table import NULLS, HeadMeasures, LayerMeasures
+from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
 
@@ -26,7 +27,13 @@ at which rank carries no information: with T = 512 tokens and head dim K = 32, r
 rank 0.996 T at δ = 1e-4 and 0.07 T at δ = 1e-1. Neighboring thresholds differ by a factor of at most 1.8."""
 
 Severity = Literal["info", "warning", "error"]
-SEVERITY_ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
+SEVERITIES: dict[Severity, tuple[str, str]] = {
+    "error": ("error", "errors"),
+    "warning": ("warning", "warnings"),
+    "info": ("note", "notes"),
+}
+"""Severities of findings, the most severe first, with their names in singular and plural."""
+SEVERITY_ORDER = {severity: at for at, severity in enumerate(SEVERITIES)}
 PEAK_MASS = 0.5
 """Smallest mean attention weight at which a token is named as the peak: no other token has more weight. If
 each row attends to the previous token, the largest mean weight is only about 1/S."""

@@ -13,11 +13,19 @@ from rankwise.auditing.findings import about
 from rankwise.auditing.history import History, steps_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, PICTURED, Measure
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, Provenance, Verdict, last_states
+from rankwise.auditing.records import (
+    SEVERITIES,
+    SEVERITY_ORDER,
+    Finding,
+    HeadId,
+    Provenance,
+    Verdict,
+    last_states,
+)
 from rankwise.auditing.result import Audit
 from rankwise.report.document import Cell, Document, Figure, Item, Items, Section, Table, nonempty
 from rankwise.report.figures import MapCell, cell_map, step_curves
-from rankwise.report.format import SEVERITIES, count, model_name, title
+from rankwise.report.format import count, model_name, title
 from rankwise.report.heatmap_grid import make_grids
 
 MOST_CELLS = 2**15

@@ -12,10 +12,10 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from rankwise._internals.records import strip_control
-from rankwise.auditing.records import Severity
+from rankwise.auditing.records import SEVERITIES, Severity
+from rankwise.errors import strip_control
 from rankwise.report.document import Cell, Document, Item, Items, Section, Table, column_kinds
-from rankwise.report.format import SEVERITIES, count, is_command
+from rankwise.report.format import count, is_command
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9

@@ -4,14 +4,6 @@ import math
 import re
 
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.records import Severity
-
-SEVERITIES: dict[Severity, tuple[str, str]] = {
-    "error": ("error", "errors"),
-    "warning": ("warning", "warnings"),
-    "info": ("note", "notes"),
-}
-"""Severities of findings, the most severe first, with their names in singular and plural."""
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 """Measure of rank/min(T, S) for a T×S mixing matrix; for matrices with signs, the rank is relative to σ₁."""

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rankwise._internals.records import format_number, strip_control
+from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure, Measure
 from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
-from rankwise.errors import InputError, one_of
+from rankwise.errors import InputError, one_of, strip_control
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map
 from rankwise.report.format import RANK, count, model_name

@@ -13,8 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rankwise._internals.files import write_file
+from rankwise.auditing.records import SEVERITIES
 from rankwise.report.document import Document, column_kinds
-from rankwise.report.format import SEVERITIES, split_code
+from rankwise.report.format import split_code
 
 PAGE_BYTES = 1_990_000
 """Size in bytes above which a page stores fewer attention maps and fewer points of spectra."""

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, device_of, tensors_of
-from rankwise._internals.records import strip_control
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
-from rankwise.errors import InputError, SkipError, did_you_mean, instance_of, one_of
+from rankwise.errors import InputError, SkipError, did_you_mean, instance_of, one_of, strip_control
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
 from rankwise.skips.locate import NOTES, SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.verify import verify

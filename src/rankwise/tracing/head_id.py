@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from rankwise._internals.records import strip_control
+from rankwise.errors import strip_control
 
 Index = Annotated[int, Field(ge=0)]
 

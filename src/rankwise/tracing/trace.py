@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankwise._internals.records import strip_control
+from rankwise.errors import strip_control
 from rankwise.operators import MixingOperator
 from rankwise.tracing.head_id import CallId, HeadId
 
