@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rankwise.auditing import Audit
+    from rankwise.auditing import Audit, Comparison
 
 HELP = """Show the changes from one audit to another, or over any number of audits.
 
@@ -35,30 +35,38 @@ def command(
 ) -> None:
     """Compare audits; `HELP` describes the command."""
     from rankwise._internals.files import write_file
-    from rankwise.auditing import History, compare
-    from rankwise.cli.output import print_results
+    from rankwise.auditing import History
+    from rankwise.auditing.comparison import compare_two
+    from rankwise.cli.output import is_of_audit, print_results
+    from rankwise.errors import InputError
     from rankwise.report.comparison_report import comparison_document, history_document
 
     loaded = _load(audits)
-    paths = [path for path, _ in loaded]
+    two, paths = len(loaded) == 2, [path for path, _ in loaded]
+    known = (".html", ".json") if two else (".html", ".csv")
     for path in out or []:
-        _check_out(path, (".html", ".json") if len(paths) == 2 else (".html", ".csv"), paths)
-    if len(paths) == 2:
-        (_, before), (_, after) = loaded
-        comparison = compare(before, after)
-        print_results(comparison_document(comparison))
-        for path in out or []:
-            if path.suffix == ".html":
-                written = comparison.to_html(path)
-            else:
-                written = write_file(path, comparison.model_dump_json(indent=1), "comparison")
-            print_results(None, [("comparison", written)])
-        return
-    history = History.of([audit for _, audit in loaded], _short_names(paths))
-    print_results(history_document(history))
+        option, got = f"--out {path}", path.suffix or "no ending"
+        if path.suffix not in known:
+            fix = f"For instance --out {path.with_suffix(known[0])}."
+            raise InputError(option, expected=f"a file ending in {' or '.join(known)}", got=got, fix=fix)
+        if is_of_audit(path) or path.resolve() in [audit.resolve() for audit in paths]:
+            expected, got = "a file that does not belong to an audit", "one of an audit"
+            raise InputError(option, expected=expected, got=got, fix="Choose another name.")
+    result: Comparison | History
+    if two:
+        result = compare_two(loaded[0][1], loaded[1][1])
+        print_results(comparison_document(result))
+    else:
+        result = History.of([audit for _, audit in loaded], _short_names(paths))
+        print_results(history_document(result))
     for path in out or []:
-        written = history.to_html(path) if path.suffix == ".html" else history.to_csv(path)
-        print_results(None, [("history", written)])
+        if path.suffix == ".html":
+            written = result.to_html(path)
+        elif isinstance(result, History):
+            written = result.to_csv(path)
+        else:
+            written = write_file(path, result.model_dump_json(indent=1), "comparison")
+        print_results(None, [("comparison" if two else "history", written)])
 
 
 def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
@@ -94,19 +102,3 @@ def _short_names(paths: list[Path]) -> list[str]:
     homes = [path.parent if path.name == "audit.json" else path for path in paths]
     short = [home.name or str(home) for home in homes]
     return short if len(set(short)) == len(short) else list(map(str, homes))
-
-
-def _check_out(path: Path, known: tuple[str, ...], audits: list[Path]) -> None:
-    """Raise `InputError` if a file has another ending, or belongs to an audit."""
-    from rankwise.cli.output import is_of_audit
-    from rankwise.errors import InputError
-
-    if path.suffix not in known:
-        expected = f"a file ending in {' or '.join(known)}"
-        fix = f"For instance --out {path.with_suffix(known[0])}."
-        raise InputError(f"--out {path}", expected=expected, got=path.suffix or "no ending", fix=fix)
-    if is_of_audit(path) or path.resolve() in [audit.resolve() for audit in audits]:
-        expected = "a file that does not belong to an audit"
-        raise InputError(
-            f"--out {path}", expected=expected, got="one of an audit", fix="Choose another name."
-        )

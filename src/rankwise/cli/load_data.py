@@ -141,9 +141,7 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
     except Exception as error:
         subject = f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}"
         expected, got = "the files of a tokenizer", f"{type(error).__name__}: {first_line(error)}"
-        fix = (
-            "Pass --tokenizer NAME or FOLDER, or save it with the model: `tokenizer.save_pretrained(folder)`."
-        )
+        fix = "Pass --tokenizer NAME or FOLDER, or save it: `tokenizer.save_pretrained(folder)`."
         raise InputError(subject, expected=expected, got=got, fix=fix) from error
 
 
@@ -160,12 +158,12 @@ class ByteTokenizer:
 
 
 def load_text(path: str | Path) -> str | list[str]:
-    """Read one continuous text; from a `.jsonl` or `.jsonl.gz` file, return one text per row."""
-    return _read_rows(path) if str(path).lower().endswith((".jsonl", ".jsonl.gz")) else read_text(path)
+    """Return the text of a UTF-8 file without byte order mark, or one text per row of a `.jsonl(.gz)` file.
 
-
-def read_text(path: str | Path) -> str:
-    """Return a UTF-8 text file without its byte order mark; raise `InputError` if it is empty."""
+    Raise `InputError` if there is no text.
+    """
+    if str(path).lower().endswith((".jsonl", ".jsonl.gz")):
+        return _read_rows(path)
     text = _decode(readable_file(path, "a text file"), path)
     if not text.strip():
         fix = "Pass a file with a paragraph or more."

@@ -88,10 +88,7 @@ def load_model(
     A factory takes no arguments. It returns a module, or a module and its batches. The default device is the
     CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON such as `{"module": "device", …}`.
     """
-    placement = check_loading(
-        spec, revision=revision, dtype=dtype, device=device, device_map=device_map,
-        offload_folder=offload_folder, tokenizer=tokenizer,
-    )  # fmt: skip
+    placement = check_loading(spec, revision, dtype, device, device_map, offload_folder, tokenizer)
     path, factory = split_factory(spec)
     if path:
         loaded = _from_factory(Path(path), factory)
@@ -118,15 +115,9 @@ def split_factory(spec: str) -> tuple[str, str]:
 
 
 def check_loading(
-    spec: str,
-    *,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    device_map: str | None = None,
-    offload_folder: Path | None = None,
-    tokenizer: str | None = None,
-) -> dict[str, Any]:
+    spec: str, revision: str | None, dtype: str, device: str | None, device_map: str | None,
+    offload_folder: Path | None, tokenizer: str | None,
+) -> dict[str, Any]:  # fmt: skip
     """Return arguments of `from_pretrained` for several devices; raise `InputError` for wrong options."""
     check_device(device or "cpu")
     one_of("--dtype", dtype, ["auto", *DTYPES])
@@ -158,10 +149,7 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        expected, got = (
-            "a factory that takes nothing and returns a module",
-            f"{type(error).__name__}: {error}",
-        )
+        expected, got = "a factory without arguments of a module", f"{type(error).__name__}: {error}"
         fix = f"`python {path}` shows where it fails; code of a script belongs under __main__."
         raise InputError(subject, expected=expected, got=got, fix=fix) from error
     finally:

@@ -207,23 +207,20 @@ def model_states(
     """Return the states that the first block reads: real tokens of the longest sequences only."""
     import torch
 
-    from rankwise._internals.forward import run_model
+    from rankwise._internals.forward import device_of, run_model, to_device
     from rankwise.cli.load_data import load_data
     from rankwise.tracing import capture
 
     inputs = load_data(loaded, text=text, images=images, tokens=tokens, sequences=sequences)
-    device = next(loaded.model.parameters()).device
     batches, rows = [], []
     for given in inputs.batches:
-        batch = {name: part.to(device) for name, part in given.items()} if isinstance(given, dict) else given
+        batch = to_device(given, device_of(loaded.model))
         batches.append(batch)
         with torch.no_grad(), capture(loaded.model) as trace:
             run_model(loaded.model, batch)
         if not trace.mixers:
-            expected = "a mixer that is captured: --model reads its mask and the states before it"
-            raise InputError(
-                f"model {loaded.name}", expected=expected, got="none", fix="Pass --width and --heads."
-            )
+            expected, fix = "a captured mixer, to read its mask and its states", "Pass --width and --heads."
+            raise InputError(f"model {loaded.name}", expected=expected, got="none", fix=fix)
         causal = not bool(trace.mixers[0].operator[:1].support().triu(1).any())
         first = trace.states[0]
         masks = first.mask if first.mask is not None else [slice(None)] * len(first.tokens)

@@ -59,16 +59,9 @@ def command(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Add, fit and certify λ-skips; `HELP` describes the command."""
+    from rankwise.cli import output
     from rankwise.cli.load_data import check_data, load_data
     from rankwise.cli.load_model import load_model
-    from rankwise.cli.output import (
-        check_unused,
-        command_line,
-        new_folder,
-        print_results,
-        quiet_libraries,
-        show_progress,
-    )
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
     from rankwise.skips import certify_skip, fit_skips, load_skips, mean_loss, skips_of, spread_by_layer
@@ -94,12 +87,12 @@ def command(
             expected = "a folder other than that of the model"
             raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
         if not (out / NUMBERS).is_file():  # a folder of earlier λ-skips may be written again
-            check_unused(out)
+            output.check_unused(out)
     if init is not None:
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on)
-    quiet_libraries()
-    with nullcontext() if out is None else new_folder(out):
+    output.quiet_libraries()
+    with nullcontext() if out is None else output.new_folder(out):
         loaded = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
@@ -107,13 +100,13 @@ def command(
         inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
         learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
         skips = _add_skips(loaded, init, per, sites)
-        report: dict[str, Any] = {"command": command_line(), "data": inputs.data}
+        report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data}
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         if learn_on is not None:
             report["loss"] = [mean_loss(loaded.model, held, mask)]
-            with show_progress("fitting λ", steps) as show:
+            with output.show_progress("fitting λ", steps) as show:
 
                 def update(step: int, loss: float) -> None:
                     show(f"fitting λ: loss {loss:.3f}", step)
@@ -122,19 +115,19 @@ def command(
             report["loss"].append(mean_loss(loaded.model, held, mask))
             report["collapse"].append(spread_by_layer(loaded.model, held))
         current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
-        print_results(skip_document(current | report.get("scales", {}), report, skips.notes))
+        output.print_results(skip_document(current | report.get("scales", {}), report, skips.notes))
         if out is not None:
-            print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
+            output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
     if not certify:
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
         load_skips(loaded.model, out)
     certificate = certify_skip(loaded.model, held[0], share)
     document = certificate_document(certificate)
-    print_results(document)
+    output.print_results(document)
     if out is not None:
         written = certificate.save(out / CERTIFICATE[0]), write_page(document, out / CERTIFICATE[1])
-        print_results(None, [("wrote", path) for path in written])
+        output.print_results(None, [("wrote", path) for path in written])
 
 
 def _split(

@@ -88,20 +88,6 @@ class Processes:
             if own:
                 dist.destroy_process_group()
 
-    @contextmanager
-    def raise_together(self) -> Iterator[None]:
-        """Context manager around code of all processes: an error in one process is raised in all of them."""
-        if not self.several:
-            yield
-            return
-        own: RankwiseError | None = None
-        try:
-            yield
-        except Exception as error:
-            own = as_rankwise_error(error)
-        if (first := first_error(self.all_gather(own))) is not None:
-            raise first
-
     def all_gather(self, value: T) -> list[T]:
         """Return the values (small ones) of all processes, ordered by rank; raise if a process has ended."""
         if not self.several:
@@ -237,7 +223,7 @@ def audit_shards(
 
 
 def _load_shard(job: "AuditJob", processes: Processes) -> "LoadedJob":
-    """Load the job in every process; raise if models wait for other processes or have different weights."""
+    """Load the job in every process; raise in all if one fails, waits for others or has other weights."""
     from rankwise.auditing.provenance import weights_digest
     from rankwise.auditing.text_inputs import Shard
     from rankwise.cli.audit_job import load
@@ -246,7 +232,8 @@ def _load_shard(job: "AuditJob", processes: Processes) -> "LoadedJob":
         return load(job)
     if job.matrices and job.matrices.strip().lower() == "flagged":
         job = replace(job, matrices="all")  # findings are only known after the merge
-    with processes.raise_together():
+    error, digest = None, ""
+    try:
         own = replace(job, matrices=job.matrices if processes.is_main else None)
         own = replace(own, device=processes.device(job.device))
         loaded = load(own, Shard(processes.rank, processes.world))
@@ -257,7 +244,12 @@ def _load_shard(job: "AuditJob", processes: Processes) -> "LoadedJob":
             got = f"a {waiting[0]}, which waits for all of them to run as many batches"
             fix = "Return the model itself. If no device holds it, use one process and --device-map auto."
             raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
-    digests = processes.all_gather(weights_digest(model, loaded.model.random_weights))
+        digest = weights_digest(model, loaded.model.random_weights)
+    except Exception as failed:
+        error = as_rankwise_error(failed)
+    errors, digests = zip(*processes.all_gather((error, digest)), strict=True)
+    if (first := first_error(errors)) is not None:
+        raise first
     if len(set(filter(None, digests))) > 1:  # for example if a factory draws weights at random
         got = f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}"
         fix = "Set a seed in the factory before the model is built, or load a checkpoint."
