@@ -2,7 +2,10 @@
 
 import json
 import pickle
+import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.auditing.same_audits import compared
 from transformers import LlamaForCausalLM
 
@@ -134,6 +138,54 @@ def build():
     assert (loaded.batches, loaded.source, loaded.input_name) == (["batch"], "", "input_ids")
     copy = pickle.loads(pickle.dumps(loaded.model))
     assert (copy.in_features, copy.weight.dtype, copy.training) == (3, torch.float64, False)
+
+
+# --- weights that do not fit -----------------------------------------------------------------------------
+
+
+COMMANDS = {
+    "audit": ["audit", "changed", "--text", "text.txt", "--tokens", 16],
+    "compress": ["compress", "changed", "--text", "text.txt", "--tokens", 16, "--parts", "heads"],
+    "skip": ["skip", "changed", "--text", "text.txt", "--tokens", 16, "--out", "new"],
+    "plan": ["plan", "--model", "changed", "--text", "text.txt", "--tokens", 16, "--trials", 2],
+}
+
+
+def save_changed(tiny: Path, change: Callable[[str], str | None]) -> None:
+    """Save the tiny model in the folder "changed", with other names of weights; without those named None."""
+    shutil.copytree(tiny, "changed")
+    weights = load_file(tiny / "model.safetensors")
+    named = {name: weight for old, weight in weights.items() if (name := change(old)) is not None}
+    save_file(named, "changed/model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, command, prefix) -> None:
+    save_changed(tiny, lambda name: prefix + name)
+    refused = run(*COMMANDS[command])
+    assert isinstance(refused.exception, InputError), refused.output
+    message = f"got {prefix}model.layers.0.*Remove the prefix {prefix} from the names of all weights"
+    assert re.search(message, str(refused.exception))
+    assert {path.name for path in tmp_path.iterdir()} == {"changed", "text.txt"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_warns_of_weights_that_blocks_lack(run, tiny, command) -> None:
+    save_changed(tiny, lambda name: None if "0.self_attn.q_proj" in name else name)
+    done = run(*COMMANDS[command])
+    assert done.exit_code == 0, done.output
+    warning = (
+        "warning: model changed: 1 weights of blocks are not in the checkpoint and random, such as model."
+    )
+    assert warning in done.stderr
+    assert "1 weights are not in the checkpoint and random, among them" in " ".join(done.stdout.split())
+
+
+def test_a_new_head_is_no_error_and_no_warning(run, tiny) -> None:
+    save_changed(tiny, lambda name: None if "lm_head" in name else name)
+    done = run(*COMMANDS["audit"])
+    assert (done.exit_code, done.stderr) == (0, "")
 
 
 # --- answers of the Hub ---------------------------------------------------------------------------------

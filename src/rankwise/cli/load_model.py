@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise._internals.files import writable_folder
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
+from rankwise.tracing.block_finder import block_ranks
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -190,12 +191,34 @@ def _from_transformers(
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(getattr(config, "_commit_hash", None) or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
-    loaded = LoadedModel(model, spec, commit, source=spec, use_cache=use_cache)
-    loaded.trust_remote_code, loaded.random_weights = trust_remote_code, missing
-    if missing:
-        note = f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"
-        loaded.notes.append(note)
-    return loaded
+    notes = _missing_weights(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
+    return LoadedModel(
+        model, spec, commit, source=spec, notes=notes, trust_remote_code=trust_remote_code,
+        random_weights=missing, use_cache=use_cache,
+    )  # fmt: skip
+
+
+def _missing_weights(
+    subject: str, model: nn.Module, missing: Sequence[str], unexpected: Iterable[str]
+) -> list[str]:
+    """Return notes on weights that a checkpoint lacks, with a warning if a block needs them.
+
+    Raise `InputError` if the checkpoint has none of the weights of the model.
+    """
+    if not missing:
+        return []
+    name, kind = max(missing, key=len), type(model).__name__
+    if {own for own, _ in model.named_parameters()} <= set(missing):
+        prefix = next((key.removesuffix(name) for key in unexpected if key.endswith(f".{name}")), "")
+        got, fix = "none of them", "Check `architectures` in config.json."
+        if prefix:
+            got, fix = f"{prefix}{name}", f"Remove the prefix {prefix} from the names of all weights."
+        raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
+    blocks = tuple(f"{block}." for block, rank in block_ranks(model, None).items() if rank < 2)
+    if inside := [weight for weight in missing if weight.startswith(blocks)]:
+        said = f"{len(inside)} weights of blocks are not in the checkpoint and random, such as {inside[0]}"
+        print(f"rankwise: warning: {subject}: {said}", file=sys.stderr)
+    return [f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"]
 
 
 def _loading_fix(spec: str, error: str) -> str:

@@ -232,7 +232,8 @@ def model_states(
         raise InputError(f"--text {text}", expected=expected, got=f"at most {longest}", fix=fix)
     states = torch.stack([row for row in rows if len(row) == longest])
     data = f"token states of {loaded.name} on {inputs.data} ({len(states)} sequences)"
-    return TokenStates(states, data, inputs.notes, batches, "causal" if causal else "full")
+    notes = (*loaded.notes, *inputs.notes)
+    return TokenStates(states, data, notes, batches, "causal" if causal else "full")
 
 
 def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:

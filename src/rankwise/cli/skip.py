@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 HELP = """Add λ-skips to a model: the skip connection around every mixer becomes λ·x.
 
-With --learn-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model
-unchanged, with skips.json and skips.safetensors, which `rankwise audit` reads.
+With --learn-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model with
+its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
 
 [bold]Examples[/bold]
 
@@ -115,7 +115,8 @@ def command(
             report["loss"].append(mean_loss(loaded.model, held, mask))
             report["collapse"].append(spread_by_layer(loaded.model, held))
         current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
-        output.print_results(skip_document(current | report.get("scales", {}), report, skips.notes))
+        notes = [*loaded.notes, *skips.notes]
+        output.print_results(skip_document(current | report.get("scales", {}), report, notes))
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
     if not certify:
