@@ -184,6 +184,9 @@ def test_it_names_the_shards_it_writes(run, tiny, tmp_path, monkeypatch) -> None
     assert [name for name in names if name in shards] == sorted(shards)
     assert "model.safetensors.index.json" in names
     assert not {"model.safetensors", "model-of-mine.txt"}.intersection(names)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", whole)
+    assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0
+    assert [path.name for path in (tmp_path / "new").glob("model.*")] == ["model.safetensors"]
 
 
 def test_it_certifies_the_first_batch_and_writes_nothing(run, tiny, tmp_path, monkeypatch) -> None:

@@ -204,6 +204,7 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
         remove_lambda_skip(loaded.model)
         model: Any = loaded.model
         loaded.restore_use_cache()
+        (out / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards that are replaced
         older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
         model.save_pretrained(out)
         weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
