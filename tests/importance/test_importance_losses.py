@@ -1,5 +1,6 @@
 """The chosen loss fits the model and has the value that its name promises."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
+from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
@@ -88,6 +90,79 @@ def test_labels_that_are_not_classes_leave_the_loss_to_the_model():
     assert importance.value == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     assert importance.probes == 0
     assert np.isfinite(importance.sites[0].estimate).all()
+
+
+class NanoGPT(nn.Module):
+    """Returns logits alone without targets; otherwise what ``returns`` makes of logits, loss and states."""
+
+    def __init__(self, returns, shift=False, scale=1.0):
+        super().__init__()
+        self.inner, self.returns, self.shift, self.scale = language_model(), returns, shift, scale
+
+    def forward(self, idx, targets=None):
+        logits = self.inner(idx).logits
+        if targets is None:
+            return logits[:, -1:], None
+        ours, theirs = (logits[:, :-1], targets[:, 1:]) if self.shift else (logits, targets)
+        return self.returns(logits, self.scale * F.cross_entropy(ours.mT, theirs), logits.mean(-1)[:, None])
+
+
+class Found:
+    def __init__(self, logits, loss):
+        self.pred, self.ce = logits, loss
+
+
+OUTPUTS = {
+    "(logits, loss)": lambda logits, loss, states: (logits, loss),
+    "(loss, logits)": lambda logits, loss, states: (loss, logits),
+    "[loss (1,), logits]": lambda logits, loss, states: [loss[None], logits],
+    "dict with other names": lambda logits, loss, states: {"ce": loss, "pred": logits},
+    "object with other names": lambda logits, loss, states: Found(logits, loss),
+    "logits by name": lambda logits, loss, states: {"states": states, "loss": loss, "logits": logits},
+    "states first": lambda logits, loss, states: (states, logits, loss),
+    "loss": lambda logits, loss, states: loss,
+}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["pairs", "dicts"])
+@pytest.mark.parametrize("shift", [False, True], ids=["shifted by the user", "shifted by the model"])
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_the_loss_of_targets_is_the_loss_that_the_model_returns(output, shift, named):
+    x = ids(tokens=9)
+    y = x if shift else ids(tokens=10)[:, 1:]
+    model = NanoGPT(OUTPUTS[output], shift)
+    importance = measure(model, [{"idx": x, "targets": y} if named else (x, y)], CHEAP)
+    loss = F.cross_entropy(model.inner(x).logits[:, :-1].mT, ids(tokens=9)[:, 1:]) if shift else None
+    wanted = nats(model.inner(x).logits, y) if loss is None else loss.item()
+    assert importance.value == pytest.approx(wanted, rel=1e-12)
+    assert importance.unit.startswith("unit of" if output in ("loss", "states first") else "nats per")
+
+
+def test_a_loss_that_is_not_the_cross_entropy_of_the_only_logits_is_taken_from_the_model():
+    model, pair = NanoGPT(OUTPUTS["(logits, loss)"], scale=2.0), (ids(), ids(seed=2))
+    importance = measure(model, [pair], CHEAP)
+    assert importance.loss == "the model's own, one number a batch"
+    assert importance.value == pytest.approx(2 * nats(model.inner(pair[0]).logits, pair[1]), rel=1e-12)
+    alone = measure(model, [pair], dataclasses.replace(CHEAP, loss="labels"))
+    assert alone.value == pytest.approx(importance.value / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_language_model_of_transformers_may_return_a_tuple(labelled):
+    model, tokens = language_model(), ids()
+    batch = {"input_ids": tokens} | ({"labels": tokens} if labelled else {})
+    wanted = measure(model, [batch], CHEAP)
+    found = measure(model, [batch | {"return_dict": False}], CHEAP)
+    assert (found.loss, found.value) == (wanted.loss, wanted.value)
+
+
+def test_an_input_named_as_labels_are_is_no_label():
+    class Both(Heads):
+        def forward(self, x, y):
+            return super().forward(x + y[..., None])
+
+    importance = measure(Both(2), [(torch.randn(2, 6, 4), torch.ones(2, 6, dtype=torch.long))], CHEAP)
+    assert importance.loss == "relative squared change of the output"
 
 
 def test_pairs_of_inputs_and_labels_under_an_audit():

@@ -246,6 +246,12 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind in places]
 
 
+def label_position(model: nn.Module) -> int | None:
+    """Return the position of the labels among the arguments of ``forward``; None if it takes none."""
+    names = [parameter.name for parameter in _positional(model)]
+    return next((at for at, name in enumerate(names) if at and name in LABELS), None)
+
+
 def _one_label_each(x: Any, y: Any) -> bool:
     """Return True if y has one number per sequence of x, so that y is regarded as labels."""
     both = isinstance(x, Tensor) and isinstance(y, Tensor)

@@ -1,12 +1,13 @@
 """Choose the loss for importance from the model, the batches and the model's output."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS
+from rankwise._internals.forward import LABELS, label_position
 from rankwise.errors import InputError, one_of
 from rankwise.importance.losses import (
     IGNORE_INDEX,
@@ -20,13 +21,19 @@ from rankwise.importance.losses import (
     first_floating,
     invalid_label,
     logits_of,
+    loss_of,
+    named_tensor,
     real_tokens,
     token_ids,
 )
-from rankwise.importance.settings import LOSSES, ImportanceSettings
+from rankwise.importance.settings import LOSSES, ImportanceSettings, LossName
 
 MASKED_SHARE = 0.15
 """Fraction of tokens that are masked, as in the training of masked language models."""
+
+SAME_LOSS = 0.01
+"""Maximum relative difference of two values of the same loss, in bfloat16."""
+Given = Callable[[LossBatch], Tensor | None]
 
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "LMHead", "DoubleHeadsModel")
 MASKED_CLASSES = ("ForMaskedLM", "ForPreTraining")
@@ -42,62 +49,89 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
     loss, mask_token = settings.loss, settings.mask_token
     if callable(loss):
         return FunctionLoss(loss, getattr(loss, "__name__", type(loss).__name__))
-    name = _fitting(model, batch, output, mask_token) if loss == "auto" else one_of("loss", loss, LOSSES)
+    own = loss_of(output)
+    # an argument named `y` of a model that returns no loss may be an input
+    given = partial(_given, None if own is None else label_position(model))
     makers: dict[str, Callable[[], Loss]] = {
-        "causal": lambda: _next_tokens(batch, output, "input_ids", "causal"),
-        "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder"),
-        "masked": lambda: _masked(batch, mask_token, settings.seed),
-        "labels": lambda: _labels(batch, output),
+        "causal": lambda: _next_tokens(batch, output, "input_ids", "causal", given),
+        "encoder-decoder": lambda: _next_tokens(batch, output, "decoder_input_ids", "encoder-decoder", given),
+        "masked": lambda: _masked(batch, mask_token, settings.seed, given),
+        "labels": lambda: _labels(batch, output, given),
     }
+    name, labels = one_of("loss", loss, LOSSES), given(batch)
+    if name == "auto":
+        name = _fitting(model, batch, output, mask_token, labels)
+    if own is not None and name in ("causal", "labels") and loss != "labels" and _is_classes(labels, output):
+        nearest, apart = _nearest(own, name, batch, output, makers)
+        unlike = apart > SAME_LOSS * own.abs().mean() and named_tensor(output, "logits") is None
+        name = "own" if unlike and loss == "auto" else nearest
     if name in makers:
         return makers[name]()
     if name == "own":
-        if _named(output, "loss") is None:
+        if own is None:
             raise InputError(
                 "loss 'own'", expected="a model that returns its `loss`", got="none",
                 fix=f"Put `labels` into the batches. {LOSS_HINT}",
             )  # fmt: skip
-        return FunctionLoss(lambda output, batch: output.loss, "the model's own, one number a batch")
-    logits = _named(output, "logits")
+        return FunctionLoss(lambda output, batch: loss_of(output), "the model's own, one number a batch")
+    logits = named_tensor(output, "logits")
     if logits is not None and logits.dim() in (2, 3):
         return DivergenceLoss()
     first_floating(output)  # raises if there is nothing to compare
     return StateLoss()
 
 
-def _fitting(model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None) -> str:
+def _nearest(
+    own: Tensor, name: str, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
+) -> tuple[str, float]:
+    """Return the loss, with labels shifted or as they are, that is nearest to the model's own, and how near.
+
+    Labels of transformers' causal models are shifted by the model, others usually by the user.
+    """
+    errors = {}
+    for kind in (name, *({"causal", "labels"} - {name})):
+        if kind == "labels" or logits_of(output).dim() == 3:
+            found = makers[kind]().read(output, batch)
+            errors[kind] = abs(float(found.total.sum() / found.count.sum() - own.mean()))
+    nearest = min(errors, key=errors.__getitem__)
+    return nearest, errors[nearest]
+
+
+def _fitting(
+    model: nn.Module, batch: LossBatch, output: Any, mask_token: int | None, labels: Tensor | None
+) -> LossName:
     names = [kind.__name__ for kind in type(model).__mro__]
-    logits, labels, ids = _named(output, "logits"), _given(batch), token_ids(batch.batch)
-    if logits is None:
-        return "labels" if labels is not None and _of_places(labels, output) else "output"
+    own, ids = loss_of(output), token_ids(batch.batch)
     ask = getattr(model, "can_generate", None)
     decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
+    logits = named_tensor(output, "logits")
+    if logits is None and (generates or labels is not None):  # a tuple or other names
+        if own is output:
+            return "own"
+        logits = first_floating(output)
+    if logits is None:
+        return "output"
     if decodes and generates and logits.dim() == 3:
         return "encoder-decoder"
     masked = any(name.endswith(MASKED_CLASSES) for name in names)
     if generates and not masked and logits.dim() == 3 and ids is not None and logits.shape[1] == ids.shape[1]:
         return "causal"
-    if isinstance(labels, Tensor):
-        if _named(output, "loss") is None:
+    if labels is not None:
+        if own is None:
             return "labels" if _of_places(labels, output) else "output"
-        classes = _of_places(labels, output) and not invalid_label(labels, logits.shape[-1])
-        return "labels" if classes else "own"
+        return "labels" if _is_classes(labels, output) else "own"
     return "masked" if masked and mask_token is not None and logits.dim() == 3 else "output"
 
 
-def _named(output: Any, name: str) -> Tensor | None:
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return value if isinstance(value, Tensor) and value.is_floating_point() else None
-
-
-def _given(batch: LossBatch) -> Tensor | None:
-    """Return the labels in a batch: by name in a dict, or y in a pair (x, y); None if there are none."""
+def _given(position: int | None, batch: LossBatch) -> Tensor | None:
+    """Return the labels in a batch: by name in a dict, by position or as y of (x, y) in a tuple; or None."""
     given, labels = batch.original, None
     if isinstance(given, Mapping):
         labels = next((given[name] for name in LABELS if name in given), None)
-    elif isinstance(given, tuple | list) and len(given) == 2 and len(batch.batch) == 1:
-        labels = given[1]
+    elif isinstance(given, tuple | list):
+        at = 1 if len(given) == 2 and len(batch.batch) == 1 else position
+        labels = given[at] if at is not None and at < len(given) else None
     return labels if isinstance(labels, Tensor) else None
 
 
@@ -107,9 +141,16 @@ def _of_places(labels: Tensor, output: Any) -> bool:
     return not labels.is_floating_point() and labels.shape == shape[:-1] and shape[-1] > 1
 
 
-def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
+def _is_classes(labels: Tensor | None, output: Any) -> bool:
+    """Return True if labels are one class, or `IGNORE_INDEX`, per position of the logits."""
+    if labels is None or not _of_places(labels, output):
+        return False
+    return not invalid_label(labels, logits_of(output).shape[-1])
+
+
+def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str, given_of: Given) -> Loss:
     """Return the loss that predicts each token from the tokens before it, without padding."""
-    if token_ids(batch.batch, name) is None and _given(batch) is None:
+    if token_ids(batch.batch, name) is None and given_of(batch) is None:
         raise InputError(
             f"loss {kind!r}", expected=f"token ids in the batch, or `{name}` or `labels` of a dict",
             got="none", fix=LOSS_HINT,
@@ -121,7 +162,7 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
         )  # fmt: skip
 
     def labels(batch: LossBatch) -> Tensor:
-        given, ids = _given(batch), token_ids(batch.batch, name)
+        given, ids = given_of(batch), token_ids(batch.batch, name)
         if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
             given = None  # these labels belong to sequences, not to tokens
         if given is not None:  # encoder-decoder models shift their inputs, not the labels
@@ -130,13 +171,13 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str) -> Loss:
         real = real_tokens(batch.batch, ids.shape, name == "decoder_input_ids").to(ids.device)
         return ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
 
-    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=_given)
+    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=given_of)
 
 
-def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
+def _masked(batch: LossBatch, mask_token: int | None, seed: int, given: Given) -> Loss:
     """Return the loss on masked tokens: as labeled in the batch, or else on tokens masked at random."""
-    if _given(batch) is not None:
-        return LabelLoss("masked tokens, as labelled", "nats per token", _given, given=_given)
+    if given(batch) is not None:
+        return LabelLoss("masked tokens, as labelled", "nats per token", given, given=given)
     if mask_token is None or not isinstance(batch.batch, Mapping) or token_ids(batch.batch) is None:
         raise InputError(
             "loss 'masked'", expected="`labels` in the batch, or the id of the mask token", got="neither",
@@ -157,12 +198,12 @@ def _masked(batch: LossBatch, mask_token: int | None, seed: int) -> Loss:
     return LabelLoss(name, "nats per token", lambda batch: batch.target, mask)
 
 
-def _labels(batch: LossBatch, output: Any) -> Loss:
-    labels, logits = _given(batch), logits_of(output)
+def _labels(batch: LossBatch, output: Any, given: Given) -> Loss:
+    labels, logits = given(batch), logits_of(output)
     if labels is None or labels.shape != logits.shape[:-1]:
         raise InputError(
             "loss 'labels'", expected=f"`labels` {tuple(logits.shape[:-1])} below {logits.shape[-1]}",
             got="none" if labels is None else f"{tuple(labels.shape)} {labels.dtype}",
             fix=f"Pass batches as dicts with `labels`. {LOSS_HINT}",
         )  # fmt: skip
-    return LabelLoss("given labels", "nats per label", _given, given=_given)
+    return LabelLoss("given labels", "nats per label", given, given=given)

@@ -27,15 +27,27 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 def logits_of(output: Any) -> Tensor:
     """Return ``logits`` of a model's output; without this name, the first floating-point tensor."""
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return named if isinstance(named, Tensor) else first_floating(output)
+    named = named_tensor(output, "logits")
+    return first_floating(output) if named is None else named
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return ``loss`` of a model's output; without this name, the only floating-point number, or None."""
+    numbers = [value for value in _floating(output) if value.numel() == 1 and value.dim() < 2]
+    only = numbers[0] if len(numbers) == 1 else None
+    return only if (named := named_tensor(output, "loss")) is None else named
+
+
+def named_tensor(output: Any, name: str) -> Tensor | None:
+    """Return the floating-point tensor ``name`` of a model's output; None if there is none."""
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
 def first_floating(output: Any) -> Tensor:
     """Return the first floating-point tensor (B, …) of a model's output; raise if there is none."""
-    values = output.values() if isinstance(output, Mapping) else output
-    for value in values if isinstance(values, tuple | list) or values is not output else (values,):
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+    for value in _floating(output):
+        if value.dim() > 1:
             return value
     shape = f" {tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else ""
     raise InputError(
@@ -43,6 +55,15 @@ def first_floating(output: Any) -> Tensor:
         expected="a floating-point tensor (B, …), or an object or dict with one",
         got=type(output).__name__ + shape, fix=LOSS_HINT,
     )  # fmt: skip
+
+
+def _floating(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a tensor, tuple, dict or dataclass."""
+    if isinstance(output, Tensor | tuple | list):
+        values = [output] if isinstance(output, Tensor) else output
+    else:
+        values = (output if isinstance(output, Mapping) else getattr(output, "__dict__", {})).values()
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
