@@ -82,17 +82,18 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
 
 
 def _nearest(
-    own: Tensor, name: str, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
-) -> tuple[str, float]:
+    own: Tensor, name: LossName, batch: LossBatch, output: Any, makers: Mapping[str, Callable[[], Loss]]
+) -> tuple[LossName, float]:
     """Return the loss, with labels shifted or as they are, that is nearest to the model's own, and how near.
 
     Labels of transformers' causal models are shifted by the model, others usually by the user.
     """
-    errors = {}
-    for kind in (name, *({"causal", "labels"} - {name})):
+    errors: dict[LossName, float] = {}
+    other: LossName = "labels" if name == "causal" else "causal"
+    for kind in (name, other):
         if kind == "labels" or logits_of(output).dim() == 3:
             found = makers[kind]().read(output, batch)
-            errors[kind] = abs(float(found.total.sum() / found.count.sum() - own.mean()))
+            errors[kind] = abs(float(found.total.sum() / found.count.sum()) - float(own.mean()))
     nearest = min(errors, key=errors.__getitem__)
     return nearest, errors[nearest]
 

@@ -59,10 +59,8 @@ def first_floating(output: Any) -> Tensor:
 
 def _floating(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of a tensor, tuple, dict or dataclass."""
-    if isinstance(output, Tensor | tuple | list):
-        values = [output] if isinstance(output, Tensor) else output
-    else:
-        values = (output if isinstance(output, Mapping) else getattr(output, "__dict__", {})).values()
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    values = output if isinstance(output, tuple | list) else (output, *fields.values())
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
@@ -326,7 +324,7 @@ class FunctionLoss(Loss):
 
     unit = "unit of the function"
 
-    def __init__(self, function: LossFunction, name: str) -> None:
+    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         self._function, self.name = function, name
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
