@@ -26,7 +26,6 @@ from capture_zoo import (
     hidden,
     kind,
     linear,
-    linear_attention,
     merged,
     plain,
     scores,
@@ -278,13 +277,8 @@ def test_a_router_is_not_attention_with_any_number_of_experts(experts):
 
 
 REFUSED = {
-    "linear attention": (linear_attention, TOKENS, r"blocks\.0\.attention .*: a softmax of queries alone"),
-    "linear attention, tokens = channels": (linear_attention, WIDTH // HEADS, "a softmax of queries alone"),
     "channel attention": (channel_attention, TOKENS, "a softmax mixes 8 channels, not tokens"),
-    "softmax over the rows": (
-        lambda q, k, v: scores(q, k).softmax(-2) @ v, TOKENS, "no softmax attention was seen inside"
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", REFUSED)

@@ -3,8 +3,9 @@
 ``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
 """
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
 
 import numpy as np
@@ -76,6 +77,19 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def without_vmap(tensor: Tensor) -> Tensor:
+    """Return the tensor behind a tensor inside `torch.vmap`, with the mapped axes first, outermost first."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor).movedim(functorch.maybe_get_bdim(tensor), 0)
+    return tensor
+
+
+def flex_attention_function() -> Any:
+    """Return the function that `flex_attention` calls to compute attention, which function modes see."""
+    return torch.ops.higher_order.flex_attention
+
+
 def in_forward_derivative() -> bool:
     """Return True while torch computes forward-mode derivatives (Jacobian-vector products)."""
     return forward_ad._current_level >= 0
@@ -118,6 +132,15 @@ COMPILED_PREFIX = "_orig_mod."
 def runs_compiled_eagerly() -> bool:
     """Return True if ``torch.compiler.set_stance("force_eager")`` makes compiled code run eagerly."""
     return torch._dynamo.eval_frame._stance.stance == "force_eager"
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context manager in which functions that `torch.compile` compiled run step by step.
+
+    If the compiler is not imported, which is slow, nothing is compiled.
+    """
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
 
 
 def constant_when_traced(function: FunctionT) -> FunctionT:

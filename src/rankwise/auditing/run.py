@@ -20,6 +20,7 @@ from rankwise._internals.forward import (
     to_device,
 )
 from rankwise._internals.threads import one_thread
+from rankwise._internals.torch_private import uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
 from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.error_hints import fix_hint, label_error
@@ -198,8 +199,8 @@ class Run:
         if copies is not None or importance is not None:
             batches = list(batches)
         with sharded_again(self.model), fresh_autocast_cache(), ExitStack() as stack:
+            stack.enter_context(uncompiled())
             if isinstance(self.model, nn.Module) and compiled_modules(self.model):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 self.notes.append("the compiled model was run uncompiled, with the same weights")
             capturing = capture(self.model, on_mixer=self._mixer, on_state=self._state, **self.where)
             try:

@@ -22,7 +22,7 @@ from rankwise._internals.forward import (
     run_model,
     tensors_in,
 )
-from rankwise._internals.torch_private import base_of, changes_in_place
+from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
 from rankwise.skips.hooks import Key, Port, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
@@ -419,7 +419,7 @@ def replacing_sums(model: nn.Module, changes: Mapping[SumName, SumChange]) -> It
 
 @contextmanager
 def probe_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager that sets evaluation mode, gradients and a fixed seed, and restores all three."""
-    with eval_mode(model), preserve_random_state(model), torch.enable_grad():
+    """Context manager for evaluation mode, gradients, a fixed seed, and no compiled functions."""
+    with uncompiled(), eval_mode(model), preserve_random_state(model), torch.enable_grad():
         torch.manual_seed(0)
         yield

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rankwise._internals.torch_private import original_of, without_torch_function
+from rankwise._internals.torch_private import base_of, original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import model_checks, torch_layers
@@ -41,13 +41,18 @@ from rankwise.tracing.interventions import HeadOutputs, Intervention, Substituti
 from rankwise.tracing.mixing_calls import (
     WITHIN_TOKENS,
     MixingCall,
+    Unfinished,
+    axis_notes,
     explicit_mixing,
+    flex_mixing,
     fused_arguments,
     fused_mixing,
     mixer_site,
+    mixes_without_softmax,
+    unfinished,
     why_no_tokens,
 )
-from rankwise.tracing.module_calls import ModuleCall, ModuleCalls
+from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
 from rankwise.tracing.uncaptured import Sightings, mixer_like, uncaptured_modules, whose_tokens
@@ -136,6 +141,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._functional,
             self._explicit,
             self._mixed_otherwise,
+            self._flex,
+            self._joined,
             by_heads=None if self._intervention is None else self._functional_by_heads,
         )
         hookless = torch_layers.names_in_torch_layers(self._model)
@@ -205,6 +212,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if not call.raised and not self._named_by_hand():
             self._substitution.left(call)
         if not call.raised:
+            self._add_unfinished(call)
             self._read(call)
             self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
         # This call comes last, because a module may be both a mixer and a block.
@@ -214,12 +222,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if call.name in self._sites:
             with self._outside_model(None):
                 made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
-            self._add(model_checks.checked_operator(made, call.name), kind=made.kind)
+            self._add(model_checks.checked_operator(made, call.name))
         elif self._reader.inside:
             with self._outside_model(None):
                 mixing = self._reader.left(call)
             if mixing is not None:
-                self._add(mixing, kind=mixing.operator.kind, call_id=call.call_id)
+                self._add(mixing, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
             reason = torch_layers.why_not_known(call.module, call.called_inside)
             if reason is not None:
@@ -242,8 +250,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         given = fused_arguments(args, kwargs)
         if given.get("dropout_p", 0.0) > 0:
             self._note(model_checks.dropout_note("fused attention"))
-        read = partial(fused_mixing, given, output, self._calls.running[-1])
-        return self._replace(self._try(read, output, given["query"]), output)
+        inner = self._mode.weights.held.get(given["value"])
+        read = partial(fused_mixing, given, output, self._calls.running[-1], inner)
+        return self._replace(self._try(read, output, given["query"], made=output), output)
+
+    def _flex(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        if self._mode_ignores():
+            return None
+        output, *others = outputs
+        read = partial(flex_mixing, args, output, self._calls.running[-1])
+        changed = self._replace(self._try(read, output, args[0], made=output), output)
+        return None if changed is None else (changed, *others)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._mode_ignores():
@@ -266,10 +283,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
         if self._mode_ignores():
             return None
-        call = self._calls.running[-1]
-        reason = why_no_tokens(product, self._calls.running)
+        call, held = self._calls.running[-1], self._mode.weights.held
+        if not product.softmax and (
+            output in held or not mixes_without_softmax(product, self._calls.running)
+        ):
+            return None
+        reason = why_no_tokens(product, self._calls.running) if product.softmax else None
         if reason is None:
-            return self._replace(self._try(partial(explicit_mixing, product, call), product.matrix), output)
+            read = partial(explicit_mixing, product, call)
+            hold = product.keys is not None or not product.softmax
+            return self._replace(self._try(read, product.matrix, made=output, hold=hold), output)
         if reason not in WITHIN_TOKENS:
             self._sightings.leave_out(call.name, reason)
         return None
@@ -292,6 +315,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         if reader is not None:
             reader.other_mixing.setdefault(self._calls.running[-1].name, what)
 
+    def _joined(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Note that some tokens are learned vectors, if a model puts weights before or after its tokens."""
+        if self._mode_ignores() or out.dim() != 3 or any(part.dim() != 3 for part in parts):
+            return
+        weights = [part.shape[1] for part in parts if isinstance(base_of(part), nn.Parameter)]
+        tokens = out.shape[1]
+        if 1 < sum(weights) < tokens == sum(part.shape[1] for part in parts):
+            self._note(
+                f"{sum(weights)} of {tokens} tokens are learned vectors, such as class tokens or registers"
+            )
+
     # --- from an operator to its site ---------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
@@ -310,8 +344,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         read: Callable[[], MixingCall | None],
         *tensors: Tensor,
         calls: Sequence[ModuleCall] | None = None,
+        made: Tensor | None = None,
+        hold: bool = False,
     ) -> _Added | None:
-        """Add the operator of a call; if the call cannot be read, list the module as not captured."""
+        """Add the operator of a call; if the call cannot be read, list the module as not captured.
+
+        If the model may multiply its output ``made`` further, or if ``hold``, the operator is added when the
+        module's call ends.
+        """
         name = (calls or self._calls.running)[-1].name
         if any(model_checks.is_shard(tensor) for tensor in tensors):
             self._sightings.leave_out(name, model_checks.SHARD)
@@ -330,18 +370,37 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 why = f"{error.subject}: expected {error.expected}, got {error.got}"
             self._sightings.leave_out(name, f"its call of attention cannot be read ({why})")
             return None
-        return None if mixing is None else self._add(mixing, calls=calls)
+        if mixing is None:
+            return None
+        if made is not None and (hold or unfinished(mixing, self._calls.running)):
+            held = Unfinished(mixing, per_token=hold)
+            self._mode.weights.held[made] = held
+            self._calls.running[-1].unfinished.append(held)
+            return None
+        return self._add(mixing, calls=calls)
+
+    def _add_unfinished(self, call: ModuleCall) -> None:
+        """When a call ends, add its operators that the model did not multiply further."""
+        held, around = self._mode.weights.held, self._calls.running[-2:-1]
+        returned = [held.get(tensor) for tensor in tensors_of(call.output)]
+        for one in call.unfinished:
+            if around and not one.per_token and any(one is other for other in returned):
+                around[0].unfinished.append(one)
+            elif not one.used:
+                one.used = True
+                self._add(one.mixing)
 
     def _add(
         self,
         mixing: MixingCall,
-        kind: str = "softmax",
         calls: Sequence[ModuleCall] | None = None,
         call_id: CallId | None = None,
     ) -> _Added:
         around = calls or self._calls.running
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
-        site = mixer_site(mixing, around, kind, self._stacks.forward_pass, self._values, number)
+        for note in axis_notes(mixing.operator, around):
+            self._note(note)
+        site = mixer_site(mixing, around, self._stacks.forward_pass, self._values, number)
         for call in self._calls.running:
             call.mixed_inside = True
         self._sightings.captured.add(site.name)

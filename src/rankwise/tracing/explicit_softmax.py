@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from string import ascii_uppercase
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rankwise.tracing.matrix_products import PRODUCTS, MatrixProduct, compares, matrix_products
 from rankwise.tracing.score_masks import (
     ADDED_PRODUCTS,
     CUTS,
@@ -31,8 +31,11 @@ KEEPS_VALUES = {
     *named_functions(Tensor, "to type type_as float half bfloat16 double"),
 }
 """Casts, dropout and reshapes: their result still holds the weights of the softmax."""
-PRODUCTS = {*named_functions(torch, "matmul bmm mm"), *named_functions(Tensor, "matmul __matmul__ bmm mm")}
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
+DIVIDES = {
+    *named_functions(torch, "div divide true_divide"),
+    *named_functions(Tensor, "div divide true_divide div_ __truediv__ __itruediv__"),
+}
 STARTS_ANEW = {
     torch.addmm,
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
@@ -54,8 +57,8 @@ class Weights:
     """True if the scores are a product of two activations, as in Q Kᵀ."""
     intact: bool = True
     """True if the tensor differs from the result of the softmax only by casts, dropout and reshapes."""
-    sums_down: bool = False
-    """True if columns of the tensor sum to 1 instead of rows, so that only its transpose can mix tokens."""
+    axis: int = -1
+    """Axis along which the weights sum to 1: another axis than −1 must be summed over to mix tokens."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ class SoftmaxProduct:
     """True if the values are a parameter of the model, such as a table of vectors."""
     axes: tuple[int, ...] | None = None
     """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if axes do not correspond."""
+    softmax: bool = True
+    """False if the matrix is not made by a softmax; it is then a product of activations, or queries alone."""
+    keys: Tensor | None = None
+    """Keys K (..., F, S) if the model computed Q (K V), as linear attention does; ``matrix`` is then Q."""
+    inner: Any = None
+    """Earlier product that computed ``values``, if its rows are not tokens (see `SoftmaxFollower.held`)."""
 
 
 class SoftmaxFollower:
@@ -89,37 +98,43 @@ class SoftmaxFollower:
         self._weights: Any = WeakIdKeyDictionary()
         self._logarithms: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
+        self._sums: Any = WeakIdKeyDictionary()
+        """The `MatrixProduct` of two activations that computed a tensor, such as K V in linear attention."""
+        self.held: Any = WeakIdKeyDictionary()
+        """By tensor M V, the unfinished mixing M that computed it; the listener for products sets it."""
         self._masks = Masks()
 
     def observe(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> SoftmaxProduct | None:
-        """Register a call of a torch function; return a `SoftmaxProduct` if it multiplies weights by V."""
+    ) -> list[SoftmaxProduct]:
+        """Register a call of a torch function; return how it multiplies weights by values, if it does.
+
+        Without a softmax there may be two ways to read a product, of which the counts of tokens decide.
+        """
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
         if not isinstance(out, Tensor):
-            return None
+            return []
         if func in SOFTMAX or func in LOG_SOFTMAX:
             self._softmax(args, kwargs, out, self._weights if func in SOFTMAX else self._logarithms)
-            return None
+            return []
         if func in EXP and args[0] in self._logarithms:
             self._weights[out] = self._logarithms[args[0]]
-            return None
+            return []
         tensors = _tensors(args, kwargs)
-        if func in PRODUCTS:
-            mixed = self._product(tensors, out) if self._weights else None
-        elif func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
-            mixed = self._product(tensors[1:], out) if self._weights else None
-            mixed = None if mixed is None else replace(mixed, output=None, axes=None)
-        elif func is torch.einsum:
-            mixed = self._einsum(args, out)
+        products = matrix_products(func, args, kwargs, tensors, out)
+        found = self._softmax_product(products, out) if self._weights else None
+        if found is not None:
+            mixed = [found]
         else:
-            mixed = None
-        self._note_comparison(func, tensors, args, out)
+            mixed = [] if out in self._weights else self._products_without_softmax(products)
+        self._note_comparison(func, tensors, args, out, products)
         if out in self._compared:
             self._masks.observe(func, args, kwargs, out, self._compared)
-        if mixed is None and self._weights:
+        if not mixed and self._weights:
             self._follow(func, args, kwargs, out)
+        if self.held:
+            self._follow_held(func, args, out)
         return mixed
 
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
@@ -130,11 +145,15 @@ class SoftmaxFollower:
     # --- scores -------------------------------------------------------------------------------------------
 
     def _note_comparison(
-        self, func: Function, tensors: list[Tensor], args: tuple[Any, ...], out: Tensor
+        self,
+        func: Function,
+        tensors: list[Tensor],
+        args: tuple[Any, ...],
+        out: Tensor,
+        products: list[MatrixProduct],
     ) -> None:
         if func is torch.einsum:
-            read = read_einsum(args)
-            compared = read is not None and _activations(*read.tensors) and compares(read)
+            compared = compares(args)
         elif func in PRODUCTS or func in ADDED_PRODUCTS:
             first, second = tensors[-2:] if len(tensors) > 1 else (out, out)
             compared = _activations(first, second) and _same_batch(first, second)
@@ -144,6 +163,8 @@ class SoftmaxFollower:
             compared = False
         if compared:
             self._compared[out] = True
+            if products and (func is torch.einsum or func in PRODUCTS):
+                self._sums[out] = replace(products[0], output=None)
 
     def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -151,9 +172,8 @@ class SoftmaxFollower:
         if out.dim() < 2 or dim is None or not isinstance(scores, Tensor):
             return
         compared, axis = scores in self._compared, dim % out.dim() - out.dim()
-        if axis == -1 or (axis == -2 and compared):
-            allowed = self._masks.allowed(scores, compared)
-            known[out] = Weights(None, allowed, compared, sums_down=axis == -2)
+        if axis == -1 or compared:
+            known[out] = Weights(None, self._masks.allowed(scores, compared), compared, axis=axis)
 
     # --- from the softmax to the product ------------------------------------------------------------------
 
@@ -163,6 +183,9 @@ class SoftmaxFollower:
         if source is None:
             return
         weights: Weights = self._weights[source]
+        axis = _moved_axis(weights.axis, func, args, kwargs, source, out)
+        if axis is None:
+            return
         if func in KEEPS_VALUES and out.numel() == source.numel():
             if out is not source:
                 self._weights[out] = replace(weights, probabilities=_or(weights.probabilities, source))
@@ -171,8 +194,7 @@ class SoftmaxFollower:
             if weights.allowed is not None and func not in RECOMBINES:
                 allowed = weights.allowed.through(func, args, kwargs, source, out)
                 allowed = _zeroed(allowed, func, args, out)
-            down = weights.sums_down and not _turns(func, args, kwargs, source)
-            self._weights[out] = Weights(None, allowed, weights.compared, intact=False, sums_down=down)
+            self._weights[out] = Weights(None, allowed, weights.compared, intact=False, axis=axis)
 
     def _assigned(self, tensor: Tensor, where: object, value: object) -> None:
         weights = self._weights.get(tensor)
@@ -181,57 +203,74 @@ class SoftmaxFollower:
         elif tensor in self._compared:
             self._masks.assigned(tensor, where, value)
 
-    def _product(self, tensors: list[Tensor], out: Tensor) -> SoftmaxProduct | None:
-        if len(tensors) != 2:
-            return None
-        first, second = tensors
-        weights = self._weights.get(first)
-        straight = tuple(range(out.dim()))
-        if weights is not None and not weights.sums_down:
-            return replace(self._mixed(weights, first, second, second, out), axes=straight)
-        weights = self._weights.get(second)
-        if weights is None or min(first.dim(), second.dim(), out.dim()) < 2:
-            return None
-        # If channels come before tokens, the model computes Y = V Mᵀ, which is Yᵀ = M Vᵀ.
-        changed = replace(weights, probabilities=None, intact=False)
-        if weights.allowed is not None:
-            swapped = weights.allowed.through(Tensor.transpose, (second, -2, -1), {}, second, second.mT)
-            changed = replace(changed, allowed=swapped)
-        turned = (*straight[:-2], straight[-1], straight[-2])
-        return replace(self._mixed(changed, second.mT, first, first.mT, out.mT), axes=turned)
-
-    def _einsum(self, args: tuple[Any, ...], out: Tensor) -> SoftmaxProduct | None:
-        read = read_einsum(args) if self._weights else None
-        if read is None:
-            return None
-        for at in (0, 1):
-            operand, other, theirs = read.tensors[at], read.tensors[1 - at], read.letters[1 - at]
-            weights, how = self._weights.get(operand), contraction(read, at)
-            if weights is None or how is None or weights.sums_down:
+    def _softmax_product(self, products: list[MatrixProduct], out: Tensor) -> SoftmaxProduct | None:
+        for product in products:
+            weights, given = self._weights.get(product.operand), product.given
+            if weights is None or weights.axis not in product.summed:
                 continue
-            values = other
-            if set(how.axes) <= set(theirs):
-                values = torch.einsum(f"{theirs}->{how.axes}{how.source}{how.channel}", other)
-            wanted = f"{how.axes}{how.row}{how.channel}"
-            output = torch.einsum(f"{read.result}->{wanted}", out)
-            whole = sorted(wanted) == sorted(read.result)
-            axes = tuple(read.result.index(letter) for letter in wanted) if whole else None
-            return replace(self._mixed(weights, operand, other, values, output), axes=axes)
+            if given in self._weights and self._weights[given].compared:
+                # A product of two matrices is a matrix, such as a step of an iterated pseudo-inverse.
+                self._weights[out] = Weights(None, None, compared=True, intact=False)
+                return None
+            matrix, allowed = product.matrix, weights.allowed
+            if product.order is not None:
+                if allowed is not None:
+                    order = (product.operand, *product.order)
+                    allowed = allowed.through(Tensor.permute, order, {}, product.operand, matrix)
+            elif weights.intact and weights.probabilities is not None:
+                matrix = weights.probabilities.reshape(matrix.shape)
+            mixed = self._mixed(product, matrix)
+            keys = None if weights.compared else mixed.keys
+            return replace(mixed, allowed=allowed, compared=weights.compared, keys=keys)
         return None
 
-    def _mixed(
-        self, weights: Weights, operand: Tensor, given: Tensor, values: Tensor, out: Tensor
-    ) -> SoftmaxProduct:
-        finest = _or(weights.probabilities, operand) if weights.intact else operand
+    def _products_without_softmax(self, products: list[MatrixProduct]) -> list[SoftmaxProduct]:
+        """Return products in which scores multiply values, or queries a product K V or a held product."""
+        found = []
+        for product in products:
+            if _activations(product.operand, product.given):
+                mixed = replace(self._mixed(product, product.matrix), softmax=False)
+                rows, columns = product.matrix.shape[-2:]
+                weights = self._weights.get(product.operand)  # of a softmax along another axis
+                scores = product.operand in self._compared if weights is None else weights.compared
+                if scores and rows == columns and not mixed.values_compared:
+                    found.append(replace(mixed, compared=True, keys=None))
+                elif mixed.inner is not None or mixed.keys is not None:
+                    found.append(mixed)
+        return found
+
+    def _mixed(self, product: MatrixProduct, matrix: Tensor) -> SoftmaxProduct:
+        given, values, keys = product.given, product.values, None
+        inner, made = self.held.get(given), self._sums.get(given)
+        if inner is None and made is not None and product.contracted is not None:
+            read = made.as_keys_and_values(product.contracted)
+            if read is not None:
+                keys, values = read
         return SoftmaxProduct(
-            finest if finest.shape == operand.shape else finest.reshape(operand.shape),
+            matrix,
             values,
-            out,
-            allowed=weights.allowed,
-            compared=weights.compared,
+            product.output,
+            allowed=None,
+            compared=False,
             values_compared=given in self._compared,
             values_learned=isinstance(given, nn.Parameter),
+            axes=product.axes,
+            keys=keys,
+            inner=inner,
         )
+
+    def _follow_held(self, func: Function, args: tuple[Any, ...], out: Tensor) -> None:
+        """Follow a product M V through casts, and through factors of its rows such as a normalization."""
+        source = next((arg for arg in args[:2] if isinstance(arg, Tensor) and arg in self.held), None)
+        if source is None or out is source or out in self.held or out.shape != source.shape:
+            return
+        if func in KEEPS_VALUES:
+            self.held[out] = self.held[source]
+        elif (func in TIMES or (func in DIVIDES and source is args[0])) and len(args) > 1:
+            factor = args[1] if source is args[0] else args[0]
+            factor = factor if isinstance(factor, Tensor) else out.new_tensor(factor)
+            if self.held[source].scale_rows(1 / factor if func in DIVIDES else factor, out):
+                self.held[out] = self.held[source]
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -267,10 +306,20 @@ def _zeroed(allowed: Entries | None, func: Function, args: tuple[Any, ...], out:
     return allowed
 
 
-def _turns(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor) -> bool:
-    """Return True if a call swaps the last two axes, which the strides of a small test tensor show."""
-    empty = torch.empty([2] * source.dim(), device="meta")
-    return func in MOVES_AXES and func(empty, *args[1:], **kwargs).stride()[-1] == 2
+def _moved_axis(
+    axis: int, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
+) -> int | None:
+    """Return where a call moves the axis along which weights sum to 1; None if it merges or splits the axis.
+
+    Rows (axis −1) keep their name: `v @ weights.mT` and `weights @ v` are told apart by the product. The
+    strides of a small test tensor show where axes go.
+    """
+    if axis == -1:
+        return axis
+    if func in MOVES_AXES:
+        strides = list(func(torch.empty([2] * source.dim(), device="meta"), *args[1:], **kwargs).stride())
+        return strides.index(2 ** (-axis - 1)) - len(strides)
+    return axis if axis == -2 or out.shape[axis:] == source.shape[axis:] else None
 
 
 def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
@@ -281,63 +330,3 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
         return True
     cut = out.shape[-2] == source.shape[-2] and out.shape[-1] < source.shape[-1]
     return out.shape[-2:] == source.shape[-2:] or (func in CUTS and cut)
-
-
-@dataclass(frozen=True)
-class Einsum:
-    """An einsum of two tensors, with the ellipsis of its equation replaced by letters."""
-
-    tensors: tuple[Tensor, Tensor]
-    letters: tuple[str, str]
-    result: str
-
-
-@dataclass(frozen=True)
-class Contraction:
-    """Letters of an einsum that multiplies matrices (…, T, S) by values."""
-
-    axes: str
-    """Letters of the leading axes; ``row``, ``source`` and ``channel`` are the letters of T, S and V."""
-    row: str
-    source: str
-    channel: str
-
-
-def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
-    """Parse the arguments of `torch.einsum`; None unless the equation has two operands and ``->``."""
-    equation = args[0] if args and isinstance(args[0], str) else ""
-    tensors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    inputs, _, result = equation.replace(" ", "").partition("->")
-    letters = inputs.split(",")
-    if len(letters) != 2 or len(tensors) != 2 or not result:
-        return None
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        return None
-    named = [len(mine.replace("...", "")) for mine in letters]
-    # Number of axes that "..." replaces in each operand.
-    hidden = [tensor.dim() - count for tensor, count in zip(tensors, named, strict=True)]
-    free = "".join(letter for letter in ascii_uppercase if letter not in equation)[: max(hidden)]
-    first, second = (
-        mine.replace("...", free[len(free) - count :]) for mine, count in zip(letters, hidden, strict=True)
-    )
-    return Einsum((tensors[0], tensors[1]), (first, second), result.replace("...", free))
-
-
-def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """Return the axis letters if operand ``at`` is a matrix (…, T, S) times the other operand; else None."""
-    mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
-    if len(mine) < 2:
-        return None
-    source, row = mine[-1], mine[-2]
-    channels = [letter for letter in theirs if letter not in mine]
-    contracts = source in theirs and source not in result and row in result and row not in theirs
-    if not contracts or len(channels) != 1:
-        return None
-    return Contraction(mine[:-2], row, source, channels[0])
-
-
-def compares(einsum: Einsum) -> bool:
-    """Return True if an einsum may compute scores Q Kᵀ: its operands share a batch axis, or have none."""
-    first, second = einsum.letters
-    shared = set(first) & set(second) & set(einsum.result)
-    return bool(shared) or len(first) == len(second) == 2

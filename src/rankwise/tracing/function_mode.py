@@ -1,6 +1,6 @@
 """Torch function mode that reports the attention functions and other token mixing of a running model."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, no_type_check
@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.torch_private import pop_mode, push_mode, without_torch_function
+from rankwise._internals.torch_private import (
+    flex_attention_function,
+    pop_mode,
+    push_mode,
+    without_torch_function,
+)
 from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
 
@@ -24,10 +29,11 @@ class AttentionMode(TorchFunctionMode):
     """Torch function mode that runs each function of a model and reports token mixing to listeners.
 
     ``on_fused`` receives calls of `scaled_dot_product_attention`, ``on_functional`` calls of
-    `multi_head_attention_forward`, and ``on_product`` each product of a written-out softmax with values. A
-    tensor that these return replaces the function's result. ``on_other`` receives a description of a function
-    that mixes tokens without attention, and the lengths of the mixed axes. ``by_heads``, if given, runs in
-    place of `multi_head_attention_forward`, so that heads can be replaced.
+    `multi_head_attention_forward`, ``on_flex`` calls of the function behind `flex_attention`, and
+    ``on_product`` each product of attention weights with values. A tensor that these return replaces the
+    function's result. ``on_other`` receives a description of a function that mixes tokens without attention,
+    and the lengths of the mixed axes; ``on_joined`` the parts and the result of `torch.cat`. ``by_heads``, if
+    given, runs in place of `multi_head_attention_forward`, so that heads can be replaced.
     """
 
     def __init__(
@@ -36,6 +42,8 @@ class AttentionMode(TorchFunctionMode):
         on_functional: FusedListener,
         on_product: ProductListener,
         on_other: OtherListener,
+        on_flex: FusedListener,
+        on_joined: Callable[[Sequence[Any], Any], None],
         by_heads: ByHeads | None = None,
     ) -> None:
         super().__init__()
@@ -43,8 +51,10 @@ class AttentionMode(TorchFunctionMode):
         self._whole = {
             F.scaled_dot_product_attention: on_fused,
             F.multi_head_attention_forward: on_functional,
+            flex_attention_function(): on_flex,
         }
         self._on_mixed, self._on_other, self._by_heads = on_product, on_other, by_heads
+        self._on_joined = on_joined
         self.lifted = False
         """True while the mode is not on torch's stack of function modes."""
         self._depth = 0
@@ -69,13 +79,15 @@ class AttentionMode(TorchFunctionMode):
             if listener is not None:
                 changed = listener(args, kwargs, out)
                 return out if changed is None else changed
-            product = self.weights.observe(func, args, kwargs, out)
-            if product is not None:
+            products = self.weights.observe(func, args, kwargs, out)
+            for product in products:
                 changed = self._on_mixed(product, out)
                 if changed is not None:
                     self.weights.replace_product(out, changed)
                     return changed
-            elif func in FUNCTIONS:
+            if func is torch.cat and args:
+                self._on_joined(args[0], out)
+            elif not products and func in FUNCTIONS:
                 self._on_other(*mixed_lengths(func, args, kwargs, out))
         return out
 

@@ -1,7 +1,8 @@
 """Convert attention calls to operators (mixing matrices) of shape (B, H, T, S), and to `MixerSite`s."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -10,8 +11,14 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional as F
 
-from rankwise._internals.torch_private import without_torch_function
-from rankwise.operators import DenseMixing, MixingOperator, SoftmaxMixing
+from rankwise._internals.torch_private import in_function_transform, without_torch_function, without_vmap
+from rankwise.operators import (
+    DenseMixing,
+    LinearAttentionMixing,
+    MixingOperator,
+    ProductMixing,
+    SoftmaxMixing,
+)
 from rankwise.tracing.axes import (
     HeadAxes,
     given_shape,
@@ -23,6 +30,7 @@ from rankwise.tracing.axes import (
 from rankwise.tracing.explicit_softmax import SoftmaxProduct
 from rankwise.tracing.head_id import CallId
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
+from rankwise.tracing.score_masks import Entries
 from rankwise.tracing.trace import MixerSite
 
 ROUTER = "a softmax weighs several values within each token, as a router does"
@@ -61,6 +69,54 @@ class MixingCall:
     """Conversion between the model's attention output and heads (B, H, T, V); None if it is not visible."""
     projection: Tensor | None = None
     """Tokens projected to the subspace of each head (B, H, T, K); None if heads have no subspaces."""
+    kind: str = ""
+    """Kind of mixer; "" for the kind of the operator."""
+
+
+@dataclass
+class Unfinished:
+    """A mixing whose output the model may multiply or scale before it goes on per token."""
+
+    mixing: MixingCall
+    per_token: bool
+    """True if the rows of the operator are tokens, so that only factors of the rows may follow."""
+    used: bool = False
+    """True if it is a part of a later operator, or is a mixer already."""
+
+    def scale_rows(self, factor: Tensor, output: Tensor) -> bool:
+        """Multiply the rows by factors, the same for all channels; False if they are no such factors."""
+        operator, axes = self.mixing.operator, self.mixing.axes
+        if axes is None or not isinstance(operator, DenseMixing | LinearAttentionMixing):
+            return False
+        if not self.per_token:
+            return False
+        factors = axes.to_heads(factor.detach().expand(output.shape))
+        if not bool((factors == factors[..., :1]).all()):
+            return False
+        one, scaled = factors[..., :1], axes.to_heads(output.detach())
+        if isinstance(operator, LinearAttentionMixing):
+            operator = LinearAttentionMixing(operator.query_features * one, operator.key_features)
+        else:
+            operator = DenseMixing(operator.matrix * one, operator.allowed)
+        self.mixing = replace(self.mixing, operator=operator, output=scaled)
+        return True
+
+
+def composed(mixing: MixingCall, inner: Unfinished | None) -> MixingCall:
+    """Return the mixing of M₂ (M₁ V) with the product M₂ M₁ as its operator; ``inner`` is M₁ V."""
+    if inner is None:
+        return mixing
+    operator = ProductMixing(mixing.operator, inner.mixing.operator)
+    inner.used = True
+    return replace(mixing, operator=operator, values=inner.mixing.values, kind="")
+
+
+def unfinished(mixing: MixingCall, calls: Sequence[ModuleCall]) -> bool:
+    """Return True if the rows of an operator are not tokens, such as the landmarks of Nyström attention."""
+    rows, columns = mixing.operator.shape[-2:]
+    # Queries (B, H, T, K) that a module receives may be landmarks.
+    lengths = _lengths(calls, most_axes=3)
+    return bool(lengths) and 1 < rows < columns and rows not in lengths | _areas(calls)
 
 
 def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +124,13 @@ def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
 
 
-def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> MixingCall:
+def fused_mixing(
+    given: dict[str, Any], output: Tensor, call: ModuleCall, inner: Unfinished | None
+) -> MixingCall:
     """Return the operator that `scaled_dot_product_attention` applied."""
+    mapped, unmap = output, _without_vmap(output, call)
+    given = {name: unmap(one) if isinstance(one, Tensor) else one for name, one in given.items()}
+    output = unmap(output)
     query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
@@ -88,20 +149,87 @@ def fused_mixing(given: dict[str, Any], output: Tensor, call: ModuleCall) -> Mix
         lambda out: layout(unpacked_groups(out, call) if unpacked is not query else out),
         lambda heads: heads.reshape(given_back),
     )
-    return MixingCall(operator, layout(value), layout(output.detach()), axes=axes)
+    seen = axes if mapped is output else None
+    return composed(MixingCall(operator, layout(value), layout(output.detach()), axes=seen), inner)
+
+
+def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> MixingCall:
+    """Return the operator of `flex_attention` from its queries, keys, score function and block mask."""
+    query, key, value = (tensor.detach() for tensor in args[:3])
+    score_mod, (*_, mask_mod), scale, _, score_buffers, mask_buffers = args[3:9]
+    groups = query.shape[1] // key.shape[1]
+    scores = (query @ key.repeat_interleave(groups, 1).mT).mul(scale)
+    at = [torch.arange(size, device=query.device) for size in scores.shape]
+    scores = _each_entry(score_mod, len(score_buffers))(scores, *at, *score_buffers)
+    allowed = _each_entry(lambda _, *entry: mask_mod(*entry), len(mask_buffers))(scores, *at, *mask_buffers)
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    operator = DenseMixing(weights, allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else allowed)
+    axes = HeadAxes(lambda out: out, lambda heads: heads)
+    return MixingCall(operator, value, output.detach(), axes=axes, kind="softmax")
+
+
+def _each_entry(function: Callable[..., Tensor], buffers: int) -> Callable[..., Tensor]:
+    """Return a function of (scores, b, h, i, j, *buffers) for all entries, of a function for one entry."""
+    for axis in (4, 3, 2, 1):
+        mapped = [0, *(0 if axis == other else None for other in (1, 2, 3, 4)), *[None] * buffers]
+        function = torch.vmap(function, in_dims=tuple(mapped))
+    return function
 
 
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
-    """Return the operator of attention that the model computes as softmax and matrix product."""
+    """Return the operator of attention that the model computes as a matrix product, or as two products."""
+    mixed = _product_without_vmap(mixed, call) if in_function_transform() else mixed
     layout = layout_of(mixed.matrix.shape, call)
-    matrix, allowed = mixed.matrix.detach(), None
-    if mixed.allowed is not None:
-        allowed = mixed.allowed.of(matrix.shape)
-        # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
-        allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
+    matrix, values, allowed = mixed.matrix.detach(), mixed.values.detach(), None
+    operator: MixingOperator
+    if mixed.keys is not None:
+        keys = mixed.keys.detach().mT
+        keys, values = (part.expand(*matrix.shape[:-2], *part.shape[-2:]) for part in (keys, values))
+        operator = LinearAttentionMixing(layout(matrix), layout(keys))
+    else:
+        if mixed.allowed is not None:
+            allowed = mixed.allowed.of(matrix.shape)
+            # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
+            allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
+        operator = DenseMixing(layout(matrix), allowed)
     output = None if mixed.output is None else layout(mixed.output.detach())
     axes = None if mixed.axes is None else permuted(mixed.axes, layout)
-    return MixingCall(DenseMixing(layout(matrix), allowed), layout(mixed.values.detach()), output, axes=axes)
+    kind = "softmax" if mixed.softmax and mixed.keys is None else ""
+    return composed(MixingCall(operator, layout(values), output, axes=axes, kind=kind), mixed.inner)
+
+
+def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
+    """Return a function that adds the axes mapped by `torch.vmap` to tensors; sequences come before heads."""
+    physical = without_vmap(like)
+    given = given_shape(call, like.shape[-2])
+    heads_first = physical.dim() == 4 and given is not None and physical.shape[0] != given[0]
+
+    def unmap(tensor: Tensor) -> Tensor:
+        whole = without_vmap(tensor)
+        whole = whole.expand(*physical.shape[: physical.dim() - whole.dim()], *whole.shape)
+        return whole.transpose(0, 1) if heads_first and physical.shape[1] == given[0] else whole  # type: ignore[index]
+
+    return unmap if physical is not like else lambda tensor: tensor
+
+
+def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxProduct:
+    """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
+    unmap = _without_vmap(mixed.matrix, call)
+    parts = {name: getattr(mixed, name) for name in ("matrix", "values", "output", "keys")}
+    changed = {name: None if part is None else unmap(part) for name, part in parts.items()}
+    allowed = mixed.allowed
+    if allowed is not None:
+        seen = unmap(allowed.of(mixed.matrix.shape))
+        allowed = Entries(changed["matrix"].shape, lambda: seen)
+    return replace(mixed, **changed, allowed=allowed, axes=None)
+
+
+def mixes_without_softmax(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
+    """Return True if a product mixes tokens without a softmax: its rows and its sources are tokens."""
+    sources = mixed.matrix if mixed.keys is None else mixed.keys
+    lengths = _lengths(calls) | _areas(calls)
+    known = {mixed.matrix.shape[-2]} | (set() if mixed.inner else {sources.shape[-1]})
+    return known <= lengths and not mixed.values_learned
 
 
 def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | None:
@@ -113,6 +241,8 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     """
     matrix, call = mixed.matrix, calls[-1]
     tokens, sources = matrix.shape[-2:]
+    if mixed.inner is not None:
+        return None
     given = given_shape(call, tokens)
     if given is not None and tokens == 1 and matrix.dim() > 3:
         one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
@@ -123,6 +253,8 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     if mixed.values_learned:
         return f"a softmax weighs {sources} vectors that are weights of the model, not tokens"
     if not mixed.compared and mixed.values_compared:
+        if mixed.keys is not None and mixes_without_softmax(mixed, calls):
+            return None
         return "a softmax of queries alone multiplies a product of keys and values, as in linear attention"
     if tokens == sources and _are_channels(mixed, calls):
         return f"a softmax mixes {sources} channels, not tokens"
@@ -167,15 +299,21 @@ def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
 
 
-def _lengths(calls: Sequence[ModuleCall]) -> set[int]:
-    """Return the token counts T in the inputs of all enclosing modules."""
+def _lengths(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
+    """Return the token counts T in the inputs of all enclosing modules, of inputs with at most these axes."""
     lengths = set()
     for tensor in _plain_tensors(calls):
         if not tensor.is_floating_point():
             lengths |= {tensor.shape[-1]} if tensor.dim() == 2 else set()
-        elif tensor.dim() > 1:
+        elif 1 < tensor.dim() <= most_axes:
             lengths |= {tensor.shape[-2], tensor.shape[0 if tensor.dim() == 3 else -2]}
     return lengths
+
+
+def _areas(calls: Sequence[ModuleCall]) -> set[int]:
+    """Return the numbers of places in the feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
+    shapes = (tensor.shape for tensor in _plain_tensors(calls) if tensor.dim() == 4)
+    return {prod(places) for shape in shapes for places in (shape[1:3], shape[2:])}
 
 
 def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
@@ -195,7 +333,6 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 def mixer_site(
     mixing: MixingCall,
     calls: Sequence[ModuleCall],
-    kind: str,
     forward_pass: int,
     values: bool,
     call_id: CallId,
@@ -212,7 +349,7 @@ def mixer_site(
         return MixerSite(
             name=calls[-1].name,
             layer=-1,
-            kind=kind,
+            kind=mixing.kind or operator.kind,
             operator=operator,
             valid_tokens=tokens,
             valid_sources=sources,
@@ -225,6 +362,37 @@ def mixer_site(
             apply_output=mixing.apply_output if values else None,
             projection=mixing.projection,
         )
+
+
+def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterator[str]:
+    """Yield notes on the rows and the columns of a rectangular operator, if they are not tokens."""
+    rows, columns = operator.shape[-2:]
+    if rows == columns or has_cache(calls):
+        return
+    name, lengths = re.sub(r"\b\d+\b", "*", calls[-1].name), _lengths(calls) | _areas(calls)
+    for axis, count, other in (("rows", rows, columns), ("columns", columns, rows)):
+        if _learned(count, calls):
+            what = "are learned vectors (weights of the model)"
+        elif count == 1 or count in lengths:
+            continue
+        elif count < other:
+            what = "are vectors that the layer makes of tokens, such as landmarks, pooled or projected tokens"
+        else:
+            what = "hold vectors of the layer next to tokens"
+        yield f"{name or type(calls[-1].module).__name__}: the {count} {axis} of its matrices {what}"
+
+
+def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
+    """Return True if a module received ``count`` vectors that are a weight of the model, as latents are."""
+    given = [tensor for tensor in _plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
+    weights = [weight for weight in calls[0].module.parameters() if weight.shape[-2:-1] == (count,)]
+    return any(
+        weight.shape[-1] == tensor.shape[-1]
+        and weight.numel() == tensor[0].numel()
+        and bool((tensor == weight.reshape(tensor.shape[1:])).all())
+        for tensor in given
+        for weight in weights
+    )
 
 
 def is_cross(calls: Sequence[ModuleCall], operator: MixingOperator) -> bool:

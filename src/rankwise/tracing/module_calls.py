@@ -44,6 +44,8 @@ class ModuleCall:
     exit_stack: ExitStack = field(default_factory=ExitStack)
     unplaced_mixers: list[Any] = field(default_factory=list)
     """Mixers captured inside the call that are not assigned to a block yet."""
+    unfinished: list[Any] = field(default_factory=list)
+    """`Unfinished` mixings of the call, which become mixers when it ends unless the model multiplies on."""
     called_inside: bool = False
     """True if a submodule was called during the call."""
     mixed_inside: bool = False
