@@ -319,6 +319,11 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
             parameter.requires_grad_(True)
         with probe_mode(model), calls.following(), SumRecorder(calls.running, record):
             output = run_model(model, map_tensors(example, learning))
+    except NotImplementedError as error:
+        raise SkipError(
+            f"model {type(model).__name__}", expected="operations with a derivative", got=str(error),
+            fix="Load it with attention in PyTorch: `model.set_attn_implementation('sdpa')`.",
+        ) from error  # fmt: skip
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)

@@ -196,9 +196,10 @@ def _reason(
             "(CONTRIBUTING.md)"
         )
     return (
-        "called, but no softmax attention was seen inside it: a fused kernel, a custom operation, or another "
-        "kind of mixer, which `sites=` captures; or an operation that torch.compile compiled, such as "
-        'flex_attention, which `with torch.compiler.set_stance("force_eager"):` runs visibly'
+        "called, but no softmax attention was seen inside it: a fused kernel, a custom or compiled "
+        "operation, or another kind of mixer; name it in `sites=` to capture it, or, if torch.compile "
+        "compiled it, such as flex_attention in transformers, capture inside "
+        '`with torch.compiler.set_stance("force_eager"):`'
     )
 
 
