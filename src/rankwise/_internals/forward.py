@@ -20,6 +20,18 @@ LABELS = ("labels", "label", "targets", "target", "y")
 """Names by which data sets and models pass labels."""
 
 
+def config_value(source: Any, *names: str, default: Any = None) -> Any:
+    """Return the first value that a configuration, or the configuration of a model, has under `names`.
+
+    A value that depends on the layer, which transformers raises for, counts as missing.
+    """
+    config = getattr(source, "config", None) if isinstance(source, nn.Module) else source
+    try:
+        return next((v for name in names if (v := getattr(config, name, None)) is not None), default)
+    except RuntimeError:
+        return default
+
+
 # --- run -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, argument_names, tensors_in, tensors_of
+from rankwise._internals.forward import LABELS, argument_names, config_value, tensors_in, tensors_of
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.errors import InputError, did_you_mean
@@ -67,7 +67,7 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
         return None
     output_embeddings = getattr(model, "get_output_embeddings", None)
     words = getattr(output_embeddings() if callable(output_embeddings) else None, "weight", None)
-    classes = getattr(config, "num_labels", 0) if words is None else words.shape[0]
+    classes = config_value(config, "num_labels", default=0) if words is None else words.shape[0]
     kind = "classes" if words is None else "tokens of its vocabulary"
     fix = "set `num_labels` when the model is made" if words is None else "use the model's own tokenizer"
     for name in LABELS:
@@ -107,8 +107,7 @@ def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
     message = message.lower()
     ids = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
     longest = max((tensor.shape[-1] for tensor in ids if tensor.dim() > 1), default=0)
-    config = getattr(model, "config", None)
-    words, positions = getattr(config, "vocab_size", 0), getattr(config, "max_position_embeddings", 0)
+    words, positions = (config_value(model, name) for name in ("vocab_size", "max_position_embeddings"))
     if isinstance(positions, int) and 0 < positions < longest:
         return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
     if "out of memory" in message or "can't allocate" in message:

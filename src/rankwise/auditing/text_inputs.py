@@ -9,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rankwise._internals.forward import config_value
 from rankwise.errors import InputError, whole_number
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ def model_batches(
     if alone:
         notes.append("one sequence in a batch: the model takes no attention_mask that would mark padding")
         return (batch["input_ids"] for batch in batches), notes
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if config_value(model, "is_encoder_decoder"):
         notes.append("the decoder reads the encoder's text, shifted by one token")
         batches = (_with_decoder(model, batch) for batch in batches)
     return batches, notes
@@ -136,15 +137,14 @@ def model_batches(
 
 def longest_sequence(model: nn.Module) -> int | None:
     """Return the maximum sequence length, without positions for padding (RoBERTa); None if unknown."""
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    positions = config_value(model, "max_position_embeddings", "n_positions")
     if not isinstance(positions, int) or positions < 1:
         return None
     offset = any(
         getattr(module, "padding_idx", None) is not None and "position_embeddings" in name
         for name, module in model.named_modules()
     )
-    return positions - (getattr(config, "pad_token_id", 0) or 0) - 1 if offset else positions
+    return positions - config_value(model, "pad_token_id", default=0) - 1 if offset else positions
 
 
 def _takes_mask(model: nn.Module) -> bool:
@@ -157,8 +157,8 @@ def _takes_mask(model: nn.Module) -> bool:
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    start = getattr(model.config, "decoder_start_token_id", None)
-    shifted = torch.cat([torch.full_like(ids[:, :1], 0 if start is None else start), ids[:, :-1]], dim=1)
+    start = config_value(model, "decoder_start_token_id", default=0)
+    shifted = torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
     return {**batch, "decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankwise._internals.files import parse_json
-from rankwise._internals.forward import batch_size, map_tensors
+from rankwise._internals.forward import batch_size, config_value, map_tensors
 from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.cli.load_images import find_images
 from rankwise.cli.load_model import LoadedModel, need_hub, split_factory
@@ -94,7 +94,7 @@ def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedDat
     from rankwise.cli.load_images import load_image_processor, plain_processor, read_images
 
     config = getattr(loaded.model, "config", None)
-    mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+    mode = "L" if config_value(config, "num_channels") == 1 else "RGB"
     batches: Iterable[Any]
     if loaded.source:
         processor, note = load_image_processor(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rankwise._internals.forward import config_value
 from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.errors import InputError, first_line, need_package, whole_number
 
@@ -115,7 +116,7 @@ def load_image_processor(
     from transformers import AutoImageProcessor
     from transformers.models.auto.image_processing_auto import get_image_processor_config
 
-    revision, channels = revision or "main", getattr(config, "num_channels", 3)
+    revision, channels = revision or "main", config_value(config, "num_channels", default=3)
     try:
         return AutoImageProcessor.from_pretrained(
             str(model), backend="pil", revision=revision, trust_remote_code=trust_remote_code
@@ -128,7 +129,7 @@ def load_image_processor(
         if settings:
             note = f"pictures prepared by Rankwise from the settings of {model}"
             return plain_processor(settings, channels), note
-        size = getattr(getattr(config, "vision_config", config), "image_size", None)
+        size = config_value(config_value(config, "vision_config", default=config), "image_size")
         if size is None:
             got = "neither preprocessor_config.json nor image_size in its configuration"
             fix = "Pass --text for a language model, or save the image processor with the model."

@@ -167,6 +167,7 @@ def _from_transformers(
     import transformers
 
     from rankwise import models  # registers ToST models with transformers
+    from rankwise._internals.forward import config_value
     from rankwise.compression import save  # noqa: F401  (registers compressed models)
 
     if not Path(spec).exists():
@@ -186,10 +187,10 @@ def _from_transformers(
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
-    use_cache = getattr(model.config, "use_cache", None)
+    use_cache = config_value(model, "use_cache")
     if use_cache is not None:
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
-    commit = str(getattr(config, "_commit_hash", None) or revision or "")
+    commit = str(config_value(config, "_commit_hash") or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
     notes = _missing_weights(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
     return LoadedModel(

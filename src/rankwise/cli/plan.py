@@ -157,17 +157,18 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
     """Return heads, widths and positions of a model by its configuration; raise if unusable."""
+    from rankwise._internals.forward import config_value
+
     config: Any = getattr(loaded.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kind, subject = type(config).__name__, f"model {loaded.name}"
     fix = "Omit --model and pass --width and --heads."
 
     def value(name: str) -> Any:
-        try:
-            return getattr(config, name, None)
-        except RuntimeError:  # the configuration has one value per layer, such as the widths of Gemma 4
+        if name in config_value(config, "per_layer_attributes", default=()):  # such as the widths of Gemma 4
             got = f"{kind}, whose {name} depends on the layer"
-            raise InputError(subject, expected="equal sizes in all layers", got=got, fix=fix) from None
+            raise InputError(subject, expected="equal sizes in all layers", got=got, fix=fix)
+        return config_value(config, name)
 
     heads, dim = value("num_attention_heads") or value("n_head"), value("hidden_size")
     if not isinstance(heads, int) or not isinstance(dim, int):

@@ -13,7 +13,15 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.forward import Change, batch_size, device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import (
+    Change,
+    batch_size,
+    config_value,
+    device_of,
+    first_sequences,
+    run_model,
+    to_device,
+)
 from rankwise.compression.layers import main_output, relative_error
 from rankwise.compression.record import Latency
 from rankwise.importance.losses import real_tokens
@@ -169,8 +177,7 @@ def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
 def is_decoder(model: nn.Module) -> bool:
     """Return True if a model generates text from its own cache alone."""
     can = getattr(model, "can_generate", None)
-    encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return callable(can) and bool(can()) and not encoder
+    return callable(can) and bool(can()) and not config_value(model, "is_encoder_decoder")
 
 
 def cache_bytes(model: nn.Module, batch: Any) -> int:
@@ -285,8 +292,7 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is None:
         return [(first_sequences(batch, 1), 1), (batch, batch_size(batch))]
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    positions = config_value(model, "max_position_embeddings", "n_positions")
     # RoBERTa and OPT reserve two positions for padding.
     longest = positions - 2 if isinstance(positions, int) and positions > 4 else LONGEST
     inputs = []

@@ -13,7 +13,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rankwise._internals.forward import AddedHook, Change, device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import (
+    AddedHook,
+    Change,
+    config_value,
+    device_of,
+    first_sequences,
+    run_model,
+    to_device,
+)
 from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
 from rankwise.compression.layers import check_finite, check_some, main_output, relative_error
 from rankwise.compression.qk_modules import runs_of
@@ -116,9 +124,8 @@ class HeadProjections:
             sizes |= dict.fromkeys(wide, heads * self.value_width)
         config: dict[str, int] = {}
         if self.size_rule >= 3:
-            read = getattr(module, "config", None)
-            config = {name: heads for name in CONFIG_HEADS if getattr(read, name, None) == self.heads}
-            keys = [name for name in CONFIG_KEY_HEADS if getattr(read, name, None) == self.value_heads]
+            config = {name: heads for name in CONFIG_HEADS if config_value(module, name) == self.heads}
+            keys = [name for name in CONFIG_KEY_HEADS if config_value(module, name) == self.value_heads]
             config |= dict.fromkeys(keys, value_heads)
         return sizes, config
 

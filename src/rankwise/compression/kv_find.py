@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from rankwise._internals.forward import Change, device_of, first_sequences, run_model, to_device
+from rankwise._internals.forward import Change, config_value, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
 from rankwise.compression.layers import keep_passing, main_output
@@ -117,7 +117,7 @@ def find_cached_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
 
 def _run_with_cache(model: nn.Module, batch: Any) -> tuple[_Observed, Any]:
     config, can = getattr(model, "config", None), getattr(model, "can_generate", None)
-    if getattr(config, "is_encoder_decoder", False):
+    if config_value(config, "is_encoder_decoder"):
         raise _no_cache(model, "an encoder-decoder, whose decoder caches two kinds of keys")
     if config is None or can is None or not can() or not isinstance(batch, Mapping):
         raise _no_cache(model, "a model that does not generate: only a cache gains from a latent")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, eval_mode, preserve_random_state
+from rankwise._internals.forward import batch_size, config_value, eval_mode, preserve_random_state
 from rankwise._internals.statistics import mean
 from rankwise.compression.evaluate import Evaluation, evaluate
 from rankwise.compression.layers import out_of_memory
@@ -236,7 +236,7 @@ def _record(
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
     return Compression(
-        model=getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
+        model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),
         complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),

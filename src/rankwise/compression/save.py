@@ -23,6 +23,7 @@ from transformers.quantizers.auto import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise._internals.files import parse_json, writable_folder, write_file
+from rankwise._internals.forward import config_value
 from rankwise.compression import heads_modules, kv_modules, qk_modules
 from rankwise.compression.heads_modules import RemovedHeads
 from rankwise.compression.kv_modules import LatentLayer
@@ -285,9 +286,8 @@ class CompressionBuilder(HfQuantizer):
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # type: ignore[assignment]
         for module in model.modules():
-            config = getattr(module, "config", None)
-            if config is not None and getattr(config, "_is_quantized", False):
-                config._is_quantized = False
+            if config_value(module, "_is_quantized"):
+                module.config._is_quantized = False  # type: ignore[union-attr]
         return model
 
     def is_serializable(self) -> bool:
@@ -323,7 +323,7 @@ def _named_for(model: nn.Module, structure: Structure) -> Structure:
 def note_structure(model: Any) -> None:
     """Write the structure of a model into its configuration; remove it if the model has no changes."""
     structure = structure_of(model)
-    noted = getattr(model.config, KEY, None)
+    noted = config_value(model.config, KEY)
     if structure.changes:
         setattr(model.config, KEY, CompressionConfig(structure=structure.model_dump(mode="json")))
     elif isinstance(noted, CompressionConfig) or (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, label_position
+from rankwise._internals.forward import LABELS, config_value, label_position
 from rankwise.errors import InputError, one_of
 from rankwise.importance.losses import (
     IGNORE_INDEX,
@@ -104,7 +104,7 @@ def _fitting(
     names = [kind.__name__ for kind in type(model).__mro__]
     own, ids = loss_of(output), token_ids(batch.batch)
     ask = getattr(model, "can_generate", None)
-    decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    decodes = config_value(model, "is_encoder_decoder")
     generates = any(name.endswith(CAUSAL_CLASSES) for name in names) or (callable(ask) and bool(ask()))
     logits = named_tensor(output, "logits")
     if logits is None and (generates or labels is not None):  # a tuple or other names

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, device_of, tensors_of
+from rankwise._internals.forward import Batch, config_value, device_of, tensors_of
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
 from rankwise.errors import InputError, SkipError, did_you_mean, instance_of, one_of, strip_control
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
@@ -317,20 +317,20 @@ def example_for(model: nn.Module) -> Batch:
             fix="Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`.",
         )  # fmt: skip
     if reads == "pixel_values":
-        config = getattr(config, "vision_config", config)
-        size = getattr(config, "image_size", 224)
+        config = config_value(config, "vision_config", default=config)
+        size = config_value(config, "image_size", default=224)
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-        shape = (1, getattr(config, "num_channels", 3), *sides)
+        shape = (1, config_value(config, "num_channels", default=3), *sides)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         return {"pixel_values": noise.to(device, next(dtypes, torch.float32))}
     text = getattr(config, "get_text_config", lambda: config)()
-    most = min(getattr(text, "vocab_size", None) or 64, 64)
-    special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "mask", "image")}
+    most = min(config_value(text, "vocab_size") or 64, 64)
+    special = {config_value(text, f"{name}_token_id") for name in ("pad", "bos", "eos", "mask", "image")}
     plain = [token for token in range(most) if token not in special] or [0]
     ids = torch.tensor([[plain[(3 * at + 1) % len(plain)] for at in range(TOKENS)]], device=device)
     example = {"input_ids": ids}
-    if getattr(config, "is_encoder_decoder", False):
+    if config_value(config, "is_encoder_decoder"):
         example["decoder_input_ids"] = ids[:, :DECODER_TOKENS]
     if "attention_mask" in inspect.signature(model.forward).parameters:
         example["attention_mask"] = torch.ones_like(ids)

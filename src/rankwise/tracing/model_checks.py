@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.forward import config_value
 from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
 from rankwise.errors import CaptureError, InputError, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
@@ -210,7 +211,7 @@ def _marked(module: nn.Module) -> str | None:
     plan, mesh = getattr(module, "_hf_tp_plan", None), getattr(module, "_hf_device_mesh", None)
     if plan is not None and (mesh is None or mesh.size() > 1):
         return f"{plan}"
-    asked = getattr(getattr(module, "config", None), "distributed_config", None)
+    asked = config_value(module, "distributed_config")
     sizes = {"tp_size": getattr(module, "tp_size", None), "pp_size": getattr(asked, "pp_size", None)}
     told = [f"{name} {size}" for name, size in sizes.items() if isinstance(size, int) and size > 1]
     return told[0] if told else None
