@@ -13,7 +13,7 @@ from rankwise.auditing.findings import diagnose
 from rankwise.auditing.records import Finding, HeadId, Verdict
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError
-from rankwise.importance.records import RemovableSet
+from rankwise.importance.records import HeadImportance, RemovableSet
 from rankwise.report.comparison_report import finding_lists
 
 Fields = dict[str, Any]
@@ -111,6 +111,17 @@ def test_the_evidence_contains_the_deciding_number() -> None:
     ]
     for finding in found:
         assert RULES[finding.code].decided_by in finding.evidence or finding in about_states
+
+
+@pytest.mark.parametrize("code", [code for code, rule in RULES.items() if rule.about in ("head", "group")])
+def test_a_finding_states_the_known_cost_of_its_heads(code: str) -> None:
+    """A head whose matrix is NaN has no cost."""
+    priced = {"importance": HeadImportance(exact=0.01)}
+    cases = [heads(just) for name, just, _ in CASES.values() if name == code] or [heads(*TWINS)]
+    for case in cases:
+        known = [one.model_copy(update=priced) for one in case]
+        [finding] = diagnose(known, (), (), importance(reference=1.0))
+        assert (finding.code, "the loss changes by +1.00%" in finding.meaning) == (code, code != "NONFINITE")
 
 
 def test_a_sink_is_not_constant_as_well() -> None:

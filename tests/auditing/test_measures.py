@@ -62,6 +62,16 @@ def test_scales_contain_all_values() -> None:
     assert [measure.name for measure in DRAWN] == ["relative_spread", "mean_cosine", "effective_rank"]
 
 
+@pytest.mark.parametrize("kind", ["softmax", "linear", "dense", "diagonal", "selective", "toeplitz"])
+def test_measures_of_rows_apply_to_mixers_that_mix_tokens(kind: str) -> None:
+    """The one row of a diagonal matrix that is not its own token is empty; its singular values are known."""
+    applied = {measure.name for measure in HEAD_MEASURES if measure.applies_to(records.head(kind=kind))}
+    left_out = {measure.name for measure in HEAD_MEASURES} - applied
+    assert ("row_distance" in left_out) == (kind == "diagonal")
+    assert "sigma_max" in applied
+    assert kind == "diagonal" or not left_out
+
+
 def test_a_share_of_rank_uses_the_smaller_side_of_each_sequence() -> None:
     """The mean lengths 68 and 68 would make it 8 of 68."""
 

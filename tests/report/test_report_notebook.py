@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from html import escape
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from rankwise.auditing import History
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing
+from rankwise.report.format import model_name
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
 from rankwise.skips import Skips
 from rankwise.tracing import HeadId, MixerSite, StateSite
@@ -144,6 +146,7 @@ def test_figures_of_every_audit_escape_names(name: str) -> None:
     assert sum(len(line) - line.count(None) for grid in grids for line in grid) <= len(audit.heads)
     for figure in (maps, depth):
         assert "<img" not in figure.to_json().replace("\\u003c", "<")
+        assert escape(model_name(audit.provenance.model)) in figure.layout.title.text
 
 
 @pytest.mark.parametrize("measure", [None, *(measure.name for measure in LAYER_MEASURES)])
