@@ -131,6 +131,27 @@ def test_a_map_holds_every_head_at_its_place(measure: str) -> None:
         assert drawn == value if math.isfinite(value) else drawn is None
 
 
+@pytest.mark.parametrize("name", ["encoder", "encoder_decoder"])
+def test_the_title_of_a_map_is_at_its_axis_and_not_on_its_numbers(name: str) -> None:
+    audit = of(name)
+    figure = audit.plot()
+    assert not figure.layout.annotations
+    titles = [axis.title.text for axis in figure.select_xaxes()]
+    assert titles == [f"{stack}, head" for stack in dict.fromkeys(titles_of(audit))]
+    assert all(axis.side == "top" for axis in figure.select_xaxes())
+    assert len({one.text for one in audit.plot_depth().layout.annotations}) == 3
+
+
+def titles_of(audit: rw.Audit) -> list[str]:
+    return [f"{head.stack}, cross" if head.cross else head.stack for head in audit.heads]
+
+
+@pytest.mark.parametrize("measure", [measure.name for measure in LAYER_MEASURES])
+def test_the_axis_of_a_curve_starts_at_zero(measure: str) -> None:
+    [axis] = of("encoder_decoder").plot_depth(measure).select_yaxes()
+    assert axis.rangemode == "tozero" or axis.range[0] == 0
+
+
 def test_values_beyond_the_scale_are_counted_in_the_title() -> None:
     audit = of("encoder")
     audit.heads[0] = audit.heads[0].model_copy(update={"sigma_max": 1e6})

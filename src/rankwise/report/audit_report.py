@@ -49,8 +49,8 @@ def audit_document(audit: Audit) -> Document:
     targets = find_targets(audit.findings, audit)
     findings = finding_items(audit.findings, targets, grids)
     depth = [depth_curves(measure, audit.layers) for measure in DRAWN] if audit.layers else []
-    numbers = [_head_table(grid, audit.heads) for grid in grids]
-    numbers += [_state_table(*stack) for stack in grouped(audit.layers, attrgetter("stack")).items()]
+    numbers = [_console_layers(grid, audit.heads) for grid in grids]
+    numbers += [_console_states(*stack) for stack in grouped(audit.layers, attrgetter("stack")).items()]
     uncaptured = [[module.name, module.type, module.reason] for module in audit.uncaptured]
     columns = head_columns(audit.heads)
     scatter = _scatter(audit, columns)
@@ -158,7 +158,7 @@ def _heads_of(findings: Sequence[Finding], code: str) -> int:
     return int(sum(filter(math.isfinite, counts)))
 
 
-def _head_table(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
+def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     """Return a table with one row per layer of a grid; properties shared by all layers are in its facts."""
     mine = [heads[index] for index in grid.indices]
     kinds, masks = {head.kind for head in mine}, {head.mask for head in mine}
@@ -223,7 +223,7 @@ def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
     return "–".join(format_number(end, 2) for end in ends)
 
 
-def _state_table(stack: str, layers: Sequence[LayerRecord]) -> Table:
+def _console_states(stack: str, layers: Sequence[LayerRecord]) -> Table:
     mine = sorted(layers, key=lambda layer: layer.layer)
     return Table(
         f"{stack}, token states" if stack else "token states",

@@ -1,6 +1,7 @@
 """Build one column per measure of heads, with reference values, and the table of token states.
 
-Heat map, head card, table and CSV file of a page all read the columns of `head_columns`.
+Heat map, head card, table and CSV file of a page show these columns. Table and CSV file also show
+address, kind, mask and size of each head, which `audit_report` adds.
 """
 
 import math

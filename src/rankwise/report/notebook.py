@@ -117,6 +117,8 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
     maps = [heat_map(grid, column, audit.heads) for grid in grids_of(audit.heads)]
     heights = [drawn.layout["height"] for drawn in maps]
     figure = _subplots(maps, rows=len(maps), columns=1, heights=heights)
+    for row, one in enumerate(maps, 1):  # above a map is its axis, where a title would cover the numbers
+        figure.update_xaxes(title_text=f"{escape(one.title)}, head", row=row)
     count_beyond, (low, high) = len(column.beyond), column.limits
     beyond = f" ({count_beyond} beyond the scale, up to {max(column.beyond):.3g})" if count_beyond else ""
     title = f"{column.title}, {escape(model_name(audit.provenance.model))}{beyond}"
@@ -143,16 +145,18 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
     chosen: Sequence[LayerMeasure] = DRAWN if measure is None else [_named(measure, LAYER_MEASURES)]
     _need(audit.layers, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
     curves = [depth_curves(measure, audit.layers) for measure in chosen]
-    figure = _subplots(curves, rows=1, columns=len(curves), heights=[1])
+    titles = [escape(one.title) for one in curves]
+    figure = _subplots(curves, rows=1, columns=len(curves), heights=[1], titles=titles)
     figure.update_layout(title=f"Token states, {escape(model_name(audit.provenance.model))}", height=380)
     return figure
 
 
-def _subplots(drawn: Sequence[Figure], rows: int, columns: int, heights: Sequence[int]) -> "go.Figure":
+def _subplots(
+    drawn: Sequence[Figure], rows: int, columns: int, heights: Sequence[int], titles: Sequence[str] = ()
+) -> "go.Figure":
     """Return page figures as subplots of one Plotly figure, in colors for a notebook."""
     from plotly.subplots import make_subplots
 
-    titles = [escape(one.title) for one in drawn]
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=titles, row_heights=list(heights))
     for number, one in enumerate(drawn):
         place = {"row": 1 + number // columns, "col": 1 + number % columns}
