@@ -41,6 +41,13 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
         ) from error
 
 
+def check_unused(folder: Path, option: str = "--out", fix: str = "Choose another name.") -> None:
+    """Raise InputError if a path is a file, or a folder that contains files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        got = "a folder with files" if folder.is_dir() else "a file"
+        raise InputError(f"{option} {folder}", expected="a new or empty folder", got=got, fix=fix)
+
+
 def write_file(
     path: str | Path, content: str | Callable[[Path], object], subject: str, in_folder: str = ""
 ) -> Path:

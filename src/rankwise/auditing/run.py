@@ -389,8 +389,6 @@ def _measuring(name: str) -> Iterator[None]:
     except RankwiseError:
         raise
     except Exception as error:
-        got, fix = (
-            f"{type(error).__name__}: {error}",
-            "If memory ran out, use fewer tokens or a smaller batch.",
-        )
+        got = f"{type(error).__name__}: {error}"
+        fix = "If memory ran out, use fewer tokens or a smaller batch."
         raise RankwiseError(f"measures of {name!r}", expected="numbers", got=got, fix=fix) from error

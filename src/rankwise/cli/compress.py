@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.errors import CompressionError, InputError
 
@@ -85,7 +86,7 @@ def command(
     names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
     part_targets(names, shares, tolerances)
     check_data([model], text=text, images=images)
-    output.check_unused(out)
+    check_unused(out)
     with output.new_folder(out):
         output.quiet_libraries()
         subject = load_model(

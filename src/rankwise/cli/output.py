@@ -39,13 +39,6 @@ def new_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def check_unused(folder: Path, fix: str = "Choose another name.") -> None:
-    """Raise `InputError` if `--out` is a file, or a folder that contains files."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        got = "one with files in it" if folder.is_dir() else "a file"
-        raise InputError(f"--out {folder}", expected="a folder that is new or empty", got=got, fix=fix)
-
-
 def is_of_audit(file: Path) -> bool:
     """Return True if a file belongs to an audit, or to the page of several audits."""
     if (file.parent / "audit.json").exists():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from rankwise._internals.files import check_unused
 from rankwise.cli.options import Device, Images, Seed, Sequences, Text, TrustRemoteCode
 from rankwise.errors import InputError
 
@@ -83,7 +84,7 @@ def command(
     from rankwise.report.plan_report import plan_document
 
     if not overwrite:
-        output.check_unused(out, "Choose another name, or add --overwrite.")
+        check_unused(out, fix="Choose another name, or add --overwrite.")
     if model is not None or text is not None or images is not None:
         check_data(["the model"], text=text, images=images)  # batches of a factory are not used
     check_arguments(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from rankwise._internals.files import check_unused
 from rankwise.cli.options import BatchSize, Device, Dtype, Revision, Sequences, Tokens, TrustRemoteCode
 from rankwise.errors import InputError, in_range, one_of
 
@@ -87,7 +88,7 @@ def command(
             expected = "a folder other than that of the model"
             raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
         if not (out / NUMBERS).is_file():  # a folder of earlier λ-skips may be written again
-            output.check_unused(out)
+            check_unused(out)
     if init is not None:
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on)

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise._internals.files import parse_json, writable_folder, write_file
+from rankwise._internals.files import check_unused, parse_json, writable_folder, write_file
 from rankwise._internals.forward import config_value
 from rankwise.compression import heads_modules, kv_modules, qk_modules
 from rankwise.compression.heads_modules import RemovedHeads
@@ -108,13 +108,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             got="a model without changes",
             fix="Compress it first: `rw.compress(model, batches)`.",
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(
-            f"folder {folder}",
-            expected="a new or empty folder",
-            got="a folder with files" if folder.is_dir() else "a file",
-            fix="Choose another name.",
-        )
+    check_unused(folder, "folder")
     writable_folder(folder, "folder")
     try:
         if isinstance(model, PreTrainedModel):

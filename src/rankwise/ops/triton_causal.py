@@ -191,10 +191,8 @@ def backward(call: Call, saved: Saved, cotangents: Cotangents) -> Gradients:
     membership, score, _ = saved
     chunks, start, d_end = Chunks(call), call.initial_sums(), cotangents.sums
     total, total_mass = chunks.sums(membership)
-    base, base_mass = (
-        chunks.carry(total, start.assigned)[0],
-        chunks.carry(total_mass, start.mass[..., None])[0],
-    )
+    base, _ = chunks.carry(total, start.assigned)
+    base_mass, _ = chunks.carry(total_mass, start.mass[..., None])
     partial, d_membership = torch.empty_like(chunks.w, dtype=chunks.dtype), chunks.per_token()
     fixed = (cotangents.output.contiguous(), membership, base, base_mass)
 
