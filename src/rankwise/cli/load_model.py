@@ -15,7 +15,6 @@ from torch import nn
 
 from rankwise._internals.files import writable_folder
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
-from rankwise.tracing.block_finder import block_ranks
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -206,6 +205,8 @@ def _missing_weights(
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """
+    from rankwise.tracing.block_finder import block_ranks
+
     if not missing:
         return []
     name, kind = max(missing, key=len), type(model).__name__

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import eval_mode, run_model
+from rankwise._internals.forward import Batch, eval_mode, run_model
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.skips.add import check_finite, each_batch, skips_of
@@ -152,14 +152,14 @@ def mean_loss(model: nn.Module, batches: Iterable[TextBatch], mask_token: int | 
     return sum(losses) / len(losses)
 
 
-def _finite_loss(model: nn.Module, batch: TextBatch, mask_token: int | None, done: int) -> Tensor:
+def _finite_loss(model: nn.Module, batch: Batch, mask_token: int | None, done: int) -> Tensor:
     loss = loss_of(model, batch, mask_token)
     subject = f"loss after step {done}" if done else "loss before the first step"
     check_finite(subject, loss.detach(), LOWER)
     return loss
 
 
-def loss_of(model: nn.Module, batch: TextBatch, mask_token: int | None = None) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Tensor:
     """Return the loss on a batch: for next tokens, masked tokens, or, in encoder-decoders, the input text."""
     name = type(model).__name__
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):

@@ -154,7 +154,7 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
         at, to = pairs[0]
         scaled = torch.einsum(f"{letters[to]},{letters[at]}->{letters[to]}", tensors[to], tensors[at])
         kept = [(scaled if i == to else tensors[i], letters[i]) for i in range(3) if i != at]
-        tensors, letters = zip(*kept, strict=True)
+        tensors, letters = [tensor for tensor, _ in kept], [mine for _, mine in kept]
     return Einsum(tuple(tensors), tuple(letters), result)  # type: ignore[arg-type]
 
 

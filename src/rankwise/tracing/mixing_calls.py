@@ -216,7 +216,7 @@ def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxPro
     """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
     unmap = _without_vmap(mixed.matrix, call)
     parts = {name: getattr(mixed, name) for name in ("matrix", "values", "output", "keys")}
-    changed = {name: None if part is None else unmap(part) for name, part in parts.items()}
+    changed: dict[str, Any] = {name: None if part is None else unmap(part) for name, part in parts.items()}
     allowed = mixed.allowed
     if allowed is not None:
         seen = unmap(allowed.of(mixed.matrix.shape))
