@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.tasks.task import IGNORED, Examples, Task, make_task
-from experiments.tasks.text import BYTE_VOCABULARY, TEST_SHARE, byte_ids, split_text
-from rankwise.cli.load_data import read_text
+from experiments.tasks.text import BYTE_VOCABULARY, TEST_SHARE, byte_ids, read_text, split_text
 
 STATEMENT, QUESTION = "\nThe code of {key} is", "\nWhat is the code of {key}? The code of {key} is"
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz"))

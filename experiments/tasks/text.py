@@ -10,12 +10,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from experiments.tasks.task import Task, Windows, make_task
-from rankwise.cli.load_data import read_text
+from rankwise.cli.load_data import load_text
 
 BYTE_SHIFT, BYTE_VOCABULARY = 3, 259
 """Ids of ByT5Tokenizer: 0 <pad>, 1 </s>, 2 <unk>, then the 256 bytes."""
 TEST_SHARE = 0.1
 END = "<|endoftext|>"
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; texts in the rows of a `.jsonl` file are joined by blank lines."""
+    text = load_text(path)
+    return text if isinstance(text, str) else "\n\n".join(text)
 
 
 def byte_ids(text: str) -> np.ndarray:

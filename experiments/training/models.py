@@ -20,7 +20,8 @@ from transformers import (
 from experiments.tasks.task import Task
 from experiments.training.config import TrainingConfig
 from rankwise._internals.rotary import ROPE_BASE
-from rankwise.models import ToSTConfig
+from rankwise.models import MIXERS, ToSTConfig
+from rankwise.models.mixers.recurrent import RecurrentMixer
 from rankwise.ops import half_lives
 
 HEADS = {
@@ -28,7 +29,6 @@ HEADS = {
     "sequence": AutoModelForSequenceClassification,
     "image": AutoModelForImageClassification,
 }
-ONLY_CAUSAL = ("s4d", "mamba", "mamba2")
 SHORTEST_HALF_LIFE = 4
 """Tokens, for the fastest head of `tost-decayed`; the slowest head has the length of a sequence."""
 CONTENT = {"tssa": {"conv_tokens": 4, "features": 16}}
@@ -86,7 +86,8 @@ def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -
     kind: Any = ToSTConfig
     if config.model != "transformer":
         content |= MODELS[config.model](config)
-        content["causal"] = task.kind == "language" or content["layer_types"] in ONLY_CAUSAL
+        mixer = MIXERS.get(str(content["layer_types"]))
+        content["causal"] = task.kind == "language" or (mixer is not None and issubclass(mixer, RecurrentMixer))
         content["pooling"] = None if task.kind == "language" else "mean"
     elif task.kind == "image":
         kind = ViTConfig
@@ -132,11 +133,7 @@ MODELS: dict[str, Fields] = {
     "tost-hybrid": _decayed(hybrid=True, mixer_options=ROTARY),
     "tost-scan": _decayed(mixer_options=CONTENT),
     "tost-scan-hybrid": _decayed(hybrid=True, mixer_options=CONTENT | ROTARY),
-    "softmax": _mixer("softmax"),
     "softmax-rotary": _mixer("softmax", mixer_options=ROTARY),
-    "linear": _mixer("linear"),
-    "s4d": _mixer("s4d"),
-    "mamba": _mixer("mamba"),
-    "mamba2": _mixer("mamba2"),
+    **{name: _mixer(name) for name in MIXERS if name != "tssa"},
 }
-"""`transformer`: blocks of Llama (next token), BERT (sequences) or ViT (images)."""
+"""`transformer`: blocks of Llama (next token), BERT (sequences) or ViT (images); any other mixer by its name."""

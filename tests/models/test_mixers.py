@@ -1,5 +1,7 @@
 """Every mixer: pieces equal the whole, padding changes nothing, operators are exact, recurrences hold."""
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from rankwise.models import (
     ToSTForImageClassification,
 )
 from rankwise.models.mixers import build_mixer
-from rankwise.models.mixers.recurrent import ShortConvolution
+from rankwise.models.mixers.recurrent import RecurrentMixer, ShortConvolution
 from rankwise.ops import tssa
 
 # float64, values of order 1, sums over at most 24 tokens, 12 channels, 8 states: rounding stays under 1e-12;
@@ -34,7 +36,9 @@ every_one = pytest.mark.parametrize("name", [*CAUSAL, *BOTH_WAYS])
 
 
 def kind_of(name: str) -> str:
-    return KINDS.get(name, KINDS[name.split(",")[0].split("-")[0]])
+    plain = name.split(",")[0].split("-")[0]
+    assert plain in KINDS, f"KINDS of this file: expected the kind of operator of the mixer {plain!r}"
+    return KINDS.get(name, KINDS[plain])
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -264,7 +268,7 @@ def test_linear_attention_averages_with_positive_features() -> None:
     torch.testing.assert_close(sums.mixing_operator(x).dense()[0, 0], products, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "s4d"])
+@pytest.mark.parametrize("name", sorted(name for name in MIXERS if issubclass(MIXERS[name], RecurrentMixer)))
 def test_a_recurrence_cannot_look_ahead(name: str) -> None:
     wanted = f"the mixer '{name}': expected causal=True, got causal=False. A recurrence runs forward only"
     with pytest.raises(InputError, match=wanted):
@@ -280,11 +284,13 @@ def test_a_mask_of_another_length_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_options_reach_the_mixer(name: str) -> None:
-    options = {"linear": {"feature_dim": 7}, "softmax": {"query_dim": 2}, "tssa": {"head_dim": 2}}
-    ((key, value),) = options.get(name, {"state_dim": 5}).items()
-    made = build_mixer(config(layer_types=name, mixer_options={name: {key: value}}), 0)
+    known = inspect.signature(MIXERS[name]).parameters
+    own = [option for option in ("state_dim", "feature_dim", "query_dim", "head_dim") if option in known][:1]
+    options = {"dropout": 0.25} | dict.fromkeys(own, 2)
+    made = build_mixer(config(layer_types=name, mixer_options={name: options}), 0)
     assert isinstance(made, MIXERS[name])
-    assert getattr(made, key) == value
+    assert made.dropout.p == 0.25
+    assert all(getattr(made, option) == 2 for option in own)
 
 
 def test_the_protocol_cannot_be_half_kept() -> None:

@@ -1,11 +1,14 @@
 """Tiny models and mixers, with weights large enough that every part matters."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rankwise.models import (
+    MIXERS,
     S4D,
     LinearAttention,
     Mamba,
@@ -14,15 +17,15 @@ from rankwise.models import (
     TokenStatisticsAttention,
     ToSTConfig,
 )
+from rankwise.models.mixers import build_mixer
+from rankwise.models.mixers.recurrent import RecurrentMixer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WIDTH, HEADS, LIMIT = 12, 3, 24
 
-VARIANTS = {
-    "tssa": {"layer_types": "tssa"},
+VARIANTS = {name: {"layer_types": name} for name in MIXERS} | {
     "tssa-decayed": {"layer_types": "tssa", "half_life": [2.0, None, 9.0]},
     "tssa-uniform": {"layer_types": "tssa", "membership": "uniform", "skip": "shared", "skip_init": -1.0},
-    "softmax": {"layer_types": "softmax"},
     "hybrid": {"layer_types": ["tssa", "softmax"]},
     "unbounded": {"layer_types": "tssa", "half_life": 4.0, "position_embeddings": "none"},
     "post-norm": {"norm_position": "post", "skip": "channel", "layer_scale": 0.5},
@@ -31,12 +34,8 @@ VARIANTS = {
         "mixer_options": {"tssa": {"conv_tokens": 3, "features": 4}},
     },
     "gated": {"gate": True, "norm": "rms", "skip": "learned", "skip_init": -1.0, "use_bias": False},
-    "linear": {"layer_types": "linear"},
-    "s4d": {"layer_types": "s4d"},
-    "mamba": {"layer_types": "mamba"},
-    "mamba2": {"layer_types": "mamba2"},
 }
-"""Configurations that go through every option at least once."""
+"""Configurations that go through every mixer and every option at least once."""
 
 
 def config(**changes) -> ToSTConfig:
@@ -70,8 +69,12 @@ def _softmax(**options) -> nn.Module:
     return SoftmaxAttention(WIDTH, HEADS, **options)
 
 
+def _default(name: str, causal: bool = True) -> Callable[[], nn.Module]:
+    return partial(build_mixer, config(layer_types=name, causal=causal), 0)
+
+
 LIVES = [1.5, 6.0, float("inf")]
-CAUSAL = {
+CAUSAL = {name: _default(name) for name in MIXERS} | {
     "tssa": _tssa,
     "tssa-narrow": lambda: _tssa(head_dim=1, bias=False),
     "tssa-uniform": lambda: _tssa(membership="uniform"),
@@ -83,7 +86,6 @@ CAUSAL = {
     "softmax": _softmax,
     "softmax-rotary": lambda: _softmax(query_dim=4, rotary_base=50.0),
     "softmax-narrow": lambda: _softmax(query_dim=1, head_dim=5),
-    "linear": lambda: LinearAttention(WIDTH, HEADS),
     "linear-narrow": lambda: LinearAttention(WIDTH, HEADS, feature_dim=2, head_dim=5, bias=False),
     "linear-sums": lambda: LinearAttention(WIDTH, HEADS, normalized=False),
     "s4d": lambda: S4D(WIDTH, state_dim=3),
@@ -93,13 +95,14 @@ CAUSAL = {
     "mamba2-groups": lambda: Mamba2(WIDTH, 4, head_dim=2, state_dim=3, groups=2, conv_tokens=2),
 }
 BOTH_WAYS = {
-    "tssa, both ways": lambda: _tssa(causal=False),
+    f"{name}, both ways": _default(name, causal=False)
+    for name, made in MIXERS.items()
+    if not issubclass(made, RecurrentMixer)
+} | {
     "tssa-narrow, both ways": lambda: _tssa(causal=False, head_dim=1, bias=False),
     "tssa-uniform, both ways": lambda: _tssa(causal=False, membership="uniform"),
-    "softmax, both ways": lambda: _softmax(causal=False),
     "softmax-rotary, both ways": lambda: _softmax(causal=False, query_dim=4, rotary_base=50.0),
     "softmax-narrow, both ways": lambda: _softmax(causal=False, query_dim=1, head_dim=5),
-    "linear, both ways": lambda: LinearAttention(WIDTH, HEADS, causal=False),
 }
 
 

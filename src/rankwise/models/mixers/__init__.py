@@ -1,7 +1,4 @@
-"""Token mixers, one file per mixer; `MIXERS` maps names to mixer classes.
-
-To add a mixer, write a file with a subclass of `Mixer`, and add it to `MIXERS`.
-"""
+"""Token mixers, one file per mixer; `MIXERS` maps names to mixer classes."""
 
 import inspect
 from typing import TYPE_CHECKING

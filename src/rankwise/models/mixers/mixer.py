@@ -42,7 +42,7 @@ class Mixer(nn.Module, ABC):
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
     repeated. A decoding state is represented exactly by N source tokens before the T tokens: M is (T, N + T).
-    To add a mixer, write a file with a subclass, and add it to `rankwise.models.mixers.MIXERS`.
+    CONTRIBUTING says how to add a mixer.
     """
 
     causal: bool

@@ -25,7 +25,7 @@ class RecurrentMixer(Mixer):
                 f"the mixer {type(self).__name__.lower()!r}",
                 expected="causal=True",
                 got="causal=False",
-                fix="A recurrence runs forward only: set causal=True, or use linear, softmax or tssa.",
+                fix="A recurrence runs forward only: set causal=True, or use another mixer.",
             )
         self.causal = True
 
