@@ -87,7 +87,9 @@ def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -
     if config.model != "transformer":
         content |= MODELS[config.model](config)
         mixer = MIXERS.get(str(content["layer_types"]))
-        content["causal"] = task.kind == "language" or (mixer is not None and issubclass(mixer, RecurrentMixer))
+        content["causal"] = task.kind == "language" or (
+            mixer is not None and issubclass(mixer, RecurrentMixer)
+        )
         content["pooling"] = None if task.kind == "language" else "mean"
     elif task.kind == "image":
         kind = ViTConfig
@@ -136,4 +138,4 @@ MODELS: dict[str, Fields] = {
     "softmax-rotary": _mixer("softmax", mixer_options=ROTARY),
     **{name: _mixer(name) for name in MIXERS if name != "tssa"},
 }
-"""`transformer`: blocks of Llama (next token), BERT (sequences) or ViT (images); any other mixer by its name."""
+"""`transformer`: blocks of Llama (next token), BERT (sequences) or ViT (images); others: a mixer, by name."""
