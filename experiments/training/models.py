@@ -21,7 +21,7 @@ from experiments.tasks.task import Task
 from experiments.training.config import TrainingConfig
 from rankwise._internals.rotary import ROPE_BASE
 from rankwise.models import MIXERS, ToSTConfig
-from rankwise.models.mixers.recurrent import RecurrentMixer
+from rankwise.models.mixers import RecurrentMixer
 from rankwise.ops import half_lives
 
 HEADS = {

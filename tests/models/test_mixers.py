@@ -20,8 +20,8 @@ from rankwise.models import (
     ToSTForCausalLM,
     ToSTForImageClassification,
 )
-from rankwise.models.mixers import build_mixer
-from rankwise.models.mixers.recurrent import RecurrentMixer, ShortConvolution
+from rankwise.models.mixers import RecurrentMixer, build_mixer
+from rankwise.models.mixers.recurrent import ShortConvolution
 from rankwise.ops import tssa
 
 # float64, values of order 1, sums over at most 24 tokens, 12 channels, 8 states: rounding stays under 1e-12;

@@ -17,8 +17,7 @@ from rankwise.models import (
     TokenStatisticsAttention,
     ToSTConfig,
 )
-from rankwise.models.mixers import build_mixer
-from rankwise.models.mixers.recurrent import RecurrentMixer
+from rankwise.models.mixers import RecurrentMixer, build_mixer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WIDTH, HEADS, LIMIT = 12, 3, 24

@@ -8,6 +8,7 @@ from rankwise.models.mixers.linear import LinearAttention
 from rankwise.models.mixers.mamba import Mamba
 from rankwise.models.mixers.mamba2 import Mamba2
 from rankwise.models.mixers.mixer import Mixer, MixerOutput, MixerState
+from rankwise.models.mixers.recurrent import RecurrentMixer
 from rankwise.models.mixers.s4d import S4D
 from rankwise.models.mixers.softmax import SoftmaxAttention
 from rankwise.models.mixers.tssa import TokenStatisticsAttention
@@ -48,5 +49,5 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
 
 __all__ = [
     "MIXERS", "S4D", "LinearAttention", "Mamba", "Mamba2", "Mixer", "MixerOutput", "MixerState",
-    "SoftmaxAttention", "TokenStatisticsAttention", "build_mixer",
+    "RecurrentMixer", "SoftmaxAttention", "TokenStatisticsAttention", "build_mixer",
 ]  # fmt: skip
