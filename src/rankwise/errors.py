@@ -19,7 +19,8 @@ class RankwiseError(ValueError):
     def __init__(self, subject: str, *, expected: str, got: str, fix: str) -> None:
         self.subject, self.expected, self.got, self.fix = subject, expected, got, fix
         stop = "" if got.endswith(".") else "."  # messages of other libraries may end in a full stop
-        super().__init__(f"{subject}: expected {expected}, got {got}{stop} {fix}".rstrip())
+        message = f"{subject}: expected {expected}, got {got}{stop} {fix}".rstrip()
+        super().__init__("\n".join(map(strip_control, message.split("\n"))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs to restore the error, including its keyword arguments."""

@@ -105,3 +105,9 @@ def test_an_error_with_an_audit_survives_pickling() -> None:
     error = AuditError(RankwiseError("model", expected="numbers", got="none", fix=""))
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), again.audit, str(again)) == (AuditError, None, "model: expected numbers, got none.")
+
+
+def test_messages_do_not_move_the_cursor_or_ring() -> None:
+    error = InputError("layer\x1b[2J\x07", expected="a name", got="two\nlines\u202e", fix="\udcff")
+    assert str(error) == "layer�[2J�: expected a name, got two\nlines�. �"
+    str(pickle.loads(pickle.dumps(error))).encode()  # no lone surrogate is left

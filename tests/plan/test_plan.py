@@ -177,6 +177,13 @@ def test_trained_heads_require_the_width_of_an_audit() -> None:
     assert len({one.required for one in found}) > 1
 
 
+@pytest.mark.parametrize("batches", [None, 3, "text", torch.randn(2, 5, 8), {"src": torch.randn(2, 5, 8)}])
+def test_a_single_batch_is_refused(batches: object) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    with unchecked(), pytest.raises(rw.RankwiseError, match="`batches`: expected a list of batches, got"):
+        trained_widths(layer, batches)  # type: ignore[arg-type]
+
+
 def test_save_load_and_page(tmp_path: Path) -> None:
     plan = plan_head_dim(64, heads=2, width=64, trials=2).model_copy(update={"notes": ["<script>"]})
     assert HeadDimPlan.load(plan.save(tmp_path)) == plan

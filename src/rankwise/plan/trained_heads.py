@@ -1,12 +1,13 @@
 """Measure the query/key widths that the heads of a trained model require."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise._internals.forward import run_model
+from rankwise.errors import InputError
 from rankwise.measures import LogitMoments, logit_moments, required_head_dim
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.record import TrainedWidth
@@ -33,6 +34,9 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
         >>> [head.width for head in trained_widths(model, [torch.randn(3, 10, 8)])]
         [4, 4]
     """
+    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
+        got = type(batches).__name__
+        raise InputError("`batches`", expected="a list of batches", got=got, fix="Pass `[batch]`.")
     moments: dict[HeadId, LogitMoments] = {}
     widths: dict[HeadId, int] = {}
     for batch in batches:

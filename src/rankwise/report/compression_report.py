@@ -32,7 +32,7 @@ def compression_document(record: Compression) -> Document:
         heading=model_name(record.model),
         setting=f"parts {', '.join(record.parts)} · calibrated on {record.sequences:,} sequences, "
         f"{record.tokens:,} tokens",
-        verdict=Verdict(sentence=_headline(record)),
+        verdict=Verdict(sentence=_headline(record, removed, narrowed)),
         sections=nonempty(
             Section("costs", "Costs and savings", tables=[_costs(record), _savings(record)]),
             Section("widths", "Remaining widths", figures=figures),
@@ -45,9 +45,7 @@ def compression_document(record: Compression) -> Document:
     )
 
 
-def _headline(record: Compression) -> str:
-    narrowed = [head for head in record.heads if head.part != "heads"]
-    removed = [head for head in record.heads if head.part == "heads"]
+def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[HeadWidth]) -> str:
     words = []
     if removed:
         words.append(f"{sum(not head.width for head in removed)} of {len(removed)} heads removed")
