@@ -267,3 +267,50 @@ def test_layers_without_an_adapter_are_described(model_type, what):
 
 def test_a_class_of_equal_name_in_another_library_is_not_described():
     assert not NoOperatorAdapter().reads(type("MraSelfAttention", (nn.Module,), {})())
+
+
+class PlainMamba(nn.Module):
+    """Mamba as other libraries write it: the parts of transformers' layer, but no attributes for sizes."""
+
+    def __init__(self, width=8, inner=12, state=4, rank=2, normed=False):
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(width, 2 * inner), nn.Linear(inner, width)
+        self.conv1d = nn.Conv1d(inner, inner, 3, padding=2, groups=inner)
+        self.x_proj, self.dt_proj = nn.Linear(inner, rank + 2 * state, bias=False), nn.Linear(rank, inner)
+        self.A_log, self.D = nn.Parameter(torch.rand(inner, state)), nn.Parameter(torch.rand(inner))
+        self.sizes = [rank, state, state]
+        if normed:
+            self.dt_layernorm, self.B_layernorm, self.C_layernorm = map(nn.LayerNorm, self.sizes)
+
+    def forward(self, x):
+        x, z = self.in_proj(x).chunk(2, -1)
+        x = nn.functional.silu(self.conv1d(x.mT)[..., : x.shape[1]].mT)
+        parts = self.x_proj(x).split(self.sizes, dim=-1)
+        if hasattr(self, "dt_layernorm"):
+            norms = self.dt_layernorm, self.B_layernorm, self.C_layernorm
+            parts = [norm(part) for norm, part in zip(norms, parts, strict=True)]
+        step = nn.functional.softplus(parts[0] @ self.dt_proj.weight.mT + self.dt_proj.bias)
+        state, outputs = 0, []
+        for t in range(x.shape[1]):
+            decay = (step[:, t, :, None] * -self.A_log.exp()).exp()
+            state = decay * state + (step[:, t] * x[:, t])[..., None] * parts[1][:, t, None]
+            outputs.append((state * parts[2][:, t, None]).sum(-1))
+        return self.out_proj((torch.stack(outputs, 1) + self.D * x) * nn.functional.silu(z))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_mamba_of_another_library_is_read_by_its_parts(normed):
+    model, x = (
+        nn.Sequential(PlainMamba(normed=normed), PlainMamba(normed=normed)).eval(),
+        torch.randn(2, 9, 8),
+    )
+    trace, outputs = seen_with_outputs(model, input=x)
+    assert [(site.name, site.kind) for site in trace.mixers] == [("0", "selective"), ("1", "selective")]
+    # The state sums at most T terms.
+    assert max(output_error(site, outputs) for site in trace.mixers) < 64 * 9 * EPS32
+
+
+def test_mamba_with_more_parts_is_not_read_by_its_parts():
+    two_ways = PlainMamba()
+    two_ways.x_proj_back = nn.Linear(12, 10)
+    assert adapter_of(two_ways) is None

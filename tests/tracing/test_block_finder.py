@@ -296,6 +296,28 @@ def test_blocks_that_change_the_number_of_tokens_have_layers_but_no_states():
     assert trace.states == []
 
 
+@pytest.mark.parametrize("channels_first", [False, True])
+@pytest.mark.parametrize("window", [2, 3])
+def test_states_of_blocks_on_feature_maps_are_found(channels_first, window):
+    height, width = 4, 6
+
+    def forward(self, x):  # windows over a map, padded if they do not fit
+        grid = x.permute(0, 2, 3, 1) if channels_first else x
+        grid = nn.functional.pad(grid, (0, 0, 0, 0, 0, -height % window))
+        parts = grid.unflatten(2, (-1, window)).unflatten(1, (-1, window)).transpose(2, 3)
+        parts = self.attention(parts.flatten(0, 2).flatten(1, 2))
+        grid = parts.unflatten(1, (window, window)).unflatten(0, (len(x), -1, width // window))
+        mixed = grid.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :height]
+        return x + (mixed.permute(0, 3, 1, 2) if channels_first else mixed)
+
+    blocks = nn.Sequential(*[kind(forward, attention=Attention)() for _ in range(2)]).eval()
+    x = torch.randn(BATCH, height, width, WIDTH)
+    trace = seen(blocks, x.permute(0, 3, 1, 2).contiguous() if channels_first else x)
+    assert [(site.layer, site.sequences) for site in trace.mixers] == [(0, BATCH), (1, BATCH)]
+    assert layers_of(trace.states) == [0, 1, 2]
+    assert torch.equal(trace.states[0].tokens, x.flatten(1, 2))
+
+
 def test_an_uncaptured_block_counts_as_a_layer():
     def forward(self, x):  # an attention that is not seen: no function that is known mixes the tokens
         return (self.q_proj(x) * self.k_proj(x)).flip(1)

@@ -116,9 +116,11 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:
     """Return the number of sequences in a batch, also if each sequence is cut into several windows."""
     batch, tokens = operator.shape[0], operator.shape[-2]
-    # Only inputs with three axes count, because an input with two axes may be (B, F) or (T, D).
+    # Only inputs with three or four axes count, because an input with two axes may be (B, F) or (T, D).
     given = (given_shape(call, tokens) for call in calls if call.tokens is not None)
-    return min((shape[0] for shape in given if shape and shape[0] and batch % shape[0] == 0), default=batch)
+    counts = [shape[0] for shape in given if shape]
+    counts += [call.stream.shape[0] for call in calls if call.stream is not None and call.stream.dim() == 4]
+    return min((count for count in counts if count and batch % count == 0), default=batch)
 
 
 def find_batch_first(
@@ -126,12 +128,20 @@ def find_batch_first(
 ) -> Callable[[Tensor], Tensor] | None:
     """Find the order of axes of a block's states; return a function that converts them to (B, T, D).
 
-    The states may be (B, T, D), (T, B, D), (T, D) without a batch, or a nested tensor. Shapes of the
-    operators tell (B, T, D) from (T, B, D). Return None if states with two axes are not (T, D).
+    The states may be (B, T, D), (T, B, D), (T, D) without a batch, a nested tensor, or feature maps
+    (B, H, W, D) or (B, D, H, W). Shapes of the operators tell these orders apart. Return None if states with
+    two or four axes fit no operator.
     """
     shapes = {(site.operator.shape[0], site.operator.shape[2]) for site in mixers if not site.cross}
     if tokens.is_nested:
         return lambda states: padded(states)[0]
+    if tokens.dim() == 4:
+        # Windows may pad the map, so that the operators have more rows than the map has places.
+        rows = max((batch * count for batch, count in shapes), default=0)
+        last, first = (tokens.numel() // max(tokens.shape[axis], 1) <= rows for axis in (-1, 1))
+        if last == first:
+            return None
+        return lambda states: states.flatten(1, 2) if last else states.flatten(2).mT
     if tokens.dim() == 2:
         return (lambda states: states.unsqueeze(0)) if (1, tokens.shape[0]) in shapes else None
     first, second = tokens.shape[:2]

@@ -93,6 +93,9 @@ class BlockFinder:
     ) -> None:
         self._rank = block_ranks(model, pattern)
         self._expected = {name for name in self._rank if name and any(holds(name, one) for one in mixer_like)}
+        outer = (inner.split(".")[:at] for inner in self._expected for at in range(1, inner.count(".") + 1))
+        self._around = {".".join(parts) for parts in outer}
+        """Names of modules around possible blocks: they are no blocks if they read feature maps."""
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
@@ -130,7 +133,7 @@ class BlockFinder:
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
             given = call.stream
-            if given is not None:
+            if given is not None and (given.dim() < 4 or call.name not in self._around):
                 self._candidates.append(self._candidate(call, given))
 
     def _candidate(self, call: ModuleCall, given: Tensor) -> BlockCandidate:

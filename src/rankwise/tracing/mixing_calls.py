@@ -202,26 +202,28 @@ def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
     """Return a function that adds the axes mapped by `torch.vmap` to tensors; sequences come before heads."""
     physical = without_vmap(like)
     given = given_shape(call, like.shape[-2])
-    heads_first = physical.dim() == 4 and given is not None and physical.shape[0] != given[0]
+    leading = physical.shape[:-2]
+    heads_first = len(leading) == 2 and given is not None and leading[0] != given[0] == leading[1]
 
     def unmap(tensor: Tensor) -> Tensor:
         whole = without_vmap(tensor)
         whole = whole.expand(*physical.shape[: physical.dim() - whole.dim()], *whole.shape)
-        return whole.transpose(0, 1) if heads_first and physical.shape[1] == given[0] else whole  # type: ignore[index]
+        return whole.transpose(0, 1) if heads_first else whole
 
     return unmap if physical is not like else lambda tensor: tensor
 
 
 def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxProduct:
     """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
-    unmap = _without_vmap(mixed.matrix, call)
-    parts = {name: getattr(mixed, name) for name in ("matrix", "values", "output", "keys")}
-    changed: dict[str, Any] = {name: None if part is None else unmap(part) for name, part in parts.items()}
-    allowed = mixed.allowed
+    unmap, allowed = _without_vmap(mixed.matrix, call), mixed.allowed
+    matrix = unmap(mixed.matrix)
     if allowed is not None:
         seen = unmap(allowed.of(mixed.matrix.shape))
-        allowed = Entries(changed["matrix"].shape, lambda: seen)
-    return replace(mixed, **changed, allowed=allowed, axes=None)
+        allowed = Entries(matrix.shape, lambda: seen)
+    output, keys = (None if part is None else unmap(part) for part in (mixed.output, mixed.keys))
+    return replace(
+        mixed, matrix=matrix, values=unmap(mixed.values), output=output, keys=keys, allowed=allowed, axes=None
+    )
 
 
 def mixes_without_softmax(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:

@@ -77,8 +77,9 @@ class ModuleCall:
 
     @property
     def stream(self) -> Tensor | None:
-        """First argument of shape (B, T, D); without one, the first of shape (T, D)."""
-        return first_tokens(self.tensors, axes=2) if self.tokens is None else self.tokens
+        """First argument of shape (B, T, D); without one, the first of shape (T, D), then of four axes."""
+        found = (first_tokens(self.tensors, axes) for axes in (3, 2, 4))
+        return next((tokens for tokens in found if tokens is not None), None)
 
     def argument(self, name: str) -> Any:
         """Return the argument called ``name`` in ``forward``; `ABSENT` if the call has no such argument."""

@@ -30,6 +30,10 @@ WITHOUT_OPERATOR = {
         "no adapter reads"
     ),
     "PatchTSMixer": "an MLP across the patches, a nonlinear function of all of them: no matrix mixes them",
+    "mLSTM": (
+        "the memory of an mLSTM is linear in its values, but is not computed as a matrix in this layer, only "
+        "as a state or by a kernel; use the parallel form of the layer"
+    ),
     "LSTM|GRU|RNN": "its state goes through a nonlinear function at each token: no matrix mixes its tokens",
 }
 """By pattern of class names, the reason why the operator of such layers is not captured."""

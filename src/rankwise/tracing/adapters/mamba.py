@@ -20,17 +20,26 @@ class MambaAdapter(StateSpaceAdapter):
     """
 
     classes = frozenset({"MambaMixer", "FalconMambaMixer", "JambaMambaMixer"})
-    inner = ("in_proj", "x_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "dt_proj")
+    norms = ("dt_layernorm", "b_layernorm", "c_layernorm"), ("dt_layernorm", "B_layernorm", "C_layernorm")
+    inner = ("in_proj", "x_proj", "dt_proj", *norms[0], *norms[1])
+
+    def reads(self, module: nn.Module) -> bool:
+        """Return True also for layers of other libraries that have the same parts, and no other parts."""
+        parts = {name for name, _ in module.named_children()} - {"act", *self.norms[0], *self.norms[1]}
+        weights = {name for name, _ in module.named_parameters(recurse=False)}
+        alike = parts == {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"} and weights == {"A_log", "D"}
+        return super().reads(module) or alike
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
         """Return the operator: one selective scan per channel."""
         mixer: Any = call.module
         check_on_device(mixer.A_log, mixer.D, mixer.dt_proj.weight, mixer.dt_proj.bias)
-        size = mixer.ssm_state_size
-        parts = output_of(inner, "x_proj").split([mixer.time_step_rank, size, size], dim=-1)
+        size = mixer.A_log.shape[-1]
+        projected = output_of(inner, "x_proj")
+        parts = projected.split([projected.shape[-1] - 2 * size, size, size], dim=-1)
         time_step, b, c = (
-            inner[norm].output if norm in inner else part
-            for norm, part in zip(("dt_layernorm", "b_layernorm", "c_layernorm"), parts, strict=True)
+            next((inner[norm].output for norm in norms if norm in inner), part)
+            for norms, part in zip(zip(*self.norms, strict=True), parts, strict=True)
         )
         operator = SelectiveMixing(
             c.unsqueeze(1),
