@@ -123,8 +123,16 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no skips": (gpt2, {}, "expected λ-skips that can learn, got none"),
     "no mask token": (partial(skipped, "masked"), {}, "expected the id of the mask token"),
     "half a step": (skipped, {"steps": 0.5}, "`steps`: expected a whole number"),
-    "no batches": (skipped, {"batches": []}, "`batches`: expected at least one batch, got none"),
-    "one batch": (skipped, {"batches": TEXT}, "`batches`: expected an iterable of batches, got dict"),
+    "no batches": (
+        skipped,
+        {"batches": []},
+        "`batches`: expected an iterable of one or more batches, got none",
+    ),
+    "one batch": (
+        skipped,
+        {"batches": TEXT},
+        "`batches`: expected an iterable of one or more batches, got dict",
+    ),
     "text": (skipped, {"batches": ["text"]}, "batch 1: expected a batch with tokens.*got str"),
     "ids alone": (skipped, {"batches": [IDS]}, "batch: expected a dict with `input_ids`, got Tensor"),
 }

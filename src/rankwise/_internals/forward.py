@@ -1,7 +1,7 @@
 """Functions that run a model on a batch, edit batches, and change a model reversibly."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -143,6 +143,29 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
 
 
 # --- batches ---------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: Any, subject: str = "`batch`") -> None:
+    """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
+    tensors = tensors_of(batch)
+    if not any(tensor.numel() for tensor in tensors.values()):
+        raise InputError(
+            subject, expected="a batch with tokens: a dict of tensors, a tuple of tensors or a tensor",
+            got="one without tokens" if tensors else type(batch).__name__,
+            fix="Pass one batch of a list or DataLoader: `next(iter(batches))`.",
+        )  # fmt: skip
+
+
+def each_batch(batches: Iterable[Batch], name: str = "batches") -> Iterator[Batch]:
+    """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
+    number, several = 0, isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping | str)
+    for number, batch in enumerate(batches if several else (), 1):
+        check_batch(batch, f"batch {number}")
+        yield batch
+    if not number:
+        got = "none" if several else type(batches).__name__
+        fix = "Put a single batch into a list: `[batch]`. An iterator that was read before yields none."
+        raise InputError(f"`{name}`", expected="an iterable of one or more batches", got=got, fix=fix)
 
 
 def device_of(model: nn.Module) -> torch.device:

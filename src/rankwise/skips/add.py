@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, config_value, device_of, tensors_of
+from rankwise._internals.forward import Batch, check_batch, config_value, device_of
 from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
-from rankwise.errors import InputError, SkipError, did_you_mean, instance_of, one_of, strip_control
+from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
 from rankwise.skips.locate import NOTES, SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.verify import verify
@@ -70,9 +70,8 @@ def add_lambda_skip(
     The model runs once on an example. A sum x + f(x) is a residual connection around a mixer if derivatives
     show that f moves information between tokens. λ is a parameter (``lambda_skip``) of an existing module, so
     that optimizers, ``state_dict`` and ``.to()`` include it; no class changes. With λ = 1, outputs are
-    bit-identical. A second call adds λ at further ``sites`` and does not change λ at other sites. At the end,
-    the function checks the changed model on the example: at λ = 1 against the original model, and at other λ
-    against sums that are scaled directly.
+    bit-identical. A second call adds λ at further ``sites`` and does not change λ at other sites. The changed
+    model is then compared to scaled sums on the example.
 
     Cost: five forward passes on the example, and derivatives of its sums; afterwards one multiply-add of the
     token states per site.
@@ -187,31 +186,6 @@ def check_skips(model: nn.Module) -> None:
         raise SkipError(subject, expected="a model with λ-skips", got="one without", fix=fix)
 
 
-def check_batch(batch: Any, subject: str = "`batch`") -> None:
-    """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
-    tensors = tensors_of(batch)
-    if not any(tensor.numel() for tensor in tensors.values()):
-        raise InputError(
-            subject, expected="a batch with tokens: a dict of tensors, a tuple of tensors or a tensor",
-            got="one without tokens" if tensors else type(batch).__name__,
-            fix="Pass one batch of a list or DataLoader: `next(iter(batches))`.",
-        )  # fmt: skip
-
-
-def each_batch(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
-    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping | str):
-        got, fix = type(batches).__name__, "Put a single batch into a list: `[batch]`."
-        raise InputError("`batches`", expected="an iterable of batches", got=got, fix=fix)
-    number = 0
-    for number, batch in enumerate(batches, 1):
-        check_batch(batch, f"batch {number}")
-        yield batch
-    if not number:
-        fix = "Pass a list of batches; an iterator that was read before yields none."
-        raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
-
-
 def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None:
     """Raise if a tensor has NaN or infinity."""
     if not bool(value.isfinite().all()):
@@ -245,12 +219,9 @@ def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> lis
     if sites is None:
         return found
     chosen: set[str] = set()
-    patterns: list[Any] = (
-        [sites] if isinstance(sites, str) or not isinstance(sites, Iterable) else list(sites)
-    )
-    for pattern in patterns or [""]:
-        fix = "Pass one name or a list of names; omit `sites` for all."
-        instance_of("`sites`", pattern, str, "names of modules", fix=fix, error=SkipError)
+    several = isinstance(sites, Iterable) and not isinstance(sites, str)
+    for pattern in (list(sites) or [""]) if several else [sites]:
+        instance_of("`sites`", pattern, str, "names of modules", fix="Omit it for all.", error=SkipError)
         parts = pattern.count(".") + 1
         # names are cut to as many parts as the pattern has: "h.1" then matches "h.1.attn"
         cut = {site.name: ".".join(site.name.split(".")[:parts]) for site in found}

@@ -111,19 +111,11 @@ class SkipCertificate(_Numbers):
         return load_record(path, cls, "certificate.json", upgrade=_upgraded, unmarked=True)
 
     def save(self, path: str | Path) -> Path:
-        """Write the certificate as JSON and return the path; into a folder, write ``certificate.json``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
+        """Write the certificate as JSON, in a folder as ``certificate.json``, and return the path."""
         return write_file(Path(path), self.model_dump_json(indent=1), "certificate", "certificate.json")
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the certificate as one HTML file and return the path; into a folder, write ``index.html``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
+        """Write the certificate as one HTML file, in a folder as ``index.html``, and return the path."""
         from rankwise.report import write_page
         from rankwise.report.skip_report import certificate_document
 

@@ -1,7 +1,6 @@
-"""Certify λ-skips: take a model and a batch, return the measured spread μ of tokens and its proved bounds.
+"""Certify λ-skips: measure the spread μ of tokens on a batch, and prove bounds of it by `rankwise.theory`.
 
-Each sum λx + f(x) is observed on the batch, together with its norm and its mixer. Bounds come from
-`rankwise.theory`. In this file Y are the states x of a sequence, and B is the branch f(Y).
+In this file Y are the states x of a sequence, and B is the branch f(Y).
 """
 
 import math
@@ -14,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, tensors_of
+from rankwise._internals.forward import Batch, check_batch, tensors_of
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
-from rankwise.skips.add import check_batch, check_finite, check_traceable
+from rankwise.skips.add import check_finite, check_traceable
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, sites_in
@@ -91,19 +90,14 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     for name, value in lambdas.items():
         check_finite(f"λ of {name!r}", value, "Set it, or fit it again with a lower learning rate.")
     mixers: list[MixerSite] = []
-    stacks: dict[str, str] = {}  # by block
-
-    def note(state: StateSite) -> None:
-        stacks[state.name] = state.stack
-
+    states: list[StateSite] = []
     # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
     recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
     # `capture` raises at the end if it found no mixer; the measured numbers need none.
-    capturing = capture(model, on_mixer=mixers.append, on_state=note, values=True)
+    capturing = capture(model, on_mixer=mixers.append, on_state=states.append, values=True)
     with suppress(CaptureError), recording as calls, capturing:
         seen = observe(model, batch, sites, lambdas)
-    if not any(bool((added.mask.sum(-1) > 1).any()) for added in seen):
-        raise _too_few_tokens()
+    _check_several(any(bool((added.mask.sum(-1) > 1).any()) for added in seen))
     fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
     for added in seen:
         for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
@@ -112,23 +106,22 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     for added, mixing in zip(seen, _mixings(seen, sites, mixers, calls), strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
         layers.append(layer)
-    certificates = _stacks(seen, layers, stacks)
-    notes = _notes(layers, certificates, seen, unlike)
+    stacks = _stacks(seen, layers, {state.name: state.stack for state in states})
+    notes = _notes(layers, stacks, seen, unlike)
     for name, value in tensors_of(batch).items():
         # padding masks of torch's own layers are not read, because their names and signs vary
         if name.endswith("key_padding_mask") and bool(value.any()):
             advice = "give sequences of one length without padding"
             notes.append(f"`{name}` of the batch marks padding, and that was counted as tokens: {advice}")
     sequences = max(added.x.shape[0] for added in seen)
-    return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=certificates, notes=notes)
+    return SkipCertificate(a=a, sequences=sequences, layers=layers, stacks=stacks, notes=notes)
 
 
 def check_tokens(batch: Batch) -> None:
     """Raise if a value is not a batch, if a sequence has no real token, or if all have one token."""
     check_batch(batch)
     ids = tensors_of(batch).get("input_ids")
-    if ids is not None and ids.shape[-1] < 2:
-        raise _too_few_tokens()
+    _check_several(ids is None or ids.shape[-1] > 1)
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = tensors_of(batch).get(name)
         if mask is not None and mask.dim() == 2 and (empty := int((~mask.bool().any(-1)).sum())):
@@ -137,10 +130,13 @@ def check_tokens(batch: Batch) -> None:
             raise SkipError(f"`{name}` of the batch", expected=expected, got=got, fix=fix)
 
 
-def _too_few_tokens() -> SkipError:
-    fix = "One token is always its own mean: μ = 0 with any λ. Give longer sequences."
-    expected = "two real tokens in a sequence, or more"
-    return SkipError("`batch`", expected=expected, got="one at most", fix=fix)
+def _check_several(several: bool) -> None:
+    if not several:
+        expected, fix = (
+            "two real tokens in a sequence, or more",
+            "One token is its own mean: μ = 0 with any λ.",
+        )
+        raise SkipError("`batch`", expected=expected, got="one at most", fix=fix)
 
 
 # --- mixers ----------------------------------------------------------------------------------------------

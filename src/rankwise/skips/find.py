@@ -1,7 +1,4 @@
-"""Find skip connections: run a model on an example, return its sums x + f(x) in which f mixes tokens.
-
-A forward pass is recorded with its autograd graph; derivatives between tokens show which sums count.
-"""
+"""Find skip connections: the sums x + f(x) of a forward pass in which f mixes tokens, by derivatives."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

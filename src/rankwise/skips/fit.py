@@ -1,7 +1,4 @@
-"""Fit λ: take a language model with λ-skips and batches of text, return the losses and λ before and after.
-
-All other parameters are frozen. `skip_parameter_groups` is for training loops of the user.
-"""
+"""Fit λ of a language model by its loss on text; return parameter groups for other training loops."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, eval_mode, run_model
+from rankwise._internals.forward import Batch, each_batch, eval_mode, run_model
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.losses import IGNORE_INDEX
-from rankwise.skips.add import check_finite, each_batch, skips_of
+from rankwise.skips.add import check_finite, skips_of
 from rankwise.skips.locate import check_module
 
 TextBatch = Mapping[str, Tensor]

@@ -109,9 +109,8 @@ class AddResidual(SkipHook):
                 raise SkipError(
                     f"gradient checkpointing of {type(module).__name__}",
                     expected="a checkpoint around the whole block, which reads the residual again",
-                    got="one around the mixer, without the norm or block that reads the residual",
-                    fix="Checkpoint the block in place of the mixer.",
-                )
+                    got="one around the mixer alone", fix="Checkpoint the block in place of the mixer.",
+                )  # fmt: skip
         if residual is None:
             return None
         total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
@@ -152,11 +151,10 @@ def corrected(tensor, residual, scale):
     if tensor.is_nested:  # torch's encoder packs padded rows in evaluation mode; nested tensors lack addcmul
         if scale.numel() > 1:
             raise SkipError(
-                "λ-skips by channel on nested tensors",
-                expected="padded tensors",
+                "λ-skips by channel on nested tensors", expected="padded tensors",
                 got="nested ones, which torch.nn.TransformerEncoder makes of padded rows in evaluation",
                 fix="Build the encoder with enable_nested_tensor=False, or use per='layer'.",
-            )
+            )  # fmt: skip
         return tensor + residual * (scale.reshape(()) - 1)
     wide = torch.addcmul(tensor, residual, scale - 1)
     return wide.to(torch.promote_types(tensor.dtype, residual.dtype))

@@ -1,8 +1,4 @@
-"""Locate skip connections: find the places in a model to hook so that x + f(x) becomes λ·x + f(x).
-
-`find_sites` takes a model and an example, and returns sites. `skip_sites` returns the sites of a model that
-has λ-skips.
-"""
+"""Locate skip connections: find the places in a model to hook so that x + f(x) becomes λ·x + f(x)."""
 
 import math
 from collections import Counter

@@ -1,8 +1,4 @@
-"""Recommend λ: take an audit, its model and a batch; return the audit with λ against COLLAPSE.
-
-`choose_lambda` tries several λ for one stack of blocks. `recommend` writes the choice into COLLAPSE findings,
-and adds a finding for each mixer that a large λ suppresses.
-"""
+"""Recommend λ: choose λ for one stack of blocks by trials, and write it into the findings of an audit."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import Batch, run_model
+from rankwise._internals.forward import Batch, check_batch, each_batch, run_model
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
@@ -20,7 +16,7 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerReco
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, RankwiseError, instance_of, one_of
-from rankwise.skips.add import check_batch, check_traceable, each_batch, skips_of
+from rankwise.skips.add import check_traceable, skips_of
 from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
@@ -54,8 +50,6 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     of the stack to the tried value, and applies the rule of this finding to the token states of the batch.
     Signs of λ are preserved, and 0 counts as positive. The model is not changed.
 
-    ``tried`` and ``removes_collapse`` are measured, and ``proved`` is a bound for single layers, all on this
-    batch. Nothing is known about training with such a λ.
     Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the mixing
     matrix of each head.
 

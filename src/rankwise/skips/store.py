@@ -1,7 +1,6 @@
 """Save the λ-skips of a model into a folder, and load them: λ in safetensors, a description in JSON."""
 
 import hashlib
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +9,14 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
-from rankwise.errors import SkipError, did_you_mean
+from rankwise.errors import SkipError
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
-from rankwise.skips.locate import PARAMETER
+from rankwise.skips.locate import PARAMETER, skip_sites
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -79,14 +78,10 @@ def save_skips(
         parameters=_digest(model), fitted=fitted or {},
     )  # fmt: skip
 
-    def write_numbers(path: Path) -> None:
-        try:
-            save_file(numbers, path)
-        except SafetensorError as error:  # safetensors raises this on a full disk
-            raise OSError(str(error)) from error
-
     described = write_file(Path(folder) / FACTS, facts.model_dump_json(indent=1), "skips")
-    return write_file(Path(folder) / NUMBERS, write_numbers, "skips"), described
+    return write_file(
+        Path(folder) / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"
+    ), described
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
@@ -118,7 +113,22 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         fix = "Check the folder." if gone else "Save the skips again."
         expected = "a file that `save_skips` wrote"
         raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
-    _check(model, facts, numbers, folder)
+    if facts.model_class != _class(model):
+        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
+    if missing := set(facts.sites) ^ set(numbers):
+        expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
+        fix = "Copy both files from the same save."
+        raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
+    for name, value in numbers.items():
+        if value.dtype not in DTYPES:
+            raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
+    if not facts.parameters:
+        warnings.warn(
+            f"{folder / FACTS} does not say what parameters its model had: λ may belong to another model; "
+            "save them again", UserWarning, stacklevel=2,
+        )  # fmt: skip
+    elif facts.parameters != _digest(model):
+        raise _another(model, folder, "λ of one whose parameters have other names or shapes")
     skips = add_lambda_skip(model, 1.0, facts.learnable, facts.per, list(facts.sites), example)
     try:
         if set(skips) != set(facts.sites) or any(skips[name].shape != numbers[name].shape for name in skips):
@@ -142,46 +152,22 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
-    roots = set()
-    for site in skips_of(model).sites.values():
-        before = f".{site.name}".removesuffix(site.parameter.removeprefix(PARAMETER)).rstrip(".")
-        now = f".{site.write.module}".rstrip(".")
-        roots.add(now.removesuffix(before)[1:] if now.endswith(before) else None)
-    root = roots.pop()
-    if root is None or roots or any(hasattr(module, "base_layer") for module in model.modules()):
-        raise SkipError(
-            f"model {type(model).__name__}", expected="the model that λ was added to, or a wrapper",
-            got="one whose modules have other names, or an adapter such as LoRA",
-            fix="Save the model before it is changed, or merge the adapter: `model.merge_and_unload()`.",
-        )  # fmt: skip
-    return model.get_submodule(root)
-
-
-def _check(model: nn.Module, facts: SkipFacts, numbers: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise if saved λ do not fit the model; warn if the files are too old to tell."""
-    if facts.model_class != _class(model):
-        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
-    if missing := set(facts.sites) ^ set(numbers):
-        expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
-        fix = "Copy both files from the same save."
-        raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
-    for name, value in numbers.items():
-        if value.dtype not in DTYPES:
-            raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
-    _check_finite(numbers, str(folder))
-    modules = dict(model.named_modules())
-    for name, width in facts.sites.items():
-        if name not in modules and re.sub(r"_\d+$", "", name) not in modules:
-            raise _another(model, folder, f"a site {name!r}", did_you_mean(name, modules))
-        if numbers[name].shape not in ((1,), (width,)):
-            raise _another(model, folder, f"λ of shape {tuple(numbers[name].shape)} for {name!r}")
-    if not facts.parameters:
-        warnings.warn(
-            f"{folder / FACTS} does not say what parameters its model had: λ may belong to another model; "
-            "save them again", UserWarning, stacklevel=3,
-        )  # fmt: skip
-    elif facts.parameters != _digest(model):
-        raise _another(model, folder, "λ of one whose parameters have other names or shapes")
+    number, adapted = len(skip_sites(model)), any(hasattr(module, "base_layer") for module in model.modules())
+    for root in () if adapted else model.modules():
+        sites = [
+            site.write.module + site.parameter.removeprefix(PARAMETER) == site.name
+            for site in skip_sites(root)
+        ]
+        if len(sites) == number and all(sites):
+            return root
+    expected, got = "the model that λ was added to, or a wrapper", "one with other names of modules"
+    fix = "Save the model before it is changed, or merge the adapter: `model.merge_and_unload()`."
+    raise SkipError(
+        f"model {type(model).__name__}",
+        expected=expected,
+        got="one with an adapter" if adapted else got,
+        fix=fix,
+    )
 
 
 def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
@@ -198,9 +184,9 @@ def _digest(model: nn.Module) -> str:
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
-def _another(model: nn.Module, folder: Path, got: str, fix: str = "") -> SkipError:
+def _another(model: nn.Module, folder: Path, got: str) -> SkipError:
     expected = f"λ of a {type(model).__name__} with the residual mixers of this model"
-    fix = fix or "Load them into the model they were saved from, or one of its configuration."
+    fix = "Load them into the model they were saved from, or one of its configuration."
     return SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
 
 
