@@ -312,7 +312,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, Any], object]] = {
         ([IDS], "list"), ("text", "str"), (LOADER, "DataLoader"), (iter([IDS]), "list_iterator"),
         ({"input_ids": torch.zeros(2, 0)}, "one without tokens"), ({"input_ids": [[1]]}, "dict"),
     ],
-    ids=str,
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )  # fmt: skip
 def test_what_is_not_a_batch_is_refused(name: str, batch: Any, got: str) -> None:
     expected = f"`{name.split()[0]}`: expected a batch with tokens: .*, got {got}"

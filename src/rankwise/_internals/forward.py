@@ -149,14 +149,13 @@ def check_batch(batch: Any, subject: str = "`batch`") -> None:
     """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
     tensors = tensors_of(batch)
     if not any(tensor.numel() for tensor in tensors.values()):
-        raise InputError(
-            subject, expected="a batch with tokens: a dict of tensors, a tuple of tensors or a tensor",
-            got="one without tokens" if tensors else type(batch).__name__,
-            fix="Pass one batch of a list or DataLoader: `next(iter(batches))`.",
-        )  # fmt: skip
+        expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
+        got = "one without tokens" if tensors else type(batch).__name__
+        fix = "Pass one batch of a list or DataLoader: `next(iter(batches))`."
+        raise InputError(subject, expected=expected, got=got, fix=fix)
 
 
-def each_batch(batches: Iterable[Batch], name: str = "batches") -> Iterator[Batch]:
+def each_batch(batches: Iterable[Any], name: str = "batches") -> Iterator[Any]:
     """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
     number, several = 0, isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping | str)
     for number, batch in enumerate(batches if several else (), 1):

@@ -219,8 +219,8 @@ def match_sites(found: list[SkipSite], sites: str | Iterable[str] | None) -> lis
     if sites is None:
         return found
     chosen: set[str] = set()
-    several = isinstance(sites, Iterable) and not isinstance(sites, str)
-    for pattern in (list(sites) or [""]) if several else [sites]:
+    given: Any = sites if isinstance(sites, Iterable) and not isinstance(sites, str) else [sites]
+    for pattern in list(given) or [""]:
         instance_of("`sites`", pattern, str, "names of modules", fix="Omit it for all.", error=SkipError)
         parts = pattern.count(".") + 1
         # names are cut to as many parts as the pattern has: "h.1" then matches "h.1.attn"
@@ -247,8 +247,9 @@ def check_lambda(subject: str, value: object) -> None:
 
 
 def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
-    limit = "no module receives x or returns f(x)"
-    notes = [f"the residual connection in {name} has no λ: {limit}" for name in missed]
+    notes = [
+        f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed
+    ]
     if dropping := [site.name for site in sites if site.drops]:
         limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
         notes.append(f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: {limit}")

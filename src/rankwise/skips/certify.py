@@ -78,8 +78,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
     if sites:
         return certify_sites(model, batch, sites, a)
     reason = f"none within reach of a module ({', '.join(missed[:3])})" if missed else "none"
-    note = f"residual connections around mixers: {reason}; a block must compute x + f(x)"
-    note += ", and the batch must have two tokens or more"
+    note = f"residual connections around mixers: {reason}; a block must compute x + f(x) on several tokens"
     return SkipCertificate(a=a, sequences=0, layers=[], stacks=[], notes=[note])
 
 
@@ -322,8 +321,8 @@ def _layer(
     certificate = LayerCertificate(
         site=added.site.name, lambda_value=float(scale.flatten()[scale.abs().argmin()]), norm=norm.kind,
         norm_gain=1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min()),
-        spread_in=sum_.mean(before), relative_spread_in=sum_.mean(spread(y, mask) / _size(y)),
-        relative_spread_out=sum_.mean(spread(after, mask) / _size(after)),
+        spread_in=sum_.mean(before), relative_spread_in=sum_.mean(token_spread(y, mask)),
+        relative_spread_out=sum_.mean(token_spread(after, mask)),
         mixing_share=sum_.mean(_size(b) / _size(after)), **proved,
     )  # fmt: skip
     return certificate, unlike
@@ -411,7 +410,8 @@ def _stacks(
     pairs = grouped(zip(seen, layers, strict=True), lambda pair: stack_of(pair[0].site.name))
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
-        start, end = _relative_spread(first.x, first.mask), _relative_spread(last.total, last.mask)
+        ends = (first.x, first.mask), (last.total, last.mask)
+        start, end = (token_spread(rows, mask).nan_to_num(0.0) for rows, mask in ends)
         several = first.mask.sum(-1) > 1
         # tokens that are equal (up to rounding) at the start of the stack have no spread to keep
         apart = several & (start > torch.finfo(first.x.dtype).eps)
@@ -419,20 +419,14 @@ def _stacks(
         if bool(apart.any()):
             numbers["kept"] = float((end / start)[apart].mean())
         if bool(apart.any()) and last.norm.kind != "unknown":
-            ends = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-            numbers["kept_mu"] = float((ends / spread(first.x, first.mask))[apart].mean())
+            after = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+            numbers["kept_mu"] = float((after / spread(first.x, first.mask))[apart].mean())
         for name in ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"):
             values = [getattr(layer, name) for _, layer in inside]
             numbers[name] = None if None in values else max(values)
         left_out = int((several & ~apart).sum())
         found.append(StackCertificate(stack=stack, layers=len(inside), left_out=left_out, **numbers))
     return found
-
-
-def _relative_spread(rows: Tensor, mask: Tensor) -> Tensor:
-    """Return μ/‖Y‖ of each sequence, 0 if all rows are 0."""
-    size = _size(rows.double().masked_fill(~mask[..., None], 0))
-    return (spread(rows, mask) / size).nan_to_num(0.0)
 
 
 def _notes(

@@ -398,11 +398,9 @@ def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
 
 
 def _not_finite(what: str) -> SkipError:
-    return SkipError(
-        "the example, or the weights of the model", got=f"NaN or infinity in {what}",
-        expected="finite numbers in a forward pass and its derivatives",
-        fix="Check the weights; in float16, add the skips in float32 or bfloat16. Or pass another `example`.",
-    )  # fmt: skip
+    expected, got = "finite numbers in a forward pass and its derivatives", f"NaN or infinity in {what}"
+    fix = "Check the weights; in float16, add the skips in float32 or bfloat16. Or pass another `example`."
+    return SkipError("the example, or the weights of the model", expected=expected, got=got, fix=fix)
 
 
 def run_with(model: nn.Module, example: Batch, changes: Mapping[SumName, SumChange]) -> list[Tensor]:

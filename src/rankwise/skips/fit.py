@@ -89,8 +89,7 @@ def fit_skips(
                 with torch.no_grad():
                     _finite_loss(model, batch, mask_token, steps)
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):
-            kept = start
+        kept = kept if isinstance(error, KeyboardInterrupt) else start
         with torch.no_grad():
             for name, value in skips.items():
                 value.copy_(kept[name])
@@ -128,10 +127,11 @@ def skip_parameter_groups(
     """
     scales = [scale for scale in skips_of(model).values() if scale.requires_grad]
     if not scales:
-        raise SkipError(
-            f"model {type(model).__name__}", expected="λ-skips that can learn", got="none",
-            fix="Put them in with `rw.add_lambda_skip(model, learnable=True)`.",
-        )  # fmt: skip
+        subject, fix = (
+            f"model {type(model).__name__}",
+            "Add them by `rw.add_lambda_skip(model, learnable=True)`.",
+        )
+        raise SkipError(subject, expected="λ-skips that can learn", got="none", fix=fix)
     rate = {} if lr is None else {"lr": lr}
     known = {id(scale) for scale in scales}
     others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
@@ -164,16 +164,12 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         raise InputError("batch", expected="a dict with `input_ids`", got=type(batch).__name__, fix=fix)
     masked = name.endswith("ForMaskedLM")
     if not name.endswith(HEADS) or "labels" not in inspect.signature(model.forward).parameters:
-        raise SkipError(
-            f"model {name}", expected="a language model of transformers with its head, which has a loss",
-            got="none",
-            fix="Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters.",
-        )  # fmt: skip
+        expected = "a language model of transformers with its head, which has a loss"
+        fix = "Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters."
+        raise SkipError(f"model {name}", expected=expected, got="none", fix=fix)
     if masked and mask_token is None:
-        raise SkipError(
-            f"model {name}", expected="the id of the mask token", got="none",
-            fix="Use a tokenizer that has a mask token.",
-        )  # fmt: skip
+        fix = "Use a tokenizer that has a mask token."
+        raise SkipError(f"model {name}", expected="the id of the mask token", got="none", fix=fix)
     inputs, ids = dict(batch), batch["input_ids"]
     real = inputs["attention_mask"] != 0 if "attention_mask" in inputs else torch.ones_like(ids).bool()
     predicted = real
@@ -185,11 +181,9 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         inputs["input_ids"] = ids.masked_fill(predicted, mask_token or 0)
     causal = name.endswith(("ForCausalLM", "LMHeadModel"))  # a causal model does not predict the first token
     if not bool(predicted[:, int(causal) :].any()):
-        raise SkipError(
-            "batch", expected="a real token to predict",
-            got="no real token, all are padding" if not bool(real.any()) else "one real token a sequence",
-            fix="Leave it out; `attention_mask` is 1 at real tokens.",
-        )  # fmt: skip
+        got = "one real token a sequence" if bool(real.any()) else "no real token, all are padding"
+        fix = "Leave it out; `attention_mask` is 1 at real tokens."
+        raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
     inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
     loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss

@@ -15,7 +15,7 @@ from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
-from rankwise.skips.find import probe_mode, replacing_sums
+from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.skips.hooks import SkipHook
 from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
@@ -23,6 +23,8 @@ from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
 """Tolerance for a norm of D channels, in units of √D roundings in float32, in which norms compute."""
+Lambdas = Mapping[str, Tensor | float]
+"""Values of λ by the name of the site."""
 OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
 """Function that is called with the site, x, f(x) and λx + f(x) of a sum."""
 
@@ -66,7 +68,7 @@ class ObservedSkip:
 
 
 def observe(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Mapping[str, Tensor | float]
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas
 ) -> list[ObservedSkip]:
     """Run a batch with the given λ; return every sum of the sites, in the order of the forward pass."""
     seen: list[ObservedSkip] = []
@@ -106,22 +108,14 @@ def observe(
 
 @contextmanager
 def with_lambdas(
-    model: nn.Module,
-    sites: Sequence[SkipSite],
-    lambdas: Mapping[str, Tensor | float],
-    on_sum: OnSum | None = None,
+    model: nn.Module, sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
 ) -> Iterator[None]:
     """Context manager in which a model runs with the given λ at some sites; no weight of the model changes.
 
     Sites may be λ-skips, `LambdaSkip` modules or plain residual connections; sites without a given λ keep
     their λ. ``on_sum`` is called for each sum.
     """
-    scales = {**lambdas_of(model, sites), **lambdas}
-    scaled = {
-        name: partial(scaled_sum, site.which, scales[site.name], on_sum and partial(on_sum, site))
-        for site in sites
-        for name in site.sums
-    }
+    scaled = scaled_sums(sites, {**lambdas_of(model, sites), **lambdas}, on_sum)
     with plain_skips(model), replacing_sums(model, scaled):
         yield
 
@@ -160,6 +154,17 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
         plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
         found[site.name] = getattr(module, site.parameter, plain).detach().reshape(-1)
     return found
+
+
+def scaled_sums(
+    sites: Sequence[SkipSite], lambdas: Lambdas, on_sum: OnSum | None = None
+) -> dict[SumName, SumChange]:
+    """Return a function for each sum of the sites: it computes λx + f(x)."""
+    return {
+        name: partial(scaled_sum, site.which, lambdas[site.name], on_sum and partial(on_sum, site))
+        for site in sites
+        for name in site.sums
+    }
 
 
 def scaled_sum(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rankwise._internals import forward
 from rankwise._internals.forward import Batch, check_batch, each_batch, run_model
+from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
@@ -205,10 +206,9 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
 def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
     """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block."""
     check_module(model)
-    stacks: dict[str, list[float]] = {}
-    for layer in sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer)):
-        stacks.setdefault(layer.stack, []).append(layer.relative_spread)
-    return stacks
+    ordered = sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer))
+    stacks = grouped(ordered, lambda layer: layer.stack)
+    return {stack: [layer.relative_spread for layer in layers] for stack, layers in stacks.items()}
 
 
 def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:

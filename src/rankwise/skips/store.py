@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
-from rankwise.errors import SkipError
+from rankwise.errors import SkipError, first_line
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SkipFacts(BaseModel, extra="forbid"):
@@ -109,7 +108,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         numbers = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:  # pydantic raises a ValueError
         gone = isinstance(error, FileNotFoundError)
-        got = "no such file" if gone else f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        got = "no such file" if gone else f"{type(error).__name__}: {first_line(error)}"
         fix = "Check the folder." if gone else "Save the skips again."
         expected = "a file that `save_skips` wrote"
         raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
@@ -120,7 +119,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         fix = "Copy both files from the same save."
         raise SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
     for name, value in numbers.items():
-        if value.dtype not in DTYPES:
+        if not value.is_floating_point() or value.itemsize == 1:
             raise _another(model, folder, f"λ of {value.dtype} for {name!r}")
     if not facts.parameters:
         warnings.warn(
