@@ -136,10 +136,8 @@ class Loss(ABC):
     """Name of the number by which costs are divided."""
     compares_outputs = False
     """True if the loss measures the change of the output, so that its gradient is 0 for the whole model."""
-
-    def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return a `LossBatch` of the model's input and the original batch; subclasses may mask tokens."""
-        return LossBatch(batch, original, number)
+    prepare: Callable[[Any, Any, int], LossBatch] = LossBatch
+    """Function of the model's input, the original batch and its number; it may mask tokens."""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
         """Raise if the loss cannot be computed on a batch; ``output`` is the output for the first batch."""
@@ -173,18 +171,14 @@ class LabelLoss(ProbedLoss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
     `labels` returns the labels of a batch, (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
-    the labels that the user passed, in all batches or in none. `make` builds the `LossBatch`.
+    the labels that the user passed, in all batches or in none.
     """
 
     name: str
     unit: str
     labels: Callable[[LossBatch], Tensor | None]
-    make: Callable[[Any, Any, int], LossBatch] = LossBatch
+    prepare: Callable[[Any, Any, int], LossBatch] = LossBatch
     given: Callable[[LossBatch], Tensor | None] | None = None
-
-    def prepare(self, batch: Any, original: Any, number: int) -> LossBatch:
-        """Return the `LossBatch` from `make`, with masked token ids if the loss predicts masked tokens."""
-        return self.make(batch, original, number)
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
         """Raise if only some batches have labels, or a label is not a class of the logits."""
