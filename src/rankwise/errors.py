@@ -175,7 +175,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("COLAPSE", ["COLLAPSE", "SINK"])
         'Did you mean COLLAPSE? Known: COLLAPSE, SINK.'
     """
-    names = sorted(known)
+    names = sorted(name for name in known if name)  # the root module has an empty name
     near = get_close_matches(name, names, n=3, cutoff=0.6)
     guess = f"Did you mean {' or '.join(near)}?" if near else ""
     listing = f"Known: {', '.join(names[:24])}{' …' if len(names) > 24 else ''}." if names else ""

@@ -12,6 +12,7 @@ import transformers
 from tests.compression.compression_cases import (
     BART,
     GPT,
+    ONE,
     SIZES,
     VOCABULARY,
     WITH_HEADS,
@@ -153,6 +154,15 @@ def test_a_share_is_kept(keep: float, left: int) -> None:
     assert done.cache_bytes_after == done.cache_bytes_before * slots // 8
 
 
+def test_a_shared_layer_counts_its_heads_once() -> None:
+    sizes = {**SIZES, "num_hidden_layers": 6, "embedding_size": 16}
+    batch = {**ids(), "attention_mask": torch.ones(4, 24, dtype=torch.long)}
+    batch["attention_mask"][:, 20:] = 0
+    done = compress(made("Albert", "Model", **sizes), [batch], keep=0.5, parts="heads")
+    assert sum(not head.width for head in done.heads) == 2
+    assert done.tokens == 4 * 20
+
+
 def test_grouped_queries_are_removed_with_their_keys() -> None:
     model, batch = llama(), ids()
     done = compress(model, [batch], keep=0.5, parts="heads")
@@ -223,14 +233,14 @@ def test_a_layer_cut_on_both_sides_keeps_its_mode_and_requires_grad() -> None:
         CutLinear(module="0", side="in", size=4, runs=[(0, 2)], slot=0),
         CutLinear(module="1", side="in", size=6, runs=[], slot=3),
     ]
-    change = build(model, [RemovedHeads(module="", cuts=cuts, sizes={}, config={})])
+    change = build(model, RemovedHeads(module="", cuts=cuts, sizes={}, config={}))
     small, empty = change.modules["0"], change.modules["1"]
     assert torch.equal(small.weight, model[0].weight[[1, 2, 5], :2])
     assert torch.equal(small.bias, model[0].bias[[1, 2, 5]])
     for module, trains in ((small, False), (empty, True)):
         assert not module.training
         assert {parameter.requires_grad for parameter in module.parameters()} == {trains}
-    assert empty.weight.numel() == 0
+    assert empty.weight.shape == (1, 1)
     assert torch.equal(empty(torch.randn(2, 3)), model[1].bias.expand(2, 4))
 
 
@@ -258,11 +268,57 @@ def test_errors_of_attention_with_fewer_heads_are_reasons(
         find_removable_heads(gpt2(), BATCH)
 
 
-@pytest.mark.parametrize("error", [float("nan"), 0.1])
+@pytest.mark.parametrize(
+    ("function", "result", "said"),
+    [
+        ("heads_find.relative_error", float("nan"), "the output of the model is off by nan"),
+        ("heads_find.relative_error", 0.1, "the remaining heads return something else"),
+        ("heads_solve.difference", "off by 0.1", "outputs with these heads set to zero, got off by 0.1"),
+    ],
+)
 def test_outputs_that_differ_from_zeroed_heads_are_refused(
-    error: float, monkeypatch: pytest.MonkeyPatch
+    function: str, result: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankwise.compression.heads_solve.relative_error", lambda *_: error)
+    monkeypatch.setattr(f"rankwise.compression.{function}", lambda *_: result)
     model = gpt2()
-    with untouched(model), pytest.raises(CompressionError, match="outputs with these heads set to zero"):
+    with untouched(model), pytest.raises(CompressionError, match=said):
         compress(model, [ids()], keep=0.5, parts="heads")
+
+
+def masked() -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    return {**BATCH, "attention_mask": mask}
+
+
+ONE_KEY_HEAD: dict[str, Make] = {
+    name: partial(made, name, **{**ONE, "num_key_value_heads": 1}, **more)
+    for name, more in (
+        ("Llama", {}),
+        ("Gemma", {"head_dim": 8}),
+        ("Qwen2", {}),
+        ("Mistral", {"sliding_window": None}),
+    )
+}
+
+
+@pytest.mark.parametrize("family", [*ONE_KEY_HEAD, "bigcode", "Falcon", "llama"])
+@pytest.mark.parametrize("removing", ["one", "all of a layer", "heads and kv"])
+def test_fewer_heads_run_with_masks_caches_and_eager_attention(family: str, removing: str) -> None:
+    model: Any = {**ALL, **ONE_KEY_HEAD}[family]()
+    if removing == "heads and kv" and family != "Falcon":
+        compress(model, [ids(8, 30)], keep={"heads": 0.75, "kv": 0.9})
+    else:
+        units = find_removable_heads(model, BATCH)[0][0].units
+        removed(model, BATCH, [{1} if removing == "one" else set(range(units))])
+    whole, padded = output(model, BATCH), output(model, masked())
+    bound = 1e4 * EPS * float(whole.abs().max())
+    assert float((padded[1] - whole[1]).abs().max()) < bound
+    assert float((padded[0, :7] - whole[0, :7]).abs().max()) < bound
+    with torch.no_grad():
+        first = model(BATCH["input_ids"][:, :5], use_cache=True)
+        rest = model(BATCH["input_ids"][:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    assert float((torch.cat([first.logits, rest.logits], 1) - whole).abs().max()) < bound
+    model.set_attn_implementation("eager")
+    assert float((output(model, BATCH) - whole).abs().max()) < bound
+    model.train()(**masked(), labels=BATCH["input_ids"]).loss.backward()

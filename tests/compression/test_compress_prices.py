@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
+from rankwise.compression import PARTS
 from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
 from rankwise.report.compression_report import compression_document
 
@@ -84,12 +85,31 @@ def test_output_kl_is_the_mean_over_the_tokens_of_all_batches_up_to_16_sequences
     assert done.output_kl == pytest.approx(total / tokens, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["Bart", "Bert"])
+def test_the_mask_of_the_input_does_not_apply_to_other_outputs(name: str) -> None:
+    """As many decoder tokens, or classes, as there are input tokens."""
+    batch = {**ids(6, 24), "attention_mask": torch.ones(6, 24, dtype=torch.long)}
+    batch["attention_mask"][:, 9:] = 0
+    if name == "Bart":
+        make: Any = lambda: made("Bart", "ForConditionalGeneration", **BART)  # noqa: E731
+        batch["decoder_input_ids"] = ids(6, 24, seed=2)["input_ids"]
+    else:
+        make = lambda: made("Bert", "ForSequenceClassification", **SIZES, num_labels=24)  # noqa: E731
+    model, original = make(), make()
+    done = rw.compress(model, [batch], keep=0.25)
+    with torch.no_grad():
+        before, after = (m(**batch).logits.double() for m in (original, model))
+    assert done.output_error == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-4)
+    before, after = before.log_softmax(-1), after.log_softmax(-1)
+    assert done.output_kl == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-4)
+
+
 @pytest.mark.parametrize("keep", [{"qk": 0.5}, {"heads": 0.75, "qk": 0.5}, {"kv": 0.5, "qk": 0.75}])
 def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, float]) -> None:
     batch = ids(6, 30)
     model, original = opt(), opt()
     done = rw.compress(model, [batch], keep=keep)
-    assert done.parts == [name for name in ("heads", "qk", "rotary", "kv") if name in keep]
+    assert done.parts == [name for name in PARTS if name in keep]
     with torch.no_grad():
         before, after = (m(**batch).logits.double().log_softmax(-1) for m in (original, model))
     expected = (before.exp() * (before - after)).sum(-1).mean()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.compression import evaluate
+from rankwise.compression import PARTS, evaluate
 from rankwise.compression.kv_modules import LatentCache, latent_layers
 from rankwise.compression.record import Latency
 from rankwise.compression.run import slower
@@ -34,6 +34,17 @@ def test_decoding_is_timed_where_the_context_has_room(
     assert [one.tokens for one in done.latency if one.phase == "decode"] == timed
     assert sum(one.phase == "prefill" for one in done.latency) == 2
     assert sum("was not timed" in note for note in done.notes) == 2 - len(timed)
+
+
+@pytest.mark.filterwarnings("ignore:.*became slower")
+def test_an_encoder_decoder_is_timed_on_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.compression.evaluate.SECONDS", 0.0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    model = made("T5", "ForConditionalGeneration", vocab_size=61, decoder_start_token_id=0, **sizes)
+    labels = ids(4, 9, seed=1)["input_ids"]
+    labels[:, 6:] = -100
+    done = rw.compress(model, [{**ids(), "labels": labels}], keep=0.5, time=True)
+    assert [(one.phase, one.tokens) for one in done.latency] == [("prefill", 128), ("prefill", 512)]
 
 
 def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +114,42 @@ def test_latents_that_add_parameters_are_noted() -> None:
         ({"keep": {"qk": 0.5, "kv": 1.5}}, "`keep`: expected a number in .0, 1., got 1.5"),
         ({"tolerance": "0.1"}, "`tolerance`.*got '0.1'"),
         ({"tolerance": 0}, "in .0, ∞."),
-        ({"parts": ("qks",)}, "`parts`: expected one of heads, qk, rotary, kv, got 'qks'. Did you mean qk"),
+        ({"parts": ("qks",)}, "got 'qks'. Did you mean qk"),
         ({"parts": ()}, "`parts`: expected at least one part, got none"),
         ({"parts": ("qk", "qk")}, "twice"),
-        ({"keep": {"qq": 0.5}}, "`parts`: expected one of heads, qk, rotary, kv, got 'qq'"),
+        ({"keep": {"qq": 0.5}}, "`parts`: expected one of .* got 'qq'"),
         ({"keep": {}}, "`parts`: expected at least one part, got none"),
         ({"keep": {"qk": None}}, "part 'qk': expected a share .* or a tolerance, got None. Omit the part"),
         ({"keep": {"qk": 0.5}, "tolerance": {"qk": 0.1}}, "part 'qk': .* got both. Omit one"),
         ({"keep": {"qk": 0.5}, "tolerance": 0.1}, "`tolerance`: expected a mapping of parts.* got 0.1"),
         ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance, got both"),
+        ({"keep": {"qk": 0.5}, "parts": "kv"}, "`parts`: expected None, .* got 'kv'"),
+        ({"parts": 3}, f"`parts`: expected one of {', '.join(PARTS)}, got 3"),
     ],
 )
 def test_targets_that_cannot_be_met_are_refused(asked: dict[str, Any], said: str) -> None:
     with unchecked(), pytest.raises(CompressionError, match=said):
         rw.compress(gpt2(), [ids()], **asked)
+
+
+WRONG_IDS = {
+    "no tokens": torch.zeros(2, 0, dtype=torch.long),
+    "not below the 61": torch.full((2, 9), 61),
+    "more than the 64 positions": torch.ones(2, 65, dtype=torch.long),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_IDS)
+@pytest.mark.parametrize("name", ["batches", "held_out"])
+def test_a_batch_on_which_the_model_does_not_run_is_named(name: str, said: str) -> None:
+    model, given = gpt2(), {"batches": [ids()], name: [ids(), {"input_ids": WRONG_IDS[said]}]}
+    with untouched(model), pytest.raises(InputError, match=f"`{name}`, batch 2.*{said}"):
+        rw.compress(model, **given)
+
+
+def test_the_name_of_a_model_is_refused() -> None:
+    with unchecked(), pytest.raises(InputError, match=r"`model`: .* got str. Load it first"):
+        rw.compress("gpt2", [ids()])
 
 
 REFUSED_MODELS = [

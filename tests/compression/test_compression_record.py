@@ -63,6 +63,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Compression.load(tmp_path)
 
 
+@pytest.mark.parametrize(("after", "said"), [(50, "50.0% fewer"), (130, "30.0% more")])
+def test_the_headline_says_fewer_or_more(after: int, said: str) -> None:
+    sizes = {"parameters_before": 100, "parameters_after": after}
+    sizes |= {"cache_bytes_before": 100, "cache_bytes_after": after}
+    latents = [LatentRank(part="kv", site="a", layer=0, before=4, full=4, rank=2, nats=0.1)]
+    sentence = compression_document(RECORD.model_copy(update={**sizes, "latents": latents})).verdict.sentence
+    assert f"{said} parameters, {said} bytes of cache" in sentence
+
+
 def test_every_curve_is_drawn() -> None:
     heads = [
         HeadWidth(

@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "(longrope) changes with the length": ("Llama", "ForCausalLM", {"rope_parameters": LONG}),
     "a window of fixed length": ("Mistral", "ForCausalLM", {"sliding_window": 8, "num_key_value_heads": 2}),
     "does not generate": ("Bert", "Model", {}),
-    "encoder-decoder": ("T5", "ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48}),
+    "encoder-decoder": ("Bart", "ForConditionalGeneration", {"d_model": 32, "decoder_layers": 1}),
 }
 
 

@@ -2,14 +2,18 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tests.compression.compression_cases import SIZES, gpt2, ids, llama, output, siglip, t5
 from tests.compression.test_compress_prices import TwoWidths
+from tests.support.untouched import untouched
 from torch import nn
 
 import rankwise as rw
@@ -30,7 +34,9 @@ def test_families_that_initialize_projections_by_name_are_loaded(family: Any, tm
     assert torch.equal(output(loaded, batch), output(model, batch))
     narrow = [one for one in loaded.modules() if isinstance(one, NarrowProjection)]
     assert len(narrow) == 4
-    assert not any(hasattr(one, "weight") or hasattr(one, "bias") for one in narrow)
+    for one in narrow:  # code that computes with this weight fails
+        with pytest.raises(RuntimeError):
+            nn.functional.linear(torch.ones(3, 32), one.weight, one.bias)
 
 
 def saved_gpt2(folder: Path, keep: dict[str, float]) -> Any:
@@ -172,18 +178,99 @@ def test_folders_that_hold_something_else_are_refused(
         rw.load_compressed(tmp_path / "one")
 
 
+def test_missing_and_broken_weights_are_refused(tmp_path: Path) -> None:
+    saved_gpt2(tmp_path / "one", {"qk": 0.5})
+    weights = tmp_path / "one" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(InputError, match="weights that `save_compressed` wrote"):
+        rw.load_compressed(tmp_path / "one")
+    weights.unlink()
+    with pytest.raises(InputError, match="weights that `save_compressed` wrote"):
+        rw.load_compressed(tmp_path / "one")
+
+
+def test_nothing_to_save_is_explained(tmp_path: Path) -> None:
+    model = gpt2()
+    rw.compress(model, [ids()], keep=0.99, parts="heads")
+    with pytest.raises(CompressionError, match="nothing was changed at these targets: lower `keep`"):
+        save_compressed(model, tmp_path / "one")
+
+
+PLAIN = """
+import sys, transformers
+for load in (transformers.AutoModel, getattr(transformers, sys.argv[1])):
+    try:
+        load.from_pretrained(sys.argv[2])
+    except RuntimeError as error:
+        assert "mismatched" in str(error), error
+    else:
+        sys.exit("it was loaded")
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "keep"),
+    [
+        (gpt2, {"qk": 0.5}),
+        (gpt2, {"heads": 0.3}),
+        (llama, {"kv": 0.5}),
+        (gpt2, {"qk": 0.9, "kv": 0.9}),
+        (t5, {"qk": 0.9}),
+    ],
+)
+def test_a_compressed_folder_fails_in_transformers_alone(
+    make: Any, keep: dict[str, float], tmp_path: Path
+) -> None:
+    model = make()
+    rw.compress(model, [ids(8, 30)], keep=keep)
+    save_compressed(model, tmp_path / "one")
+    assert "rankwise.load_compressed(folder)" in (tmp_path / "one" / "README.md").read_text()
+    assert "rankwise.load_compressed(folder)" in (tmp_path / "one" / "config.json").read_text()
+    command = [sys.executable, "-c", PLAIN, type(model).__name__, str(tmp_path / "one")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "keep"), [(t5, {"qk": 0.5}), (llama, {"rotary": 0.5, "kv": 0.5}), (gpt2, {"heads": 0.2})]
+)
+def test_folders_of_older_versions_are_loaded_and_saved_again(
+    make: Any, keep: dict[str, float], tmp_path: Path
+) -> None:
+    model = make()
+    rw.compress(model, [ids(8, 30)], keep=keep)
+    save_compressed(model, tmp_path / "one")
+    file, weights = tmp_path / "one" / "config.json", tmp_path / "one" / "model.safetensors"
+    content = json.loads(file.read_text())
+    content[KEY] = {"quant_method": "rankwise", "structure": {**content[KEY]["structure"], "format": 1}}
+    file.write_text(json.dumps(content))
+    tensors = load_file(weights)
+    guards = [name for name, tensor in tensors.items() if tensor.shape == (1, 1)]
+    assert guards
+    save_file({name: tensors[name] for name in tensors.keys() - set(guards)}, weights, {"format": "pt"})
+    loaded = rw.load_compressed(tmp_path / "one")
+    assert torch.equal(output(loaded, ids()), output(model, ids()))
+    loaded.save_pretrained(tmp_path / "two")
+    assert set(load_file(tmp_path / "two" / "model.safetensors")) == set(tensors)
+    assert torch.equal(output(rw.load_compressed(tmp_path / "two"), ids()), output(model, ids()))
+
+
 def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = TwoWidths().eval(), torch.randn(6, 30, 32)
     rw.compress(model, [x], keep=0.5)
     save_compressed(model, tmp_path / "one")
     assert torch.equal(rw.load_compressed(tmp_path / "one", TwoWidths())(x), model(x))
-    small = TwoWidths()
+    small, wide, other = TwoWidths(), TwoWidths(), nn.Linear(2, 2)
     small.layers[0] = small.layers[1]
-    with pytest.raises(CompressionError, match="a linear layer with 16 channels"):
-        rw.load_compressed(tmp_path / "one", small)
-    with pytest.raises(CompressionError, match=r"a module 'layers\.0\.q', which was compressed"):
-        rw.load_compressed(tmp_path / "one", nn.Linear(2, 2))
+    wide.layers[1].o = nn.Linear(32, 40)
+    for model, said in (
+        (small, "a linear layer with 16 channels"),
+        (wide, r"of the same sizes, got 'layers\.1\.o\.bias' of shape \(32,\), 'layers\.1\.o\.weight' of"),
+        (other, r"a module 'layers\.0\.q', which was compressed, got none. Load it into the class"),
+    ):
+        with untouched(model), pytest.raises(CompressionError, match=said):
+            rw.load_compressed(tmp_path / "one", model)
+    model = TwoWidths()
     (tmp_path / "one" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(InputError, match="a file that `save_compressed` wrote"):
-        rw.load_compressed(tmp_path / "one", TwoWidths())
+    with untouched(model), pytest.raises(InputError, match="weights that `save_compressed` wrote"):
+        rw.load_compressed(tmp_path / "one", model)

@@ -13,6 +13,7 @@ import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
+from rankwise.compression import PARTS
 from rankwise.errors import CompressionError, InputError
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
@@ -55,7 +56,7 @@ def command(
     ] = None,
     parts: Annotated[
         str | None,
-        typer.Option(help="Parts for one number: heads, qk, rotary, kv, with commas between. By default qk."),
+        typer.Option(help=f"Parts for one number: {', '.join(PARTS)}, with commas between. By default qk."),
     ] = None,
     calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer of qk and rotary.")] = 0,
     tokens: options.Tokens = 256,
@@ -83,7 +84,7 @@ def command(
     if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
         expected, got = "one number for all parts", "targets that name their parts"
         raise InputError("--parts", expected=expected, got=got, fix="Omit --parts.")
-    names = [name.strip() for name in (parts or "qk").split(",") if name.strip()]
+    names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
     part_targets(names, shares, tolerances)
     check_data([model], text=text, images=images)
     check_unused(out)
@@ -136,9 +137,9 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
     """Return the number of an option, or a dict of its numbers per part; None if the option is not used."""
     numbers: dict[str, float] = {}
     for value in values or ():
-        part, _, number = value.rpartition("=")
+        part, named, number = value.rpartition("=")
         try:
-            given = float(number)
+            given = float(number if part or not named else value)
         except ValueError:
             fix = f"For example: {option} 0.5, or {option} heads=0.9 {option} kv=0.5."
             expected = "a number, or PART=NUMBER"

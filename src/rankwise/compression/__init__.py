@@ -34,4 +34,7 @@ __all__ = [
     "save_compressed",
 ]
 
+PARTS = {"heads": "heads_solve", "qk": "qk_solve", "rotary": "rotary_solve", "kv": "kv_solve"}
+"""Module of each part, in the order in which parts are done; its function `solve` takes a `Job`."""
+
 __getattr__, __dir__ = lazy_names(__name__)

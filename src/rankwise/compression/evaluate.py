@@ -22,9 +22,9 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
-from rankwise.compression.layers import main_output, relative_error
+from rankwise.compression.layers import output_and_mask, relative_error
 from rankwise.compression.record import Latency
-from rankwise.importance.losses import real_tokens
+from rankwise.importance.losses import real_outputs, real_tokens
 from rankwise.tracing import MixerSite, StateSite, capture
 
 SEQUENCES = 16
@@ -49,8 +49,8 @@ class Evaluation:
     fields: dict[str, Any]
     state_errors: dict[tuple[str, int], float]
     """By stack of blocks and layer: encoders and decoders use the same layer numbers."""
-    stacks: dict[str, str]
-    """Stack of each mixer, by name."""
+    places: dict[str, tuple[str, int]]
+    """Stack and layer of each mixer, by name."""
     notes: list[str]
 
 
@@ -60,7 +60,7 @@ class Snapshot:
 
     states: dict[tuple[str, int], Tensor]
     """Real tokens of the first batch, by stack and layer."""
-    stacks: dict[str, str]
+    places: dict[str, tuple[str, int]]
     output: Tensor
     """Output for the first batch."""
     fields: dict[str, Any]
@@ -95,7 +95,7 @@ def evaluate(
     if timed:
         on_step("measuring latency")
         fields["latency"], notes = measure_latency(model, batches[0], changes)
-    return Evaluation(fields, errors, old.stacks, notes)
+    return Evaluation(fields, errors, old.places, notes)
 
 
 @contextmanager
@@ -116,19 +116,18 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
     `when`, "before" or "after", is the last word of field names such as ``loss_before``.
     """
     states: dict[tuple[str, int], Tensor] = {}
-    stacks: dict[str, str] = {}
+    places: dict[str, tuple[str, int]] = {}
 
     def keep_tokens(site: StateSite) -> None:
         real = site.mask if site.mask is not None else torch.ones(site.tokens.shape[:2], dtype=torch.bool)
         states[site.stack, site.layer] = site.tokens[real.to(site.tokens.device)].float().cpu()
 
-    def keep_stack(site: MixerSite) -> None:
-        stacks.setdefault(site.name, site.stack)
+    def keep_place(site: MixerSite) -> None:
+        places.setdefault(site.name, (site.stack, site.layer))
 
-    with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_stack):
+    with torch.no_grad(), capture(model, on_state=keep_tokens, on_mixer=keep_place):
         run_model(model, batches[0])
-    output = main_output(model, batches[0])
-    output = output[real_tokens(batches[0], output.shape[:2])]
+    output, real = output_and_mask(model, batches[0])
     task = measure_task(model, batches)
     fields = {
         f"loss_{when}": task.loss,
@@ -137,7 +136,7 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
         f"parameters_{when}": sum(parameter.numel() for parameter in model.parameters()),
         f"cache_bytes_{when}": cache_bytes(model, batches[0]),
     }
-    return Snapshot(states, stacks, output.float().cpu(), fields)
+    return Snapshot(states, places, output[real].float().cpu(), fields)
 
 
 # --- outputs ---------------------------------------------------------------------------------------------
@@ -156,11 +155,11 @@ def compared_batches(batches: list[Any]) -> Iterator[Any]:
 def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | None:
     """Return log p of the outputs at real tokens, on the CPU; None if the model returns no logits."""
     with torch.no_grad():
-        logits = getattr(run_model(model, batch), "logits", None)
+        out = run_model(model, batch)
+    logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         return None
-    real = logits[real_tokens(batch, logits.shape[:2])] if logits.dim() == 3 else logits.flatten(0, -2)
-    return real.double().log_softmax(-1).cpu()
+    return logits[real_outputs(out, batch, logits)].flatten(0, -2).double().log_softmax(-1).cpu()
 
 
 def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
@@ -295,17 +294,18 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     positions = config_value(model, "max_position_embeddings", "n_positions")
     # RoBERTa and OPT reserve two positions for padding.
     longest = positions - 2 if isinstance(positions, int) and positions > 4 else LONGEST
-    inputs = []
-    for divisor in LENGTHS:
-        tokens = max(2, min(longest, LONGEST) // divisor)
-        tiled = ids[:1].repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
-        given = {"input_ids": tiled}
-        if "attention_mask" in batch:
-            given["attention_mask"] = torch.ones_like(tiled)
-        if "decoder_input_ids" in batch:
-            given["decoder_input_ids"] = tiled
-        inputs.append((given, tokens))
-    return inputs
+    given = {"input_ids": ids}
+    if "attention_mask" in batch:
+        given["attention_mask"] = torch.ones_like(ids)
+    decoded = batch.get("decoder_input_ids", batch.get("labels"))
+    if config_value(model, "is_encoder_decoder") and isinstance(decoded, Tensor) and decoded.dim() == 2:
+        given["decoder_input_ids"] = decoded.clamp(min=0)  # ignored labels are -100
+    lengths = [max(2, min(longest, LONGEST) // divisor) for divisor in LENGTHS]
+    return [({name: _tiled(own, tokens) for name, own in given.items()}, tokens) for tokens in lengths]
+
+
+def _tiled(ids: Tensor, tokens: int) -> Tensor:
+    return ids[:1].repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
 
 def _time_decoding(model: nn.Module, ids: Tensor, changes: list[Change]) -> Latency:

@@ -4,7 +4,7 @@ Tensors of a forward pass show which linear layers compute the heads and which l
 where the layer's code stores the number of heads. A unit is a set of heads that are removed together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,9 +22,17 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
+from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
-from rankwise.compression.layers import check_finite, check_some, main_output, relative_error
+from rankwise.compression.layers import (
+    at_once_and_in_halves,
+    check_finite,
+    check_some,
+    main_output,
+    relative_error,
+)
 from rankwise.compression.qk_modules import runs_of
+from rankwise.compression.save import pretrained_models
 from rankwise.errors import first_line
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing import MixerSite, capture, record_calls
@@ -175,30 +183,77 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
 
 def trial(model: nn.Module, layers: list[HeadProjections], batch: Any) -> str:
     """Remove the first unit of some layers; return how outputs differ from those with zeros in its place."""
-    plan = {layer.name: {0} for layer in layers}
+    return difference(model, layers, {layer.name: {0} for layer in layers}, batch)
+
+
+def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any) -> str:
+    """Return how a model without units differs from one with zeros in their place; "" if it does not.
+
+    Its code may repeat keys only for a mask, for a cache, or in eager attention, so each of these is run.
+    """
     try:
         with zeroed(model, layers, plan):
             expected = _read(model, layers, batch)
         with removal(model, layers, plan):
             got = _read(model, layers, batch)
+        bound = torch.finfo(got[""].dtype).eps ** 0.5
+        for layer in layers:
+            own, kept = got[layer.name], expected[layer.name]
+            left = [unit for unit in range(layer.units) if unit not in plan.get(layer.name, ())]
+            kept = kept.unflatten(-1, (layer.units, -1))[..., left, :].flatten(-2) if left else own * 0
+            if own.shape != kept.shape or not bool(own.isfinite().all()):
+                return f"its heads return {tuple(own.shape)} instead of {tuple(kept.shape)}"
+            if relative_error(own, kept) > bound:
+                return "the remaining heads return something else"
+        for how, run in {"": main_output, **_other_ways(model, batch)}.items():
+            with zeroed(model, layers, plan):
+                before = run(model, batch)
+            with removal(model, layers, plan):
+                off = relative_error(run(model, batch), before)
+            if not off <= bound:  # also if it is NaN
+                return f"the output of the model{how} is off by {off:.1e}"
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, AssertionError) as error:
         return first_line(error)
-    bound = torch.finfo(got[""].dtype).eps ** 0.5
-    for layer in layers:
-        own, kept = got[layer.name], expected[layer.name][..., layer.group * layer.value_width :]
-        kept = torch.zeros_like(own) if layer.units == 1 else kept
-        if own.shape != kept.shape or not bool(own.isfinite().all()):
-            return f"its heads return {tuple(own.shape)} instead of {tuple(kept.shape)}"
-        if relative_error(own, kept) > bound:
-            return "the remaining heads return something else"
-    off = relative_error(got[""], expected[""])
-    return "" if off <= bound else f"the output of the model is off by {off:.1e}"
+    return ""
+
+
+def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, Any], Tensor]]:
+    """Return functions that run a model with a mask, with a cache, and with eager attention, if it can."""
+    ways: dict[str, Callable[[nn.Module, Any], Tensor]] = {}
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if ids is not None and ids.shape[1] > 1:
+        mask = torch.ones_like(ids)
+        mask[-1, ids.shape[1] // 2 :] = 0
+        ways[" with a mask"] = lambda model, batch: main_output(model, {**batch, "attention_mask": mask})
+        if is_decoder(model):
+            ways[" with a cache"] = lambda model, batch: at_once_and_in_halves(model, batch)[-1]
+
+    def eager(model: nn.Module, batch: Any) -> Tensor:
+        inner = pretrained_models(model)
+        usual = [own.config._attn_implementation for own in inner]
+        try:
+            for own in inner:
+                own.set_attn_implementation("eager")
+            return main_output(model, batch)
+        finally:
+            for own, name in zip(inner, usual, strict=True):
+                own.set_attn_implementation(name)
+
+    ways[" in eager attention"] = eager
+    return {how: run for how, run in ways.items() if _runs(run, model, batch)}
+
+
+def _runs(run: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> bool:
+    try:
+        return bool(run(model, batch).isfinite().all())
+    except Exception:  # the whole model does not run in this way either
+        return False
 
 
 def removal(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:
     """Build the removal of units."""
     some = [layer for layer in layers if plan.get(layer.name)]
-    return build(model, [own.without(plan[own.name], model.get_submodule(own.name)) for own in some])
+    return build(model, *(own.without(plan[own.name], model.get_submodule(own.name)) for own in some))
 
 
 def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Change:

@@ -4,7 +4,6 @@ Tensors and caches do not contain removed heads. A layer without any head comput
 needs no weights, so that masks, caches and the layer's code still work.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression.qk_modules import Runs, channel_index, find_module, other_module
+from rankwise.compression.qk_modules import ReplacedLinear, Runs, channel_index, find_module, other_module
 from rankwise.tracing.projections import linear_parts
 
 RECORD = "_removed_heads"
@@ -54,20 +53,14 @@ class RemovedHeads(BaseModel, extra="forbid"):
         return self.model_copy(update={"module": module, "cuts": cuts})
 
 
-class EmptyLinear(nn.Module):
+class EmptyLinear(ReplacedLinear):
     """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
-
-    bias: nn.Parameter | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, **options: Any) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, **options)) if bias else None)
-
-    @property
-    def weight(self) -> Float[Tensor, "0"]:
-        """Empty tensor, for families whose initialization fills weights by name."""
-        return torch.empty(0)
+        self.set_guard()
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """Return the same output for every token."""
@@ -93,7 +86,7 @@ class LayerConfig:
         return getattr(self._of_model, name)
 
 
-def build(model: nn.Module, changes: Sequence[RemovedHeads]) -> Change:
+def build(model: nn.Module, *changes: RemovedHeads) -> Change:
     """Build the change that records describe: smaller layers with the remaining weights, and head counts."""
     modules: dict[str, nn.Module] = {}
     attributes: dict[str, dict[str, Any]] = {}
@@ -131,7 +124,7 @@ def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
         if bias is not None:
             small.bias.copy_(bias)
     small.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    trained: nn.Module = small.train(module.training)
+    trained: nn.Module = small.to(weight.device).train(module.training)
     return trained
 
 

@@ -3,11 +3,8 @@
 from collections.abc import Hashable
 from typing import Any
 
-import torch
-
 from rankwise._internals.forward import device_of, first_sequences, to_device
-from rankwise.compression.heads_find import HeadProjections, find_removable_heads, removal, zeroed
-from rankwise.compression.layers import main_output, relative_error
+from rankwise.compression.heads_find import HeadProjections, difference, find_removable_heads, removal, zeroed
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import HeadWidth
 from rankwise.errors import CompressionError
@@ -31,25 +28,19 @@ def solve(job: Job) -> Solution:
     layers, skipped = find_removable_heads(job.model, job.batches[0])
     plan, notes, importance = _share(job, layers) if job.tolerance is None else _within(job, layers)
     short = to_device(first_sequences(job.batches[0], 2), device_of(job.model))
-    with zeroed(job.model, layers, plan):
-        expected = main_output(job.model, short)
-    change = removal(job.model, layers, plan)
-    with change:
-        error = relative_error(main_output(job.model, short), expected)
-    if not error <= torch.finfo(expected.dtype).eps ** 0.5:  # also if the error is NaN
+    if reason := difference(job.model, layers, plan, short):
         raise CompressionError(
             f"model {type(job.model).__name__}",
             expected="outputs of the smaller model equal to outputs with these heads set to zero",
-            got=f"a relative difference of {error:.1e}",
+            got=reason,
             fix="The model is unchanged: its own code does not compute with the other heads alone.",
         )
     if job.calibrate:
         notes.append("Heads are removed whole: calibration is for qk and rotary alone.")
     return Solution(
-        change,
+        removal(job.model, layers, plan),
         heads=_records(layers, plan, importance),
         kl={layer.name: float("nan") for layer in layers},
-        tokens=round(importance.record.counted),
         skipped=skipped,
         notes=notes,
     )
@@ -70,7 +61,7 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], 
     plan: Units = {}
     groups = {layer.name: layer.group for layer in layers}
     for head in found.heads:
-        plan.setdefault(head.site, set()).add(_number(head) // groups[head.site])
+        plan.setdefault(head.site, set()).add((head.head or 0) // groups[head.site])
     note = (
         f"Heads: {_count(plan, layers)}; without them the loss ({record.loss}, {record.unit}) is "
         f"{found.loss:.4g} on the calibration data, {record.value:.4g} with them "
@@ -92,9 +83,10 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], I
         room = (total - job.keep * total) * number / ROUNDS
         removed = sum(len(units) * groups[name] for name, units in plan.items())
         for unit in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
-            if removed + len(unit) <= room + 1e-9:
-                plan.setdefault(unit[0].site, set()).add(_number(unit[0]) // groups[unit[0].site])
-                removed += len(unit)
+            group = groups[unit[0].site]  # the unit of a shared layer lists its heads once per call
+            if removed + group <= room + 1e-9:
+                plan.setdefault(unit[0].site, set()).add((unit[0].head or 0) // group)
+                removed += group
     record = measured[0].record
     note = f"Heads: {_count(plan, layers)}, the cheapest by estimate in {ROUNDS} rounds ({record.loss})."
     return plan, [note, *record.notes], measured[0]
@@ -118,15 +110,10 @@ def _by_unit(layers: list[HeadProjections], plan: Units) -> Any:
     def key(head: HeadId) -> Hashable | None:
         if head.site not in groups:
             return None
-        unit = _number(head) // groups[head.site]
+        unit = (head.head or 0) // groups[head.site]
         return None if unit in plan.get(head.site, ()) else (head.site, unit)
 
     return key
-
-
-def _number(head: HeadId) -> int:
-    assert head.head is not None
-    return head.head
 
 
 def _count(plan: Units, layers: list[HeadProjections]) -> str:

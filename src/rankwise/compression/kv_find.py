@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, config_value, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
-from rankwise.compression.layers import keep_passing, main_output
+from rankwise.compression.layers import at_once_and_in_halves, keep_passing
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
@@ -36,7 +36,7 @@ def find_latent_layers(model: nn.Module, batch: Any) -> tuple[list[LatentLayer],
         "its outputs change when keys and values are read out of a full latent",
         expected="attention whose cached keys and values come from linear layers of the same tokens",
         fix="Remove `kv` from the parts; in Python, `rw.capture` shows which mixers the model has.",
-        outputs=_at_once_and_in_halves,
+        outputs=at_once_and_in_halves,
     )
 
 
@@ -64,23 +64,6 @@ def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]
         assert parts is not None
         rows.append(parts[0].detach()[channels])
     return torch.cat(rows).double().cpu()
-
-
-def _at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the outputs for a text read at once; for token ids, also if its halves are read with a cache."""
-    whole = main_output(model, batch)
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
-        return [whole]
-    half = ids.shape[1] // 2
-    first: dict[str, Any] = {"input_ids": ids[:, :half], "use_cache": True}
-    second: dict[str, Any] = {"input_ids": ids[:, half:], "use_cache": True}
-    if mask is not None:
-        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
-    with torch.no_grad():
-        start = run_model(model, first)
-        end = run_model(model, {**second, "past_key_values": start.past_key_values})
-    return [whole, torch.cat([start.logits, end.logits], 1)]
 
 
 # --- find ------------------------------------------------------------------------------------------------

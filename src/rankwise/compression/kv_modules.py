@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import AddedHook, Change
 from rankwise._internals.rotary import PAIRINGS, RopeLayout, apply_rope, per_pair
 from rankwise.compression.qk_modules import (
+    ReplacedLinear,
     Runs,
     channel_index,
     channels_of,
@@ -165,7 +166,7 @@ class LatentState:
         return {**vars(self), "in_call": False, "positions": None, "tokens": None, "latent": None}
 
 
-class LatentProjection(nn.Module):
+class LatentProjection(ReplacedLinear):
     """Linear layer that computes its channels of keys or values from the latent, and others by `rest`.
 
     `down` computes the latent. If keys and values have one layer each, only the layer of the keys has it.
@@ -182,6 +183,7 @@ class LatentProjection(nn.Module):
         if down is not None:
             self.down = down
         self.rest = rest
+        self.set_guard()
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """Return all channels in the order of the linear layer that was replaced."""

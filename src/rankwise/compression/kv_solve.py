@@ -78,7 +78,6 @@ def solve(job: Job) -> Solution:
             )
             for layer, own, rank in zip(layers, nats, ranks, strict=True)
         ],
-        tokens=tokens,
         skipped=skipped,
         notes=notes,
     )

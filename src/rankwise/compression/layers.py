@@ -3,30 +3,21 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, tensors_in, to_device
 from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
-from rankwise.importance.losses import real_tokens
+from rankwise.importance.losses import real_outputs
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, is_linear, names_below
 
-
-@runtime_checkable
-class Named(Protocol):
-    """An attention layer with its name in the model."""
-
-    @property
-    def name(self) -> str:
-        """Name of the module."""
-
-
-Layer = TypeVar("Layer", bound=Named)
+Layer = TypeVar("Layer", bound=Any)
+"""Type of an attention layer with its `name` in the model."""
 Step = Callable[[str], None]
 LEAST_TOKENS = 0.5
 """Minimum number of calibration tokens per channel of the widest head or latent."""
@@ -165,10 +156,9 @@ def keep_passing(
     """
     layers, skipped = found
     short = to_device(first_sequences(batch, 2), device_of(model))
-    before = main_output(model, short)
+    before, real = output_and_mask(model, short)
     check_finite(model, before)
     bound = torch.finfo(before.dtype).eps ** 0.5
-    real = real_tokens(short, before.shape[:2])
 
     def same(some: list[Layer]) -> bool:
         with trial(model, some):
@@ -189,11 +179,33 @@ def keep_passing(
 
 def main_output(model: nn.Module, batch: Any) -> Tensor:
     """Return the first floating-point tensor of a model's output that is not a scalar: logits or states."""
+    return output_and_mask(model, batch)[0]
+
+
+def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, "B *T"]]:
+    """Return the output of `main_output`, and the mask of its real tokens."""
     with torch.no_grad():
         out = run_model(model, batch)
     found = next((part for part in tensors_in(out) if part.is_floating_point() and part.dim() > 0), None)
     assert found is not None, "a model with mixers returns a tensor"
-    return found
+    return found, real_outputs(out, batch, found)
+
+
+def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Return the outputs for a text read at once; for token ids, also if its halves are read with a cache."""
+    whole = main_output(model, batch)
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
+        return [whole]
+    half = ids.shape[1] // 2
+    first: dict[str, Any] = {"input_ids": ids[:, :half], "use_cache": True}
+    second: dict[str, Any] = {"input_ids": ids[:, half:], "use_cache": True}
+    if mask is not None:
+        first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
+    with torch.no_grad():
+        start = run_model(model, first)
+        end = run_model(model, {**second, "past_key_values": start.past_key_values})
+    return [whole, torch.cat([start.logits, end.logits], 1)]
 
 
 def relative_error(after: Tensor, before: Tensor) -> float:

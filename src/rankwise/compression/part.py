@@ -8,10 +8,8 @@ from typing import Any
 from torch import nn
 
 from rankwise._internals.forward import Change
+from rankwise.compression import PARTS
 from rankwise.compression.record import BudgetCurve, HeadWidth, LatentRank
-
-PARTS = {"heads": "heads_solve", "qk": "qk_solve", "rotary": "rotary_solve", "kv": "kv_solve"}
-"""Module of each part, in the order in which parts are done; its function `solve` takes a `Job`."""
 
 
 @dataclass
@@ -45,8 +43,6 @@ class Solution:
     curves: list[BudgetCurve] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data; NaN if it was not measured."""
-    tokens: int = 0
-    """Real tokens of the calibration data."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)

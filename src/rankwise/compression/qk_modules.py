@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from rankwise._internals.forward import AddedHook, Change
+from rankwise._internals.forward import AddedHook, Change, device_of
 from rankwise.compression.layers import Factors, Projections
 from rankwise.errors import CompressionError, did_you_mean
 from rankwise.tracing.projections import linear_parts
@@ -55,7 +55,22 @@ def fill_zeros(narrow: Float[Tensor, "*B n"], channels: Int[Tensor, "n"], size: 
 # --- modules ---------------------------------------------------------------------------------------------
 
 
-class NarrowProjection(nn.Module):
+class ReplacedLinear(nn.Module):
+    """Base class of modules in place of a linear layer, whose saved ``weight`` fits no linear layer.
+
+    So code that does not know compressed models cannot load them: instead of new random weights, it raises.
+    Families such as T5 and SigLIP initialize ``attention.q.weight`` and its bias by name.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def set_guard(self, saved: bool = True) -> None:
+        """Set ``weight``; it is not part of files of old versions."""
+        self.register_buffer("weight", torch.zeros(1, 1, device=device_of(self)), persistent=saved)
+
+
+class NarrowProjection(ReplacedLinear):
     """Linear layer that computes only some of its channels; the other channels are zero.
 
     Heads keep their places and widths, so the model's attention, masks and positions need no change. A zero
@@ -68,18 +83,9 @@ class NarrowProjection(nn.Module):
         self.narrow = narrow  # a linear layer; the part kv may replace it by a reader of latents
         self.runs: Runs = [(int(first), int(count)) for first, count in runs]
         self.in_features, self.out_features = narrow.in_features, out_features
-        self.loading = False
+        self.set_guard()
+        self.register_buffer("bias", None if narrow.bias is None else self.weight[0], persistent=False)
         self.register_buffer("channels", channel_index(self.runs, narrow.weight.device), persistent=False)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the weight and bias of `narrow` only while a checkpoint is loaded.
-
-        Families such as T5 and SigLIP initialize ``attention.q.weight`` by name if the files lack it. Code
-        that computed with this weight would leave the zeros out.
-        """
-        if name in ("weight", "bias") and self.__dict__.get("loading"):
-            return getattr(self.narrow, name)
-        return super().__getattr__(name)
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """Return all channels, with zeros for the channels that are not computed."""
@@ -177,11 +183,15 @@ class NarrowedKeys(BaseModel, extra="forbid"):
     runs: Runs
 
 
-def build(model: nn.Module, saved: NarrowedLinear | NarrowedKeys) -> Change:
-    """Build the change that a record describes; its new weights have no values yet."""
+def build_keys(model: nn.Module, saved: NarrowedKeys) -> Change:
+    """Build the cache of narrow keys that a record describes."""
+    find_module(model, saved.module)
+    return _key_caches(model, {saved.module: saved.runs})
+
+
+def build(model: nn.Module, saved: NarrowedLinear) -> Change:
+    """Build the narrow layer that a record describes; its weights have no values yet."""
     module = find_module(model, saved.module)
-    if isinstance(saved, NarrowedKeys):
-        return _key_caches(model, {saved.module: saved.runs})
     parts = linear_parts(module)
     if parts is None or parts[0].shape[0] != saved.out_features:
         raise other_module(saved.module, f"a linear layer with {saved.out_features} channels", module)
@@ -196,14 +206,18 @@ def _key_caches(model: nn.Module, runs: dict[str, Runs]) -> Change:
     return Change(model, attributes={name: {RECORD: own} for name, own in runs.items()}, hooks=hooks)
 
 
-def narrow_records(model: nn.Module) -> list[NarrowedLinear | NarrowedKeys]:
-    """Return the records of the narrow layers of a model, then of its caches of narrow keys."""
-    linear = [
+def narrow_records(model: nn.Module) -> list[NarrowedLinear]:
+    """Return the records of the narrow layers of a model."""
+    return [
         NarrowedLinear(module=name, out_features=projection.out_features, runs=projection.runs)
         for name, projection in narrow_projections(model)
     ]
+
+
+def key_records(model: nn.Module) -> list[NarrowedKeys]:
+    """Return the records of the caches of narrow keys of a model."""
     named = [(name, vars(module).get(RECORD)) for name, module in model.named_modules()]
-    return [*linear, *(NarrowedKeys(module=name, runs=runs) for name, runs in named if runs is not None)]
+    return [NarrowedKeys(module=name, runs=runs) for name, runs in named if runs is not None]
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module:

@@ -126,7 +126,6 @@ def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: 
         narrow_layers(job.model, plan),
         heads,
         kl=dict(zip(names, map(float, kl), strict=True)),
-        tokens=layers[0].tokens,
         notes=[note] if stopped else [],
         complete=not stopped,
     )

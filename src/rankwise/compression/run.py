@@ -8,14 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import batch_size, config_value, eval_mode, preserve_random_state
+from rankwise._internals.forward import (
+    batch_size,
+    config_value,
+    device_of,
+    eval_mode,
+    preserve_random_state,
+    run_model,
+    to_device,
+)
 from rankwise._internals.statistics import mean
+from rankwise.auditing.error_hints import fix_hint
+from rankwise.compression import PARTS
 from rankwise.compression.evaluate import Evaluation, evaluate
 from rankwise.compression.layers import out_of_memory
-from rankwise.compression.part import PARTS, Job, Solution, solve_part
+from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
 from rankwise.compression.save import note_structure, pretrained_models, structure_of
-from rankwise.errors import CompressionError, InputError, first_line, in_range, one_of, whole_number
+from rankwise.errors import (
+    CompressionError,
+    InputError,
+    RankwiseError,
+    first_line,
+    in_range,
+    instance_of,
+    one_of,
+    whole_number,
+)
+from rankwise.tracing import MixerSite, capture
 
 NARROWING = ("qk", "rotary")
 """Parts that narrow queries and keys, each in other layers: a layer is left out if both skip it."""
@@ -28,7 +48,7 @@ def compress(
     batches: Iterable[Any],
     keep: float | int | Mapping[str, float | int] | None = None,
     tolerance: float | int | Mapping[str, float | int] | None = None,
-    parts: str | Sequence[str] = "qk",
+    parts: str | Sequence[str] | None = None,
     *,
     calibrate: int = 0,
     held_out: Iterable[Any] | None = None,
@@ -62,7 +82,7 @@ def compress(
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
             for ``qk`` and ``rotary``, attention KL in nats (of attention rows before from after); for ``kv``,
             KL of the outputs in nats, predicted to second order; for ``heads``, a share of the loss.
-        parts: names of the parts, if neither `keep` nor `tolerance` is a mapping.
+        parts: names of the parts, ``qk`` by default; None if `keep` or `tolerance` is a mapping.
         calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure latency before and after.
@@ -75,7 +95,7 @@ def compress(
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, a part cannot be
             done, memory runs out, or the model is already compressed. The model is then unchanged.
-        InputError: if there are no batches.
+        InputError: if there are no batches, or the model does not run on one of them.
 
     Warns:
         UserWarning: if `time` is True and the model became slower.
@@ -92,6 +112,8 @@ def compress(
         (['qk', 'kv'], 12.0, True)
     """
     targets = part_targets(parts, keep, tolerance)
+    fix = "Load it first: `AutoModelForCausalLM.from_pretrained(name)`."
+    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix=fix)
     whole_number("`calibrate`", calibrate, 0, error=CompressionError)
     if structure_of(model).changes:
         raise CompressionError(
@@ -114,6 +136,9 @@ def compress(
     modes = {name: module.training for name, module in model.named_modules()}
     with eval_mode(model), preserve_random_state(model):  # new linear layers draw weights
         try:
+            tokens = _count_tokens(model, data, "batches")
+            if eval_data is not data:
+                _count_tokens(model, eval_data, "held_out")
             for name, (own_keep, own_tolerance) in targets.items():
                 job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
                 solutions[name] = solve_part(name, job)
@@ -136,7 +161,7 @@ def compress(
             module.train(modes[name if name in modes else name.rpartition(".")[0]])
     for inner in pretrained_models(model):
         note_structure(inner)
-    record = _record(model, data, solutions, evaluation, held_out is not None, seed)
+    record = _record(model, data, tokens, solutions, evaluation, held_out is not None, seed)
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -144,7 +169,7 @@ def compress(
 
 
 def part_targets(
-    parts: str | Sequence[str],
+    parts: str | Sequence[str] | None,
     keep: float | int | Mapping[str, float | int] | None,
     tolerance: float | int | Mapping[str, float | int] | None,
 ) -> dict[str, tuple[float | int | None, float | int | None]]:
@@ -158,10 +183,15 @@ def part_targets(
                 f"`{name}`", expected="a mapping of parts, like the other target", got=repr(value),
                 fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
             )  # fmt: skip
+    if mappings and parts is not None:
+        raise CompressionError(
+            "`parts`", expected="None, because the targets name their parts", got=repr(parts), fix="Omit it."
+        )
     if mappings:
         names = [part for values in mappings.values() for part in values]
     else:
-        names = [parts] if isinstance(parts, str) else list(parts)
+        parts = "qk" if parts is None else parts
+        names = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
     if not names:
         raise CompressionError(
             "`parts`", expected="at least one part", got="none", fix=f"Known: {', '.join(PARTS)}."
@@ -205,18 +235,39 @@ def _listed(batches: Iterable[Any], name: str) -> list[Any]:
     return data
 
 
+def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
+    """Run the model on all batches; return the number of real tokens that its first mixer reads."""
+    total = 0
+    for number, batch in enumerate(batches, start=1):
+        sites: list[MixerSite] = []
+        try:
+            with torch.no_grad(), capture(model, on_mixer=sites.append):
+                run_model(model, to_device(batch, device_of(model)))
+        except Exception as error:
+            if isinstance(error, RankwiseError) or out_of_memory(error):
+                raise
+            raise InputError(
+                f"`{name}`, batch {number}",
+                expected=f"a batch that {type(model).__name__} runs on",
+                got=f"{type(error).__name__}: {first_line(error)}",
+                fix=fix_hint(model, batch, error),
+            ) from error
+        total += int(sites[0].valid_tokens.sum()) if sites else 0
+    return total
+
+
 # --- record ----------------------------------------------------------------------------------------------
 
 
 def _record(
-    model: nn.Module, data: list[Any], solutions: dict[str, Solution], evaluation: Evaluation,
+    model: nn.Module, data: list[Any], tokens: int, solutions: dict[str, Solution], evaluation: Evaluation,
     held_out: bool, seed: int,
 ) -> Compression:  # fmt: skip
     every = list(solutions.values())
     heads = [head for solution in every for head in solution.heads]
     latents = [latent for solution in every for latent in solution.latents]
-    places = {head.site: (head.stack, head.layer) for head in heads}
-    places |= {x.site: (evaluation.stacks.get(x.site, ""), x.layer) for x in latents}
+    places = evaluation.places | {head.site: (head.stack, head.layer) for head in heads}
+    places |= {x.site: (places.get(x.site, ("", 0))[0], x.layer) for x in latents}
     kl = {latent.site: math.nan for latent in latents}
     for solution in every:  # a removed head has no attention to compare
         kl |= {site: own for site, own in solution.kl.items() if site not in kl or not math.isnan(own)}
@@ -240,7 +291,7 @@ def _record(
         parts=list(solutions),
         complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),
-        tokens=max(solution.tokens for solution in every),
+        tokens=tokens,
         figures="held-out data" if held_out else "the calibration data",
         heads=heads,
         layers=layers,

@@ -6,11 +6,13 @@ load. A compressed model is prepared in the same way, but nothing is quantized.
 """
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,7 +25,7 @@ from transformers.quantizers.auto import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from rankwise._internals.files import check_unused, parse_json, writable_folder, write_file
-from rankwise._internals.forward import config_value
+from rankwise._internals.forward import Change, config_value, preserve_random_state
 from rankwise.compression import heads_modules, kv_modules, qk_modules
 from rankwise.compression.heads_modules import RemovedHeads
 from rankwise.compression.kv_modules import LatentLayer
@@ -33,18 +35,32 @@ from rankwise.errors import CompressionError, InputError, first_line, readable_f
 
 WEIGHTS, STRUCTURE, RECORD = "model.safetensors", "structure.json", "compression.json"
 NAME = "rankwise"
+README = """This model is compressed: the weights of its original class do not fit.
+
+Load it with `rankwise.load_compressed(folder)`, after `pip install rankwise`. For a module that is not from
+transformers, pass a new one: `rankwise.load_compressed(folder, model=Own())`.
+"""
 KEY = "quantization_config"
 """Field of a configuration that names who prepares the model."""
 
 SavedChange = Annotated[
     RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")
 ]
+KINDS: dict[str, tuple[Callable[[nn.Module], list[Any]], Callable[..., Change]]] = {
+    "heads": (heads_modules.removed_heads, heads_modules.build),  # the other records count remaining heads
+    "narrow": (qk_modules.narrow_records, qk_modules.build),
+    "keys": (qk_modules.key_records, qk_modules.build_keys),
+    "latent": (kv_modules.latent_layers, kv_modules.build),
+}
+"""Function that reads the records of a model and function that builds the change of one record, by the `kind`
+of `SavedChange`, in the order in which changes are built."""
 
 
 class Structure(BaseModel, extra="forbid"):
     """All changes of a model, in the order in which they are built."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """1: files of old versions, whose weights contain no guard."""
     changes: list[SavedChange]
 
 
@@ -57,20 +73,32 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 
 def structure_of(model: nn.Module) -> Structure:
     """Return the changes of a model."""
-    # Heads come first: the other records have widths for the remaining heads only.
-    heads = heads_modules.removed_heads(model)
-    return Structure(changes=[*heads, *qk_modules.narrow_records(model), *kv_modules.latent_layers(model)])
+    return Structure(changes=[change for read, _ in KINDS.values() for change in read(model)])
 
 
-def rebuild(model: nn.Module, structure: Structure) -> None:
-    """Change a fresh model in place as the saved model was changed; its new weights are still empty."""
-    for saved in structure.changes:
-        if isinstance(saved, RemovedHeads):
-            heads_modules.build(model, [saved]).apply()
-        elif isinstance(saved, LatentLayer):
-            kv_modules.build(model, saved).apply()
-        else:
-            qk_modules.build(model, saved).apply()
+@contextmanager
+def rebuilt(model: nn.Module, structure: Structure) -> Iterator[None]:
+    """Context manager that changes a fresh model as the saved model was changed; undone only after an error.
+
+    Its new weights are still empty.
+    """
+    changes: list[Change] = []
+    try:
+        for saved in structure.changes:
+            changes.append(KINDS[saved.kind][1](model, saved))
+            changes[-1].apply()
+        _set_guards(model, saved=structure.format > 1)
+        yield
+    except BaseException:
+        for change in reversed(changes):
+            change.undo()
+        raise
+
+
+def _set_guards(model: nn.Module, saved: bool = True) -> None:
+    for module in model.modules():
+        if isinstance(module, qk_modules.ReplacedLinear):
+            module.set_guard(saved)
 
 
 def read_structure(content: Any, where: str) -> Structure:
@@ -106,7 +134,8 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             f"model {type(model).__name__}",
             expected="a compressed model",
             got="a model without changes",
-            fix="Compress it first: `rw.compress(model, batches)`.",
+            fix="Compress it first: `rw.compress(model, batches)`. If it was, nothing was changed at these "
+            "targets: lower `keep` or raise `tolerance`.",
         )
     check_unused(folder, "folder")
     writable_folder(folder, "folder")
@@ -124,6 +153,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             got=first_line(error),
             fix="Choose a folder you may write to and that has room.",
         ) from error
+    write_file(folder / "README.md", README, "README")
     if record is not None:
         record.save(folder / RECORD)
     return folder
@@ -187,7 +217,10 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
             got=name,
             fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else own,
         )
-    loaded: nn.Module = known.from_pretrained(folder, **options)
+    try:
+        loaded: nn.Module = known.from_pretrained(folder, **options)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
     return loaded.eval()
 
 
@@ -215,24 +248,37 @@ def loading_line(model: nn.Module, folder: str, source: str) -> str:
 def _load_into(folder: Path, model: nn.Module) -> nn.Module:
     """Load a saved module that is not from transformers into a fresh module."""
     structure = read_structure(_read_json(folder / STRUCTURE), str(folder / STRUCTURE))
-    rebuild(model, structure)
     try:
-        load_model(model, folder / WEIGHTS)
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with preserve_random_state(model), rebuilt(model, structure):  # new linear layers draw weights
+            own = model.state_dict()
+            tied = {own[name].data_ptr() for name in saved.keys() & own.keys()}
+            wrong = [f"no {name!r}" for name in own if name not in saved and own[name].data_ptr() not in tied]
+            wrong += [
+                f"{name!r} of shape {shape}"
+                for name, shape in saved.items()
+                if name not in own or own[name].shape != shape
+            ]
+            if wrong:
+                raise CompressionError(
+                    f"weights {folder / WEIGHTS}",
+                    expected=f"weights of a {type(model).__name__} of the same sizes",
+                    got=", ".join(wrong[:3]),
+                    fix="Build the model as it was built when it was saved.",
+                )
+            load_model(model, folder / WEIGHTS)
+        _set_guards(model)
     except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"weights {folder / WEIGHTS}",
-            expected="a file that `save_compressed` wrote",
-            got=first_line(error),
-            fix="Save the model again.",
-        ) from error
-    except RuntimeError as error:
-        raise CompressionError(
-            f"weights {folder / WEIGHTS}",
-            expected=f"weights of a {type(model).__name__} of the same sizes",
-            got=str(error).splitlines()[-1].strip(),
-            fix="Build the model as it was built when it was saved.",
-        ) from error
+        raise _unreadable(folder / WEIGHTS, error) from error
     return model.eval()
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    expected = "weights that `save_compressed` wrote"
+    return InputError(
+        f"weights {path}", expected=expected, got=first_line(error), fix="Save the model again."
+    )
 
 
 def _read_json(path: Path) -> Any:
@@ -259,7 +305,7 @@ class CompressionConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``config.json``."""
-        return {"quant_method": NAME, "structure": self.structure}
+        return {"quant_method": NAME, "load": "rankwise.load_compressed(folder)", "structure": self.structure}
 
 
 class CompressionBuilder(HfQuantizer):
@@ -267,15 +313,14 @@ class CompressionBuilder(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         structure = read_structure(self.quantization_config.structure, "the configuration")
-        rebuild(model, _named_for(model, structure))
-        for _name, projection in qk_modules.narrow_projections(model):
-            projection.loading = True
-        return model
+        with rebuilt(model, _named_for(model, structure)):
+            return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         for _name, projection in qk_modules.narrow_projections(model):
             projection.place_channels()
-            projection.loading = False
+        _set_guards(model)
+        self.quantization_config.structure["format"] = 2  # also if an old model is saved again
         # Remove every flag: `Trainer` and peft refuse to train quantized models.
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # type: ignore[assignment]

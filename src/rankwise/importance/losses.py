@@ -64,7 +64,7 @@ def _floating(output: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B T"]:
+def real_tokens(batch: Batch, shape: Sequence[int], decoder: bool = False) -> Bool[Tensor, "B *T"]:
     """Return the mask of real tokens in a batch; all True if the batch has no mask of this shape.
 
     With ``decoder`` the decoder's mask is used, because the encoder's mask does not apply to its outputs.
@@ -86,13 +86,12 @@ def token_ids(batch: Batch, name: str = "input_ids") -> Tensor | None:
     return next(integers, None)
 
 
-def _real(output: Any, batch: "LossBatch", values: Tensor) -> Bool[Tensor, "B T"]:
-    """Return the mask (B, T) of real tokens of an output, by the encoder's or decoder's mask."""
+def real_outputs(output: Any, batch: Batch, values: Tensor) -> Bool[Tensor, "B *T"]:
+    """Return the mask (B, T) of real tokens in values (B, T, …) of an output; all True for values (B, C)."""
     named = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    inputs = batch.batch
-    decoded = isinstance(inputs, Mapping) and any(str(name).startswith("decoder_") for name in inputs)
+    decoded = isinstance(batch, Mapping) and any(str(name).startswith("decoder_") for name in batch)
     decoder = decoded or named.get("encoder_last_hidden_state") is not None
-    return real_tokens(inputs, values.shape[:2], decoder).to(values.device)
+    return real_tokens(batch, values.shape[: min(values.dim() - 1, 2)], decoder).to(values.device)
 
 
 @dataclass
@@ -262,14 +261,14 @@ class DivergenceLoss(ProbedLoss):
         entropy = -torch.special.xlogy(shares, shares).sum(-1)
         # a class with p = 0 adds nothing, although log p is −∞
         apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
-        real = _real(output, batch, ours)
+        real = real_outputs(output, batch.batch, ours)
         total, reference = (torch.where(real, sums, 0.0).double().sum(1) for sums in (apart, entropy))
         return SequenceLosses(total, real.sum(1).double(), reference.detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return the projection of `LabelLoss`: KL ≈ ½ δᵀ F δ for a small change δ of logits."""
         logits = _token_logits(output).float()
-        return _fisher_projection(logits, _real(output, batch, logits), generator)
+        return _fisher_projection(logits, real_outputs(output, batch.batch, logits), generator)
 
 
 class StateLoss(ProbedLoss):
@@ -308,7 +307,7 @@ class StateLoss(ProbedLoss):
         whole = ours.detach() if batch.reference_output is None else batch.reference_output.double()
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
-            real = _real(output, batch, ours).to(ours)[..., None]
+            real = real_outputs(output, batch.batch, ours).to(ours)[..., None]
         norm = (whole.square() * real).flatten(1).sum(1).clamp_min(math.ulp(0.0))
         return ours, whole, real, norm
 
