@@ -12,7 +12,13 @@ import rankwise as rw
 from rankwise.compression.layers import Factors, rank_notes
 from rankwise.compression.qk_find import find_projections
 from rankwise.compression.qk_modules import narrow_linear, narrow_projections, replace_cache_layer
-from rankwise.compression.qk_solve import closed_form, hull, widths_for_tolerance, widths_under_budget
+from rankwise.compression.qk_solve import (
+    allocate_widths,
+    closed_form,
+    hull,
+    widths_for_tolerance,
+    widths_under_budget,
+)
 from rankwise.compression.qk_statistics import (
     Sample,
     collect_statistics,
@@ -20,7 +26,6 @@ from rankwise.compression.qk_statistics import (
     layer_divergence,
     width_curves,
 )
-from rankwise.compression.rotary_solve import Order, pair_widths
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases, logit_bases
 
@@ -217,11 +222,12 @@ def test_only_an_empty_growing_cache_layer_is_replaced() -> None:
 
 
 def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
-    orders = [[Order([0, 1, 2], [2, 4, 6], [0.3, 0.1, 0.0]), Order([2, 1, 0], [2, 4, 6], [0.2, 0.1, 0.0])]]
-    assert pair_widths(orders, keep=0.5) == [[4, 2]]
-    assert pair_widths(orders, keep=0.45) == [[2, 2]]  # 5 channels: 3 and 2
-    assert pair_widths(orders, None, tolerance=0.2) == [[4, 2]]  # the hull has widths 3 and 2
-    assert pair_widths(orders, None, tolerance=1.0) == [[2, 2]]
+    curves = [[([2, 4, 6], [0.3, 0.1, 0.0]), ([2, 4, 6], [0.2, 0.1, 0.0])]]
+    assert allocate_widths(curves, 0.5, None, measured=True) == [[4, 2]]
+    assert allocate_widths(curves, 0.45, None, measured=True) == [[2, 2]]  # 5 channels: 3 and 2
+    assert allocate_widths(curves, 0.45, None) == [[3, 2]]
+    assert allocate_widths(curves, None, 0.2, measured=True) == [[4, 2]]  # the hull has widths 3 and 2
+    assert allocate_widths(curves, None, 1.0, measured=True) == [[2, 2]]
 
 
 def test_calibration_without_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

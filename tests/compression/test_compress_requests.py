@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compression.compression_cases import GPT, Make, bert, deberta, gpt2, ids, llama, made, qwen3
+import transformers
+from tests.compression.compression_cases import GPT, SIZES, Make, bert, deberta, gpt2, ids, llama, made, qwen3
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
+from rankwise.auditing.text_inputs import longest_sequence
 from rankwise.compression import PARTS, evaluate
 from rankwise.compression.kv_modules import LatentCache, latent_layers
 from rankwise.compression.record import Latency
@@ -45,6 +47,80 @@ def test_an_encoder_decoder_is_timed_on_labels(monkeypatch: pytest.MonkeyPatch) 
     labels[:, 6:] = -100
     done = rw.compress(model, [{**ids(), "labels": labels}], keep=0.5, time=True)
     assert [(one.phase, one.tokens) for one in done.latency] == [("prefill", 128), ("prefill", 512)]
+
+
+def encoder_decoder() -> Any:
+    """Two models of 40 positions, under a configuration without a number of positions."""
+    sizes = {**SIZES, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    decoder = transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    coders = transformers.BertConfig(**sizes), decoder
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*coders)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return transformers.EncoderDecoderModel(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*became slower")
+def test_inner_configurations_limit_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.compression.evaluate.SECONDS", 0.0)
+    model = encoder_decoder()
+    assert longest_sequence(model) == 40
+    batch = {**ids(), "decoder_input_ids": ids(4, 9)["input_ids"]}
+    with pytest.raises(InputError, match="more than the 40 positions"):
+        rw.compress(model, [{**ids(2, 41), "decoder_input_ids": ids(2, 9)["input_ids"]}], keep=0.5)
+    done = rw.compress(model, [batch], keep=0.5, time=True)
+    assert [one.tokens for one in done.latency] == [9, 38]
+
+
+def test_timing_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no clock\nmore")
+
+    monkeypatch.setattr("rankwise.compression.evaluate.measure_latency", fails)
+    model = gpt2()
+    done = rw.compress(model, [ids()], keep=0.5, time=True)
+    assert not done.latency
+    assert "Latency was not measured: RuntimeError: no clock." in done.notes
+    assert (
+        done.parameters_after == sum(weight.numel() for weight in model.parameters()) < done.parameters_before
+    )
+
+
+@pytest.mark.parametrize("place", ["snapshot", "solve_part", "evaluate"])
+def test_an_error_of_the_code_of_a_model_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("own code\nmore")
+
+    monkeypatch.setattr(f"rankwise.compression.run.{place}", fails)
+    model = gpt2()
+    said = "GPT2LMHeadModel: expected code that works for .*, got KeyError: .*The model is unchanged"
+    with untouched(model), pytest.raises(CompressionError, match=said) as error:
+        rw.compress(model, [ids()], keep=0.5)
+    assert "\n" not in str(error.value)
+
+
+def test_measurements_that_fail_are_found_before_the_work() -> None:
+    model: Any = gpt2()
+    forward = model.forward
+
+    def without_cache(input_ids: Any, attention_mask: Any = None) -> Any:
+        return forward(input_ids, attention_mask=attention_mask)
+
+    model.forward = without_cache
+    steps: list[str] = []
+    with pytest.raises(CompressionError, match="use_cache"):
+        rw.compress(model, [ids()], keep=0.5, on_step=steps.append)
+    assert not steps
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
+def test_outputs_without_names_are_measured(name: str) -> None:
+    records = []
+    for named in (True, False):
+        model: Any = gpt2() if "GPT2" in name else made("Bert", "ForMaskedLM", **SIZES)
+        model.config.return_dict = named
+        records.append(rw.compress(model, [ids()], keep=0.5))
+        assert model.config.return_dict == named
+    assert records[0].output_kl == records[1].output_kl > 0
 
 
 def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +209,7 @@ def test_targets_that_cannot_be_met_are_refused(asked: dict[str, Any], said: str
 
 
 WRONG_IDS = {
-    "no tokens": torch.zeros(2, 0, dtype=torch.long),
+    "0 elements": torch.zeros(2, 0, dtype=torch.long),
     "not below the 61": torch.full((2, 9), 61),
     "more than the 64 positions": torch.ones(2, 65, dtype=torch.long),
 }

@@ -63,15 +63,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             Compression.load(tmp_path)
 
 
-@pytest.mark.parametrize(("after", "said"), [(50, "50.0% fewer"), (130, "30.0% more")])
-def test_the_headline_says_fewer_or_more(after: int, said: str) -> None:
-    sizes = {"parameters_before": 100, "parameters_after": after}
-    sizes |= {"cache_bytes_before": 100, "cache_bytes_after": after}
-    latents = [LatentRank(part="kv", site="a", layer=0, before=4, full=4, rank=2, nats=0.1)]
-    sentence = compression_document(RECORD.model_copy(update={**sizes, "latents": latents})).verdict.sentence
-    assert f"{said} parameters, {said} bytes of cache" in sentence
-
-
 def test_every_curve_is_drawn() -> None:
     heads = [
         HeadWidth(
@@ -97,10 +88,14 @@ def test_every_curve_is_drawn() -> None:
 def test_removed_heads_are_drawn_by_their_original_numbers() -> None:
     sizes = {"stack": "", "site": "a", "layer": 0, "before": 8, "kl": 0.0, "kl_calibrated": 0.0}
     heads = [HeadWidth(part="heads", head=at, width=width, **sizes) for at, width in enumerate((0, 8))]
-    record = RECORD.model_copy(update={"heads": [*heads, HeadWidth(part="qk", head=0, width=3, **sizes)]})
+    record = RECORD.model_copy(update={"heads": [*heads, HeadWidth(part="qk", head=1, width=3, **sizes)]})
     figures = {x.name: x for part in compression_document(record).sections for x in part.figures}
     assert figures["heads"].data[0]["text"] == [["0", "8"]]
-    assert figures["widths"].data[0]["text"] == [["3"]]
+    assert figures["widths"].data[0]["text"] == [["", "3"]]
+    [layers] = [
+        x for part in compression_document(record).sections for x in part.tables if x.title == "Layers"
+    ]
+    assert layers.rows[0][:3] == ["0", "– 3", "3.0"]
 
 
 @pytest.mark.parametrize("about", [{}, {"folder": "out"}, {"load": "load()"}])

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.compression import Compression, save_compressed
+from rankwise.compression.kv_solve import ranks_for_tolerance
 from rankwise.compression.part import Job, solve_part
 from rankwise.errors import CompressionError, InputError
 
@@ -207,6 +208,56 @@ def test_a_tolerance_bounds_the_cost_and_a_tighter_one_keeps_more(part: str, fam
             assert list(kls) == sorted(kls, reverse=True)
     assert kept == sorted(kept)
     assert kept[0] < kept[-1]
+
+
+@pytest.mark.parametrize(
+    ("part", "family"), [("qk", "gpt2"), ("qk", "bert"), ("rotary", "llama"), ("rotary", "glm")]
+)
+@pytest.mark.parametrize("tolerance", [0.02, 0.005])
+def test_a_tolerance_bounds_the_cost_on_all_calibration_data(
+    part: str, family: str, tolerance: float
+) -> None:
+    """The first 16 sequences cost nothing."""
+    same = {"input_ids": torch.full((16, 24), 7)}
+    done = rw.compress(FOUND[part][1][family](), [same, ids(16, 24, 5)], tolerance={part: tolerance})
+    assert done.kl <= tolerance
+    assert sum(head.width for head in done.heads) < sum(head.before for head in done.heads)
+    assert not any("above the tolerance" in note for note in done.notes)
+
+
+def test_a_cost_above_the_tolerance_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankwise.compression.qk_solve.ATTEMPTS", 1)
+    same = {"input_ids": torch.full((16, 24), 7)}
+    done = rw.compress(gpt2(), [same, ids(16, 24, 5)], tolerance=0.02)
+    [note] = [note for note in done.notes if "above the tolerance" in note]
+    assert note == f"qk: the cost on the calibration data is {done.kl:.3g}, above the tolerance 0.02."
+    done = rw.compress(llama(), [ids(8, 30)], tolerance={"kv": 1e-6})
+    cost = max(sum(latent.nats for latent in done.latents), done.output_kl)
+    assert any("above the tolerance" in note for note in done.notes) == (cost > 1e-6)
+
+
+def test_ranks_of_one_count_against_a_tolerance() -> None:
+    nats = [torch.tensor([5.0, 4.0, 3.0, 1.0]), torch.tensor([0.1, 0.05])]
+    for tolerance in (0.2, 1.1, 1.3, 4.2, 9.0):
+        ranks = ranks_for_tolerance([own.double() for own in nats], tolerance)
+        assert sum(float(own[rank:].sum()) for own, rank in zip(nats, ranks, strict=True)) <= tolerance + 1e-6
+
+
+@pytest.mark.parametrize(("parts", "family"), [(("heads", "qk"), "gpt2"), (("heads", "rotary"), "llama")])
+def test_heads_keep_their_numbers_and_removed_heads_are_listed(parts: tuple[str, str], family: str) -> None:
+    make = gpt2 if family == "gpt2" else lambda: llama(2)
+    done = rw.compress(
+        make(), [{**ids(8, 30), "labels": ids(8, 30)["input_ids"]}], keep=dict.fromkeys(parts, 0.6)
+    )
+    assert done.tokens == 240
+    gone = {(head.site, head.head) for head in done.heads if not head.width}
+    assert gone
+    group = 1 if family == "gpt2" else 2  # query heads of a key head
+    left = {(head.site, head.head // group) for head in done.heads if head.part == "heads" and head.width}
+    assert {(head.site, head.head) for head in done.heads if head.part != "heads"} == left
+    [note] = [note for note in done.notes if note.startswith("Removed heads: ")]
+    listed = [one.partition(" ") for one in note.removeprefix("Removed heads: ").rstrip(".").split("; ")]
+    assert {(site, int(head)) for site, _, heads in listed for head in heads.split(", ")} == gone
 
 
 @pytest.mark.parametrize(("part", "family"), [*SOME, ("rotary and kv", "neox"), ("heads", "llama")])

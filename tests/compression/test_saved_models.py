@@ -11,13 +11,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.compression.compression_cases import SIZES, gpt2, ids, llama, output, siglip, t5
-from tests.compression.test_compress_prices import TwoWidths
+from tests.compression.compression_cases import GPT, SIZES, gpt2, ids, llama, made, output, siglip, t5
+from tests.compression.test_compress_prices import Attention, TwoWidths
 from tests.support.untouched import untouched
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import rankwise as rw
 from rankwise import models
+from rankwise.cli.load_model import load_model
 from rankwise.compression import save_compressed
 from rankwise.compression.qk_modules import NarrowProjection
 from rankwise.compression.save import KEY, loading_line, note_structure, structure_of
@@ -187,6 +189,157 @@ def test_missing_and_broken_weights_are_refused(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(InputError, match="weights that `save_compressed` wrote"):
         rw.load_compressed(tmp_path / "one")
+
+
+def normed(make: Any, names: tuple[str, ...], norm: Any) -> Any:
+    """Put a norm of weights on some layers of a model."""
+    model = make()
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] in names:
+            norm(module)
+    return model.eval()
+
+
+NORMS: list[Any] = [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(
+    ("norm", "names", "part"),
+    [
+        (NORMS[0], ("q_proj", "k_proj"), "kv"),
+        (NORMS[0], ("q_proj", "k_proj"), "heads"),
+        (NORMS[0], ("up_proj",), "rotary"),
+        (NORMS[1], ("o_proj", "gate_proj"), "kv"),
+        (NORMS[2], ("up_proj", "lm_head"), "kv"),
+    ],
+)
+def test_norms_of_weights_are_saved_as_weights(
+    norm: Any, names: tuple[str, ...], part: str, tmp_path: Path
+) -> None:
+    model = normed(llama, names, norm)
+    rw.compress(model, [ids(8, 30)], keep={part: 0.5})
+    expected = output(model, ids())
+    save_compressed(model, tmp_path / "one")
+    assert torch.equal(output(model, ids()), expected)
+    again = rw.load_compressed(tmp_path / "one")
+    assert torch.allclose(output(again, ids()), expected, atol=1e-5)
+    names = {name for name, _ in again.named_parameters()}
+    assert not any("parametrizations" in name or name.endswith(("_g", "_v")) for name in names)
+
+
+def test_a_folder_without_some_weights_is_refused(tmp_path: Path) -> None:
+    model = normed(llama, ("q_proj",), NORMS[0])
+    rw.compress(model, [ids(8, 30)], keep={"kv": 0.5})
+    model.save_pretrained(tmp_path / "one")
+    with pytest.raises(
+        CompressionError, match=r"all weights of the compressed model, got no 'model.*q_proj.weight'"
+    ):
+        rw.load_compressed(tmp_path / "one")
+    saved_gpt2(tmp_path / "two", {"qk": 0.5})
+    weights = tmp_path / "two" / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["transformer.h.1.attn.c_attn.narrow.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(CompressionError, match=r"got no 'transformer\.h\.1\.attn\.c_attn\.narrow\.weight'"):
+        rw.load_compressed(tmp_path / "two")
+    with pytest.raises(CompressionError, match=r"got no 'transformer\.h\.1\.attn\.c_attn\.narrow\.weight'"):
+        load_model(str(tmp_path / "two"))
+
+
+def test_weights_that_a_new_model_lacks_are_not_saved(tmp_path: Path) -> None:
+    model = gpt2()
+    rw.add_lambda_skip(model, example=ids())
+    rw.compress(model, [ids()], keep=0.5)
+    with pytest.raises(CompressionError, match=r"more, such as 'transformer.h.0.*save_skips"):
+        save_compressed(model, tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+
+
+def tied(model: Any) -> Any:
+    model.transformer.h[1].attn = model.transformer.h[0].attn
+    return model
+
+
+def with_object(model: Any) -> Any:
+    model.config.own = nn.Identity()
+    return model
+
+
+def sampling(model: Any) -> Any:
+    model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
+    model.generation_config.num_beams, model.generation_config.num_return_sequences = 1, 3
+    return model
+
+
+class Parts(TwoWidths):
+    """Two weights are parts of a tensor that is no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(70, 32)
+        self.layers[0].o.weight = nn.Parameter(whole[:32])
+        self.layers[1].o.weight = nn.Parameter(whole[20:52])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tied(gpt2()), "shared tensors"),
+        (
+            lambda: made("GPT2", "LMHeadModel", **GPT, output_attentions=True),
+            "`output_attentions`.* set it to 'eager'",
+        ),
+        (lambda: with_object(gpt2()), "not JSON serializable"),
+        (lambda: sampling(gpt2()), "num_return_sequences"),
+        (Parts, "None is covering the entire storage"),
+    ],
+)
+def test_a_model_that_cannot_be_saved_is_refused_before_the_work(make: Any, said: str) -> None:
+    model, steps = make().eval(), []
+    batch: Any = torch.randn(4, 9, 32) if isinstance(model, Parts) else ids()
+    with (
+        untouched(model),
+        pytest.raises(CompressionError, match=f"a model that can be saved, got .*{said}") as error,
+    ):
+        rw.compress(model, [batch], keep=0.5, on_step=steps.append)
+    assert not steps
+    assert "\n" not in str(error.value)
+
+
+class Nano(nn.Module):
+    """A decoder whose output layer shares the weight of the embedding."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(61, 32), nn.Linear(32, 61, bias=False)
+        self.output.weight = self.embedding.weight
+        layer = Attention(8)
+        self.layers = nn.ModuleList([layer, layer if shared else Attention(8)])
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.output(x[:, [-1]]), None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shared_weights_of_a_plain_module_are_saved(shared: bool, tmp_path: Path) -> None:
+    model, tokens = Nano(shared).eval(), ids(8, 20)["input_ids"]
+    done = rw.compress(model, [tokens], keep=0.5)
+    assert done.tokens == 160
+    save_compressed(model, tmp_path / "one")
+    again = rw.load_compressed(tmp_path / "one", Nano(shared))
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    assert again.output.weight is again.embedding.weight
+    other = Nano(shared)
+    other.output.weight = nn.Parameter(torch.randn(61, 32))
+    with (
+        untouched(other),
+        pytest.raises(CompressionError, match=r"of the same sizes, got no 'output\.weight'"),
+    ):
+        rw.load_compressed(tmp_path / "one", other)
 
 
 def test_nothing_to_save_is_explained(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import LABELS, argument_names, config_value, tensors_in, tensors_of
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
+from rankwise.auditing.text_inputs import positions_of
 from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 
@@ -107,8 +108,8 @@ def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
     message = message.lower()
     ids = [tensor for tensor in tensors_of(batch).values() if not tensor.is_floating_point()]
     longest = max((tensor.shape[-1] for tensor in ids if tensor.dim() > 1), default=0)
-    words, positions = (config_value(model, name) for name in ("vocab_size", "max_position_embeddings"))
-    if isinstance(positions, int) and 0 < positions < longest:
+    words, positions = config_value(model, "vocab_size"), positions_of(getattr(model, "config", None))
+    if positions is not None and positions < longest:
         return f" Its {longest} tokens are more than the {positions} positions of the model: cut them."
     if "out of memory" in message or "can't allocate" in message:
         return " Use smaller batches or shorter sequences."

@@ -137,14 +137,23 @@ def model_batches(
 
 def longest_sequence(model: nn.Module) -> int | None:
     """Return the maximum sequence length, without positions for padding (RoBERTa); None if unknown."""
-    positions = config_value(model, "max_position_embeddings", "n_positions")
-    if not isinstance(positions, int) or positions < 1:
+    positions = positions_of(getattr(model, "config", None))
+    if positions is None:
         return None
     offset = any(
         getattr(module, "padding_idx", None) is not None and "position_embeddings" in name
         for name, module in model.named_modules()
     )
     return positions - config_value(model, "pad_token_id", default=0) - 1 if offset else positions
+
+
+def positions_of(config: Any) -> int | None:
+    """Return the number of positions in a configuration, or the smallest number in the ones inside it."""
+    positions = config_value(config, "max_position_embeddings", "n_positions")
+    if isinstance(positions, int):
+        return positions if positions > 0 else None
+    inner = [one for one in getattr(config, "__dict__", {}).values() if hasattr(one, "vocab_size")]
+    return min((known for one in inner if (known := positions_of(one)) is not None), default=None)
 
 
 def _takes_mask(model: nn.Module) -> bool:

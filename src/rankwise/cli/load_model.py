@@ -167,7 +167,7 @@ def _from_transformers(
 
     from rankwise import models  # registers ToST models with transformers
     from rankwise._internals.forward import config_value
-    from rankwise.compression import save  # noqa: F401  (registers compressed models)
+    from rankwise.compression import save  # registers compressed models
 
     if not Path(spec).exists():
         need_hub(f"model {spec}", expected=MODELS, fix="Pass the path of a downloaded model.")
@@ -186,6 +186,8 @@ def _from_transformers(
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
+    if save.structure_of(model).changes:
+        save.check_complete(f"model {spec}", loading["missing_keys"])
     use_cache = config_value(model, "use_cache")
     if use_cache is not None:
         model.config.use_cache = False  # a cache is useless for one pass over whole texts

@@ -22,8 +22,10 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
+from rankwise.auditing.text_inputs import positions_of
 from rankwise.compression.layers import output_and_mask, relative_error
 from rankwise.compression.record import Latency
+from rankwise.errors import first_line
 from rankwise.importance.losses import real_outputs, real_tokens
 from rankwise.tracing import MixerSite, StateSite, capture
 
@@ -67,14 +69,20 @@ class Snapshot:
 
 
 def evaluate(
-    model: nn.Module, batches: list[Any], changes: list[Change], timed: bool, on_step: Callable[[str], None]
+    model: nn.Module,
+    batches: list[Any],
+    changes: list[Change],
+    old: Snapshot,
+    timed: bool,
+    on_step: Callable[[str], None],
 ) -> Evaluation:
-    """Measure a model with and without its changes, which are applied when this is called and afterwards."""
+    """Measure a model with its changes, which are applied when this is called and afterwards.
+
+    `old` is the snapshot of the original, made before the work: so a measurement that fails costs no work.
+    """
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
     new = snapshot(model, batches, "after")
-    with original(changes):
-        old = snapshot(model, batches, "before")
     errors = {
         place: relative_error(new.states[place], old.states[place])
         for place in old.states.keys() & new.states.keys()
@@ -94,7 +102,10 @@ def evaluate(
     notes: list[str] = []
     if timed:
         on_step("measuring latency")
-        fields["latency"], notes = measure_latency(model, batches[0], changes)
+        try:
+            fields["latency"], notes = measure_latency(model, batches[0], changes)
+        except Exception as error:
+            notes = [f"Latency was not measured: {type(error).__name__}: {first_line(error)}."]
     return Evaluation(fields, errors, old.places, notes)
 
 
@@ -115,6 +126,7 @@ def snapshot(model: nn.Module, batches: list[Any], when: str) -> Snapshot:
 
     `when`, "before" or "after", is the last word of field names such as ``loss_before``.
     """
+    batches = [to_device(batch, device_of(model)) for batch in batches]
     states: dict[tuple[str, int], Tensor] = {}
     places: dict[str, tuple[str, int]] = {}
 
@@ -291,9 +303,9 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if ids is None:
         return [(first_sequences(batch, 1), 1), (batch, batch_size(batch))]
-    positions = config_value(model, "max_position_embeddings", "n_positions")
+    positions = positions_of(getattr(model, "config", None))
     # RoBERTa and OPT reserve two positions for padding.
-    longest = positions - 2 if isinstance(positions, int) and positions > 4 else LONGEST
+    longest = positions - 2 if positions is not None and positions > 4 else LONGEST
     given = {"input_ids": ids}
     if "attention_mask" in batch:
         given["attention_mask"] = torch.ones_like(ids)

@@ -1,9 +1,11 @@
 """The part ``heads``: remove the attention heads whose removal costs least, with their weights."""
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 from rankwise._internals.forward import device_of, first_sequences, to_device
+from rankwise._internals.records import grouped
 from rankwise.compression.heads_find import HeadProjections, difference, find_removable_heads, removal, zeroed
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import HeadWidth
@@ -35,11 +37,20 @@ def solve(job: Job) -> Solution:
             got=reason,
             fix="The model is unchanged: its own code does not compute with the other heads alone.",
         )
+    heads = _records(layers, plan, importance)
+    gone = grouped((head for head in heads if not head.width), attrgetter("site"))
+    listed = [f"{site} {', '.join(str(head.head) for head in own)}" for site, own in gone.items()]
+    notes += [f"Removed heads: {'; '.join(listed)}."] if listed else []
     if job.calibrate:
         notes.append("Heads are removed whole: calibration is for qk and rotary alone.")
     return Solution(
         removal(job.model, layers, plan),
-        heads=_records(layers, plan, importance),
+        heads=heads,
+        key_heads={
+            layer.name: [unit for unit in range(layer.units) if unit not in plan.get(layer.name, ())]
+            for layer in layers
+            if layer.value_heads > 1
+        },
         kl={layer.name: float("nan") for layer in layers},
         skipped=skipped,
         notes=notes,

@@ -234,9 +234,9 @@ def ranks_for_keep(
 
 def ranks_for_tolerance(nats: list[Float64[Tensor, "_"]], tolerance: float | int) -> list[int]:
     """Return the least ranks whose removed directions cost at most `tolerance` nats per token in total."""
-    worth = torch.cat(nats).sort(descending=True).values
-    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost if n directions are kept
-    return _largest(nats, max(int((lost > tolerance).sum()), len(nats)))
+    worth = torch.cat([values[1:] for values in nats]).sort(descending=True).values
+    lost = worth.flip(0).cumsum(0).flip(0)  # lost[n]: nats lost if n directions are kept, and 1 per layer
+    return _largest(nats, len(nats) + int((lost > tolerance).sum()))
 
 
 def _largest(nats: list[Float64[Tensor, "_"]], count: int) -> list[int]:

@@ -43,6 +43,8 @@ class Solution:
     curves: list[BudgetCurve] = field(default_factory=list)
     kl: dict[str, float] = field(default_factory=dict)
     """Attention KL per site on the evaluation data; NaN if it was not measured."""
+    key_heads: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers in the original of the key heads that are left in each layer, if heads were removed."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)

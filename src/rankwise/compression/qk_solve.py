@@ -4,14 +4,16 @@
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from rankwise._internals.statistics import mean
 from rankwise.compression.layers import Factors, Projections, Step, out_of_memory, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_find import find_query_key_layers
@@ -34,6 +36,8 @@ CURVE_SEQUENCES = 16
 """Maximum number of sequences on which a head's curve, attention KL against width, is measured."""
 CURVE_POINTS = 32
 """Number of evenly spaced widths of a curve; a wide head's curve also has the widths below the first."""
+ATTEMPTS = 6
+"""Maximum number of times that widths are chosen for a tolerance."""
 RATE = 0.02
 """Learning rate of Adam for factors in whitened coordinates; it falls to zero along a cosine."""
 ROWS = 2**20
@@ -54,12 +58,9 @@ def solve(job: Job) -> Solution:
     curves = []
     for layer in layers:
         job.on_step(f"measuring widths of {layer.projections.name}")
-        curves += head_curves(layer)
-    widths = iter(allocate_widths(curves, job.keep, job.tolerance))
-    starts = [closed_form(layer, [next(widths) for _ in layer.key_moments]) for layer in layers]
-    result = narrow_heads("qk", job, layers, starts)
-    curve = budget_curve("closed form, widths per head", curves)
-    return replace(result, curves=[curve], skipped=skipped, notes=[*notes, *result.notes])
+        curves.append(head_curves(layer))
+    result = narrow_heads("qk", job, layers, curves, closed_form, "closed form, widths per head")
+    return replace(result, skipped=skipped, notes=[*notes, *result.notes])
 
 
 def closed_form(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
@@ -92,14 +93,38 @@ def head_curves(layer: QueryKeyStatistics) -> list[Curve]:
 # --- calibration -----------------------------------------------------------------------------------------
 
 
-def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: list[Factors]) -> Solution:
-    """Calibrate factors, measure their attention KL on the evaluation data, and build the change."""
+def narrow_heads(
+    part: str,
+    job: Job,
+    layers: list[QueryKeyStatistics],
+    curves: list[list[Curve]],
+    start: Callable[[QueryKeyStatistics, list[int]], Factors],
+    method: str,
+) -> Solution:
+    """Choose widths, calibrate the factors of `start`, measure them, and build the change.
+
+    Curves are of the first sequences. If the cost on all calibration data exceeds the tolerance, curves are
+    measured on all of it, and then the tolerance is lowered.
+    """
+    aim = job.tolerance
+    for attempt in range(ATTEMPTS):
+        widths = iter(allocate_widths(curves, job.keep, aim, part == "rotary"))
+        starts = [start(layer, next(widths)) for layer in layers]
+        costs = [_by_key(layer, factors) for layer, factors in zip(layers, starts, strict=True)]
+        cost = mean(chain.from_iterable(costs))
+        whole = all(len(kept) == len(own.key[0]) for own in starts for kept in own.kept)
+        if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
+            break
+        if attempt == 0:
+            job.on_step("measuring widths on all data")
+            curves = [_measured(layer, own, start) for layer, own in zip(layers, curves, strict=True)]
+        else:
+            aim *= 0.9 * job.tolerance / cost
     plan: list[tuple[Projections, Factors]] = []
     heads: list[HeadWidth] = []
     stopped = ""
-    for layer, factors in zip(layers, starts, strict=True):
-        found, before = layer.projections, _by_key(layer, factors)
-        after = before
+    for layer, factors, before in zip(layers, starts, costs, strict=True):
+        found, after = layer.projections, before
         if job.calibrate and not stopped:
             factors, after, stopped = _calibrated(layer, factors, before, job)
         plan.append((found, factors))
@@ -125,6 +150,7 @@ def narrow_heads(part: str, job: Job, layers: list[QueryKeyStatistics], starts: 
     return Solution(
         narrow_layers(job.model, plan),
         heads,
+        curves=[budget_curve(method, [*chain.from_iterable(curves)])],
         kl=dict(zip(names, map(float, kl), strict=True)),
         notes=[note] if stopped else [],
         complete=not stopped,
@@ -147,6 +173,17 @@ def _calibrated(
         return start, before, f"for want of memory at {layer.projections.name}"
     stopped = "" if done == job.calibrate else "by Ctrl-C"
     return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
+
+
+def _measured(
+    layer: QueryKeyStatistics,
+    curves: list[Curve],
+    start: Callable[[QueryKeyStatistics, list[int]], Factors],
+) -> list[Curve]:
+    """Return the curves of the key heads of a layer with attention KL on all calibration data."""
+    widths = [own for own, _ in curves]
+    losses = [_by_key(layer, start(layer, list(now))) for now in zip(*widths, strict=True)]
+    return list(zip(widths, map(list, zip(*losses, strict=True)), strict=True))
 
 
 def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
@@ -287,13 +324,25 @@ def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
 
 
 def allocate_widths(
-    curves: list[Curve], keep: float | int | None, tolerance: float | int | None
-) -> list[int]:
-    """Return the width of each key head for a share of all widths or for a tolerance."""
+    curves: list[list[Curve]], keep: float | int | None, tolerance: float | int | None, measured: bool = False
+) -> list[list[int]]:
+    """Return the width of each key head, by layer, for a share of all widths or for a tolerance.
+
+    If only `measured` widths are possible, others are rounded: down for a share, up for a tolerance.
+    """
+    every = [*chain.from_iterable(curves)]
     if tolerance is not None:
-        return widths_for_tolerance(curves, tolerance)
-    assert keep is not None
-    return widths_under_budget(curves, round(keep * sum(widths[-1] for widths, _ in curves)))
+        found = widths_for_tolerance(every, tolerance)
+    else:
+        assert keep is not None
+        found = widths_under_budget(every, round(keep * sum(widths[-1] for widths, _ in every)))
+    if measured:
+        below = [bisect_right(widths, width) - 1 for (widths, _), width in zip(every, found, strict=True)]
+        above = [bisect_left(widths, width) for (widths, _), width in zip(every, found, strict=True)]
+        places = below if tolerance is None else above
+        found = [widths[at] for (widths, _), at in zip(every, places, strict=True)]
+    each = iter(found)
+    return [[next(each) for _ in own] for own in curves]
 
 
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:

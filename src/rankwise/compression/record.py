@@ -19,7 +19,7 @@ class HeadWidth(Record):
     site: str
     layer: int
     head: int
-    """Key head; equal to the query head unless query heads are grouped."""
+    """Key head, as numbered in the original; for ``heads``, query head."""
     before: int
     width: int
     """Remaining width K; 0 if the head was removed."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rankwise.compression.layers import Factors
 from rankwise.compression.part import Job, Solution
-from rankwise.compression.qk_solve import Curve, allocate_widths, budget_curve, narrow_heads
+from rankwise.compression.qk_solve import Curve, narrow_heads
 from rankwise.compression.qk_statistics import (
     QueryKeyStatistics,
     Sample,
@@ -65,26 +65,14 @@ def solve(job: Job) -> Solution:
     for layer, whole in zip(layers, wholes, strict=True):
         job.on_step(f"comparing pairs of {layer.projections.name}")
         orders.append(greedy_orders(layer, whole, job.seed))
-    widths = pair_widths(orders, job.keep, job.tolerance)
-    starts = [kept_factors(*own) for own in zip(layers, wholes, orders, widths, strict=True)]
-    result = narrow_heads("rotary", job, layers, starts)
-    curves = [order.curve for own in orders for order in own]
-    curve = budget_curve("greedy by attention KL, widths per head", curves)
-    return replace(result, curves=[curve], skipped=skipped)
+    known = {layer.projections.name: own for layer, *own in zip(layers, wholes, orders, strict=True)}
 
+    def start(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
+        return kept_factors(layer, *known[layer.projections.name], widths)
 
-def pair_widths(
-    orders: list[list[Order]], keep: float | int | None, tolerance: float | int | None = None
-) -> list[list[int]]:
-    """Return the width of each key head, by layer, in whole units: rounded down for `keep`, else up."""
-    wanted = iter(allocate_widths([order.curve for own in orders for order in own], keep, tolerance))
-
-    def whole(widths: list[int], width: int) -> int:
-        if tolerance is not None:
-            return min(own for own in widths if own >= width)
-        return max(own for own in widths if own <= width)
-
-    return [[whole(order.widths, next(wanted)) for order in own] for own in orders]
+    curves = [[order.curve for order in own] for own in orders]
+    method = "greedy by attention KL, widths per head"
+    return replace(narrow_heads("rotary", job, layers, curves, start, method), skipped=skipped)
 
 
 def units_of(layer: QueryKeyStatistics) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from rankwise._internals.forward import (
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import PARTS
-from rankwise.compression.evaluate import Evaluation, evaluate
+from rankwise.compression.evaluate import Evaluation, evaluate, snapshot
 from rankwise.compression.layers import out_of_memory
 from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
-from rankwise.compression.save import note_structure, pretrained_models, structure_of
+from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
 from rankwise.errors import (
     CompressionError,
     InputError,
@@ -39,6 +40,8 @@ from rankwise.tracing import MixerSite, capture
 
 NARROWING = ("qk", "rotary")
 """Parts that narrow queries and keys, each in other layers: a layer is left out if both skip it."""
+Targets = dict[str, tuple[float | int | None, float | int | None]]
+"""Share to keep and tolerance of each part; one of the two is None."""
 SLOWER = 1.03
 """Ratio of latency after/before above which a model is reported as slower, if 9 of 10 rounds agree."""
 
@@ -122,6 +125,7 @@ def compress(
             got="a compressed model",
             fix="Load the original and compress it once; name all parts together.",
         )
+    check_saveable(model)
     data = _listed(batches, "batches")
     eval_data = _listed(held_out, "held_out") if held_out is not None else data
     step = "a batch"
@@ -134,17 +138,19 @@ def compress(
 
     solutions: dict[str, Solution] = {}
     modes = {name: module.training for name, module in model.named_modules()}
-    with eval_mode(model), preserve_random_state(model):  # new linear layers draw weights
+    # New linear layers draw weights.
+    with eval_mode(model), preserve_random_state(model), _named_outputs(model):
         try:
             tokens = _count_tokens(model, data, "batches")
             if eval_data is not data:
                 _count_tokens(model, eval_data, "held_out")
+            before = snapshot(model, eval_data, "before")
             for name, (own_keep, own_tolerance) in targets.items():
                 job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
                 solutions[name] = solve_part(name, job)
                 solutions[name].change.apply()
             changes = [solution.change for solution in solutions.values()]
-            evaluation = evaluate(model, eval_data, changes, time, report)
+            evaluation = evaluate(model, eval_data, changes, before, time, report)
         except BaseException as error:
             for solution in reversed(solutions.values()):
                 solution.change.undo()
@@ -155,13 +161,20 @@ def compress(
                     got=first_line(error),
                     fix="Pass fewer or shorter sequences, or smaller batches; the model is unchanged.",
                 ) from error
+            if isinstance(error, Exception) and not isinstance(error, RankwiseError):
+                raise CompressionError(
+                    f"model {type(model).__name__}",
+                    expected=f"code that works for {step}",
+                    got=f"{type(error).__name__}: {first_line(error)}",
+                    fix="The model is unchanged.",
+                ) from error
             raise
     for solution in solutions.values():
         for name, module in solution.change.modules.items():
             module.train(modes[name if name in modes else name.rpartition(".")[0]])
     for inner in pretrained_models(model):
         note_structure(inner)
-    record = _record(model, data, tokens, solutions, evaluation, held_out is not None, seed)
+    record = _record(model, data, tokens, targets, solutions, evaluation, held_out is not None, seed)
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
@@ -172,7 +185,7 @@ def part_targets(
     parts: str | Sequence[str] | None,
     keep: float | int | Mapping[str, float | int] | None,
     tolerance: float | int | Mapping[str, float | int] | None,
-) -> dict[str, tuple[float | int | None, float | int | None]]:
+) -> Targets:
     """Return the share to keep or the tolerance of each part, in the order of `PARTS`; by default 0.5."""
     keep = 0.5 if keep is None and tolerance is None else keep
     given: dict[str, Any] = {"keep": keep, "tolerance": tolerance}
@@ -202,7 +215,7 @@ def part_targets(
             raise CompressionError(
                 "`parts`", expected="each part once", got=f"{part!r} twice", fix="Name each part once."
             )
-    targets: dict[str, tuple[float | int | None, float | int | None]] = {}
+    targets: Targets = {}
     for part in (part for part in PARTS if part in names):
         own = {name: mappings[name].get(part) if name in mappings else value for name, value in given.items()}
         count = sum(value is not None for value in own.values())
@@ -235,6 +248,20 @@ def _listed(batches: Iterable[Any], name: str) -> list[Any]:
     return data
 
 
+@contextmanager
+def _named_outputs(model: nn.Module) -> Iterator[None]:
+    """Context manager in which models of transformers return outputs with names."""
+    configs = [config for inner in model.modules() if (config := getattr(inner, "config", None)) is not None]
+    tuples = [config for config in configs if getattr(config, "return_dict", True) is False]
+    try:
+        for config in tuples:
+            config.return_dict = True
+        yield
+    finally:
+        for config in tuples:
+            config.return_dict = False
+
+
 def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
     """Run the model on all batches; return the number of real tokens that its first mixer reads."""
     total = 0
@@ -260,11 +287,18 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
 
 
 def _record(
-    model: nn.Module, data: list[Any], tokens: int, solutions: dict[str, Solution], evaluation: Evaluation,
-    held_out: bool, seed: int,
+    model: nn.Module, data: list[Any], tokens: int, targets: Targets, solutions: dict[str, Solution],
+    evaluation: Evaluation, held_out: bool, seed: int,
 ) -> Compression:  # fmt: skip
     every = list(solutions.values())
+    left = every[0].key_heads  # `heads` comes first
     heads = [head for solution in every for head in solution.heads]
+    heads = [
+        head.model_copy(update={"head": left[head.site][head.head]})
+        if head.part in NARROWING and head.site in left
+        else head
+        for head in heads
+    ]
     latents = [latent for solution in every for latent in solution.latents]
     places = evaluation.places | {head.site: (head.stack, head.layer) for head in heads}
     places |= {x.site: (places.get(x.site, ("", 0))[0], x.layer) for x in latents}
@@ -283,6 +317,10 @@ def _record(
     narrowed = {head.site for head in heads if head.part in NARROWING}
     notes = [note for solution in every for note in solution.notes]
     notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
+    alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
+    for name, (_, tolerance) in targets.items():
+        measured = [evaluation.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
+        notes += _above(name, tolerance, solutions[name], measured)
     notes += [*_larger(evaluation.fields), *evaluation.notes]
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
@@ -318,6 +356,16 @@ def _unchanged(part: str, solution: Solution) -> list[str]:
         return []
     what = {"heads": "no head was removed", "kv": "every latent has its full rank"}
     return [f"{part}: {what.get(part, 'nothing was narrowed')}. Lower `keep` or raise the tolerance."]
+
+
+def _above(part: str, tolerance: float | int | None, solution: Solution, measured: list[float]) -> list[str]:
+    """Return a note if the cost of a part on all calibration data is above its tolerance."""
+    heads = [head.kl_calibrated for head in solution.heads]
+    nats = sum(latent.nats for latent in solution.latents)
+    cost = max(sum(heads) / max(len(heads), 1), nats, *measured)
+    if tolerance is None or part == "heads" or not cost > tolerance:
+        return []
+    return [f"{part}: the cost on the calibration data is {cost:.3g}, above the tolerance {tolerance:g}."]
 
 
 def _larger(fields: dict[str, Any]) -> list[str]:

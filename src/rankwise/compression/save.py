@@ -5,17 +5,22 @@ are loaded. transformers lets a configuration name who prepares the empty model;
 load. A compressed model is prepared in the same way, but nothing is quantized.
 """
 
+import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
@@ -118,6 +123,68 @@ def read_structure(content: Any, where: str) -> Structure:
 # --- files -----------------------------------------------------------------------------------------------
 
 
+def check_saveable(model: nn.Module) -> None:
+    """Raise if a model cannot be saved: write its configuration and small copies of its weights."""
+    with TemporaryDirectory() as folder:
+        try:
+            if isinstance(model, PreTrainedModel):
+                copy.deepcopy(model.config).save_pretrained(folder)
+                if model.can_generate():
+                    model.generation_config.save_pretrained(folder)
+                remove_tied_weights_from_state_dict(model.state_dict(), model)
+            else:
+                small: Any = SimpleNamespace(state_dict=lambda: _small_copies(model.state_dict()))
+                save_model(small, str(Path(folder, WEIGHTS)))
+        except Exception as error:  # transformers raises errors of many classes
+            raise CompressionError(
+                f"model {type(model).__name__}",
+                expected="a model that can be saved",
+                got=" ".join(str(error).split()),
+                fix="Change its configuration, or the weights that it shares.",
+            ) from error
+
+
+def _small_copies(state: dict[str, Any]) -> dict[str, Any]:
+    """Return tensors of two numbers, or one number for a part of a storage, that share storages alike."""
+    storages: dict[int, Tensor] = {}
+    small: dict[str, Any] = {}
+    for name, value in state.items():
+        small[name] = value
+        if isinstance(value, Tensor) and value.numel():
+            storage = value.untyped_storage()
+            whole = storages.setdefault(storage.data_ptr(), torch.zeros(2, dtype=value.dtype))
+            small[name] = whole if value.numel() * value.element_size() == storage.nbytes() else whole[:1]
+    return small
+
+
+def _folded_weights(model: PreTrainedModel, structure: Structure) -> dict[str, Tensor]:
+    """Return the weights under the names that a new model of this class has; norms of weights are computed.
+
+    Raises:
+        CompressionError: if a new model does not have some of the weights.
+    """
+    state = model.state_dict()
+    with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
+        new = type(model)(copy.deepcopy(model.config))
+        with rebuilt(new, structure):
+            names = set(new.state_dict())
+    extra = state.keys() - names
+    for name in names - state.keys():
+        module, _, weight = name.rpartition(".")
+        own = {one for one in extra if one.startswith((f"{module}.parametrizations.{weight}.", f"{name}_"))}
+        if own:  # `weight_norm` and similar functions: a new model has a plain weight
+            state[name] = getattr(model.get_submodule(module), weight).detach()
+            extra -= own
+    if extra:
+        raise CompressionError(
+            f"model {type(model).__name__}",
+            expected="the weights of a model of its class",
+            got=f"{len(extra)} more, such as {min(extra)!r}",
+            fix="Remove them and save them apart; λ-skips by `save_skips` and `remove_lambda_skip`.",
+        )
+    return {name: value for name, value in state.items() if name in names}
+
+
 def save_compressed(model: nn.Module, folder: str | Path, record: Compression | None = None) -> Path:
     """Write a compressed model and its record into a new or empty folder; return the folder.
 
@@ -125,7 +192,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
     in ``config.json``. Other modules are written as ``model.safetensors`` and ``structure.json``.
 
     Raises:
-        CompressionError: if the model is not compressed.
+        CompressionError: if the model is not compressed, or has weights that a new model of its class lacks.
         InputError: if the folder has files, or cannot be written.
     """
     folder, structure = Path(folder), structure_of(model)
@@ -138,11 +205,13 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
             "targets: lower `keep` or raise `tolerance`.",
         )
     check_unused(folder, "folder")
+    check_saveable(model)
+    weights = _folded_weights(model, structure) if isinstance(model, PreTrainedModel) else {}
     writable_folder(folder, "folder")
     try:
         if isinstance(model, PreTrainedModel):
             note_structure(model)
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
         else:
             write_file(folder / WEIGHTS, lambda partial: save_model(model, str(partial)), "weights")
             write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
@@ -218,10 +287,24 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
             fix="Read the code of the model, then pass `trust_remote_code=True`." if automatic else own,
         )
     try:
-        loaded: nn.Module = known.from_pretrained(folder, **options)
+        loaded, loading = known.from_pretrained(folder, output_loading_info=True, **options)
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
-    return loaded.eval()
+    check_complete(f"folder {folder}", loading["missing_keys"], loading["unexpected_keys"])
+    complete: nn.Module = loaded.eval()
+    return complete
+
+
+def check_complete(subject: str, missing: Iterable[str], extra: Iterable[str] = ()) -> None:
+    """Raise if the files of a compressed model lack weights, which are then random, or have others."""
+    wrong = [*(f"no {name!r}" for name in sorted(missing)), *map(repr, sorted(extra))]
+    if wrong:
+        raise CompressionError(
+            subject,
+            expected="all weights of the compressed model",
+            got=", ".join(wrong[:3]),
+            fix="Save it by `save_compressed`, or pass the arguments of its class as options.",
+        )
 
 
 def _known_class(name: str) -> Any:

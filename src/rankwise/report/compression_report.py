@@ -21,8 +21,7 @@ def compression_document(record: Compression) -> Document:
     if removed:
         figures.append(_width_map("heads", "Width of the values of each head", removed, "0: removed."))
     if narrowed:
-        numbers = "Heads are numbered without removed heads." if removed else ""
-        figures.append(_width_map("widths", "Remaining width of each key head", narrowed, numbers))
+        figures.append(_width_map("widths", "Remaining width of each key head", narrowed, ""))
     if record.curves and record.kl > 0:
         figures.append(_curves(record))
     left_out = [[site, reason] for site, reason in record.left_out.items()]
@@ -184,12 +183,13 @@ def _layers(record: Compression) -> Table:
     for layer in record.layers:
         heads = [head for head in record.heads if head.site == layer.site]
         heads = [head for head in heads if head.part != "heads"] or heads
-        widths = [head.width for head in heads]
+        widths = {head.head: head.width for head in heads}
         latent = ranks.get(layer.site)
-        words = [" ".join(map(str, widths))] if widths else []
+        shown = (str(widths.get(number, "–")) for number in range(max(widths, default=-1) + 1))  # –: removed
+        words = [" ".join(shown)] if widths else []
         words += [f"latent of {latent.rank}"] if latent is not None else []
         name = f"{heads[0].stack if heads else ''} {layer.layer}".strip()
-        average = f"{mean(widths):.1f}" if widths else ""
+        average = f"{mean(widths.values()):.1f}" if widths else ""
         costs = (format_number(cost, 4) for cost in (layer.kl, layer.output_error))
         rows.append([name, ", ".join(words), average, *costs])
     columns = ["layer", "widths of its heads", "mean", "attention KL", "error of states"]
