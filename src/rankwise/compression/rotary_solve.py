@@ -65,10 +65,11 @@ def solve(job: Job) -> Solution:
     for layer, whole in zip(layers, wholes, strict=True):
         job.on_step(f"comparing pairs of {layer.projections.name}")
         orders.append(greedy_orders(layer, whole, job.seed))
-    known = {layer.projections.name: own for layer, *own in zip(layers, wholes, orders, strict=True)}
+    at = {layer.projections.name: number for number, layer in enumerate(layers)}
 
     def start(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
-        return kept_factors(layer, *known[layer.projections.name], widths)
+        number = at[layer.projections.name]
+        return kept_factors(layer, wholes[number], orders[number], widths)
 
     curves = [[order.curve for order in own] for own in orders]
     method = "greedy by attention KL, widths per head"
