@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.unchecked import unchecked
 from torch.nn import functional as F
 from tost_cases import LIMIT, VARIANTS, config, stirred, texts
@@ -280,6 +281,21 @@ def test_weights_that_multiply_decay_and_no_others(variant: str) -> None:
     assert sorted(found[0] + found[1]) == sorted(trained)  # each once, a shared λ too
     multiply = tuple(f"{end}.weight" for end in ("proj", "gate", "tokens", "positions", "convolution"))
     assert set(found[0]) == {name for name in trained if name.endswith(multiply)}
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, ToSTForSequenceClassification])
+def test_a_file_without_some_weights_is_refused(auto: type, tmp_path) -> None:
+    """A head is new: the classifier is."""
+    ToSTForCausalLM(config()).save_pretrained(tmp_path)
+    assert auto.from_pretrained(tmp_path).config.num_hidden_layers == 2
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mixer.out_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"got 1 missing, such as '(model\.)?layers\.1\.mixer\.out_proj\.weight'"
+    ):
+        auto.from_pretrained(tmp_path)
 
 
 def test_weights_missing_in_a_file_start_as_in_a_new_model(tmp_path) -> None:

@@ -62,6 +62,29 @@ class ToSTPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers reads a list)
     _is_stateful = True  # disables assisted decoding, which would have to remove tokens from states
 
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """Load a model as transformers does; raise InputError if its files lack weights.
+
+        The weights of a head may be missing, and weights that a configuration other than the saved one adds.
+        """
+        model, loading = super().from_pretrained(name, *args, output_loading_info=True, **options)
+        prefix = f"{cls.base_model_prefix}." if hasattr(model, cls.base_model_prefix) else ""
+        missing = sorted(weight for weight in loading["missing_keys"] if weight.startswith(prefix))
+        if missing:
+            saved, fields = (
+                cls.config_class.from_pretrained(name),
+                inspect.signature(cls.config_class).parameters,
+            )
+            if all(getattr(saved, key, None) == getattr(model.config, key, None) for key in fields):
+                raise InputError(
+                    f"weights of {cls.__name__}",
+                    expected="all weights of its configuration",
+                    got=f"{len(missing)} missing, such as {missing[0]!r}",
+                    fix="Save the model again by `save_pretrained`.",
+                )
+        return (model, loading) if output_loading_info else model
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize a module as in GPT-2; modules of this package initialize themselves."""
         super()._init_weights(module)
