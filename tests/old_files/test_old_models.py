@@ -91,16 +91,18 @@ class Pair(nn.Module):
         return x + y
 
 
-@pytest.mark.parametrize("name", ["qk", "rotary", "kv", "heads", "together", "module"])
+@pytest.mark.parametrize(
+    "name", ["qk", "rotary", "kv", "heads", "together", "module", "together_2", "module_2"]
+)
 def test_a_compressed_model_has_its_saved_outputs(name: str) -> None:
     folder = HERE / "compressed" / name
-    model = load_compressed(folder, Plain() if name == "module" else None)
+    model = load_compressed(folder, Plain() if name.startswith("module") else None)
     check_outputs(model, folder)
     record = Compression.load(folder)
     assert record.parameters_after == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["qk", "heads", "together"])
+@pytest.mark.parametrize("name", ["qk", "heads", "together", "together_2"])
 def test_a_compressed_model_loads_without_its_head(name: str) -> None:
     folder = HERE / "compressed" / name
     base, whole = AutoModel.from_pretrained(folder), load_compressed(folder)
