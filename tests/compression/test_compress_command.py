@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import rankwise as rw
 from rankwise.cli import app
 from rankwise.cli.load_data import split_held_out
-from rankwise.compression import PARTS, Compression
+from rankwise.compression import Compression
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20
@@ -193,7 +193,7 @@ def test_without_a_change_costs_are_printed_and_nothing_is_written(run: Run) -> 
 REFUSED: list[tuple[tuple[object, ...], str]] = [
     (("--keep", 1.5), "in (0, 1)"),
     (("--keep", 0.5, "--tolerance", 0.1), "a share to keep or a tolerance, got both"),
-    (("--parts", "heads,qqk"), f"one of {', '.join(PARTS)}"),
+    (("--parts", "heads,qqk"), f"one of {', '.join(rw.compression.PARTS)}"),
     (("--keep", "=0.5"), "--keep: expected a number, or PART=NUMBER, got =0.5"),
     (("--out", "text.txt"), "a file"),
     (("--keep", "half"), "--keep: expected a number, or PART=NUMBER, got half"),

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
-from rankwise.compression import PARTS
 from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
 from rankwise.report.compression_report import compression_document
 
@@ -109,7 +108,7 @@ def test_each_part_has_its_own_target_and_all_have_one_cost(keep: dict[str, floa
     batch = ids(6, 30)
     model, original = opt(), opt()
     done = rw.compress(model, [batch], keep=keep)
-    assert done.parts == [name for name in PARTS if name in keep]
+    assert done.parts == [name for name in rw.compression.PARTS if name in keep]
     with torch.no_grad():
         before, after = (m(**batch).logits.double().log_softmax(-1) for m in (original, model))
     expected = (before.exp() * (before - after)).sum(-1).mean()

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.auditing.text_inputs import longest_sequence
-from rankwise.compression import PARTS, evaluate
+from rankwise.compression import Latency, evaluate
 from rankwise.compression.kv_modules import LatentCache, latent_layers
-from rankwise.compression.record import Latency
 from rankwise.compression.run import slower
 from rankwise.errors import CompressionError, InputError
 
@@ -200,7 +199,7 @@ def test_latents_that_add_parameters_are_noted() -> None:
         ({"keep": {"qk": 0.5}, "tolerance": 0.1}, "`tolerance`: expected a mapping of parts.* got 0.1"),
         ({"keep": 0.5, "tolerance": 0.1}, "a share to keep or a tolerance, got both"),
         ({"keep": {"qk": 0.5}, "parts": "kv"}, "`parts`: expected None, .* got 'kv'"),
-        ({"parts": 3}, f"`parts`: expected one of {', '.join(PARTS)}, got 3"),
+        ({"parts": 3}, f"`parts`: expected one of {', '.join(rw.compression.PARTS)}, got 3"),
     ],
 )
 def test_targets_that_cannot_be_met_are_refused(asked: dict[str, Any], said: str) -> None:

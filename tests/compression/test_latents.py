@@ -188,6 +188,13 @@ def test_a_latent_after_narrowing_has_the_remaining_channels_alone(
     assert [one.keys.shape[-1] for one in cache.layers] == [one.rank for one in done.latents]
 
 
+def test_ranks_of_one_count_against_a_tolerance() -> None:
+    nats = [torch.tensor([5.0, 4.0, 3.0, 1.0]), torch.tensor([0.1, 0.05])]
+    for tolerance in (0.2, 1.1, 1.3, 4.2, 9.0):
+        ranks = ranks_for_tolerance([own.double() for own in nats], tolerance)
+        assert sum(float(own[rank:].sum()) for own, rank in zip(nats, ranks, strict=True)) <= tolerance + 1e-6
+
+
 def test_the_demo_keeps_its_loss_at_a_quarter_of_its_cache(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(demo_model()).eval()
     tokens = torch.tensor([byte + 3 for byte in demo_text().read_bytes()[: 32 * 128]]).view(32, 128)
