@@ -103,6 +103,7 @@ def test_only_skips_are_fitted_and_held_out_sequences_measure_them(run, tiny, tm
         assert end == pytest.approx(value.item())
         assert end != start
     one, other = (load_file(path / "model.safetensors") for path in (tiny, tmp_path / "new"))
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()} == {0o644}
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     for words in ("λ before", "λ after", "loss, held out", "μ/‖Y‖ by layer", "new/skips.json"):
@@ -144,6 +145,30 @@ def test_new_and_saved_skips(run, tiny, kind, options, values) -> None:
     result = run("some" if kind else tiny, *options, *ON_TEXT, "--out", "new")
     assert result.exit_code == 0, result.output
     assert written("new") == values
+    rows = [line.split() for line in result.output.splitlines() if ".self_attn " in line]
+    changes = {row[-3].split(".")[2]: tuple(map(float, row[-2:])) for row in rows}
+    assert changes == {
+        layer: (0.75 if kind and layer == "0" else 1, after[0]) for layer, after in values.items()
+    }
+
+
+@pytest.mark.parametrize("moment", ["a step", "the loss after the fit"])
+def test_ctrl_c_keeps_the_fitted_lambda(run, tiny, tmp_path, monkeypatch, moment: str) -> None:
+    kind, name = (torch.optim.Adam, "step") if moment == "a step" else (skips, "mean_loss")
+    whole, calls = getattr(kind, name), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    monkeypatch.setattr(kind, name, interrupted)
+    result = run(tiny, *FIT, "--out", "new", "--certify")
+    assert result.exit_code == 130
+    assert f"interrupted from the keyboard after {1 if moment == 'a step' else 2} steps" in result.output
+    assert all(value != [1] for value in written("new").values())
+    assert {"model.safetensors", "skips.json"} <= {path.name for path in (tmp_path / "new").iterdir()}
 
 
 @pytest.mark.parametrize("start", ["saved", "new"])
@@ -183,6 +208,7 @@ def test_it_names_the_shards_it_writes(run, tiny, tmp_path, monkeypatch) -> None
     assert len(shards) > 1
     assert [name for name in names if name in shards] == sorted(shards)
     assert "model.safetensors.index.json" in names
+    assert not (tmp_path / "new" / "model.safetensors").exists(), "transformers would read it, not the shards"
     assert not {"model.safetensors", "model-of-mine.txt"}.intersection(names)
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", whole)
     assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0

@@ -119,7 +119,8 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
             names = sorted(file.name for file in new.iterdir())
             try:
                 for name in names:
-                    (new / name).chmod(0o644)  # some libraries write files that only their owner can read
+                    if (new / name).is_file():
+                        (new / name).chmod(0o644)  # some libraries write files that only their owner can read
                     if (folder / name).exists():
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -100,26 +100,33 @@ def command(
         size = 1 if learn_on else batch_size
         inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
         learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
-        skips = _add_skips(loaded, init, per, sites)
+        skips, scales = _add_skips(loaded, init, per, sites)
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data}
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         report["collapse"] = [spread_by_layer(loaded.model, held)]
+        notes, complete = [*loaded.notes, *skips.notes], True
         if learn_on is not None:
-            report["loss"] = [mean_loss(loaded.model, held, mask)]
+            before = mean_loss(loaded.model, held, mask)
             with output.show_progress("fitting λ", steps) as show:
 
                 def update(step: int, loss: float) -> None:
                     show(f"fitting λ: loss {loss:.3f}", step)
 
-                report["scales"] = fit_skips(loaded.model, learning, steps, lr, mask, update).scales
-            report["loss"].append(mean_loss(loaded.model, held, mask))
-            report["collapse"].append(spread_by_layer(loaded.model, held))
-        current = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
-        notes = [*loaded.notes, *skips.notes]
-        output.print_results(skip_document(current | report.get("scales", {}), report, notes))
+                fit = fit_skips(loaded.model, learning, steps, lr, mask, update)
+            report["scales"], complete = fit.scales, len(fit.losses) == steps
+            try:
+                loss, spread = mean_loss(loaded.model, held, mask), spread_by_layer(loaded.model, held)
+                report["loss"] = [before, loss]
+                report["collapse"].append(spread)
+            except KeyboardInterrupt:  # the fitted λ are written without these numbers
+                complete = False
+            notes += [] if complete else [f"interrupted from the keyboard after {len(fit.losses)} steps"]
+        output.print_results(skip_document(scales | report.get("scales", {}), report, notes))
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
+    if not complete:
+        raise typer.Exit(output.INTERRUPTED)
     if not certify:
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
@@ -164,51 +171,52 @@ def _split(
 
 def _add_skips(
     loaded: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None
-) -> "Skips":
-    """Return the λ-skips of a model; only λ at `sites` (by default all) receive gradients."""
-    import torch
+) -> tuple["Skips", dict[str, list[float]]]:
+    """Return the λ-skips, of which those at `sites` (by default all) receive gradients, and λ of each site.
 
+    λ is a mean over channels, before and after it is set to `init`; without a λ-skip it was 1.
+    """
     from rankwise.skips import add_lambda_skip, apply_saved_skips
     from rankwise.skips.add import match_sites
 
-    saved = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
-    if saved is None:
-        start = 1.0 if init is None else init
-        return add_lambda_skip(loaded.model, init=start, per=per or "layer", sites=sites)  # type: ignore[arg-type]
-    kind: Literal["channel", "layer"] = "layer"
-    if any(value.numel() > 1 for value in saved.values()):
-        kind = "channel"
+    skips = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
+    kind: Any = per or "layer"
+    if skips is not None:
+        kind = "channel" if any(value.numel() > 1 for value in skips.values()) else "layer"
     if per not in (None, kind):
         expected = f"--per {kind}, as the λ saved in {loaded.source}"
         fix = "Omit it, or delete skips.json and skips.safetensors to start anew."
         raise InputError(f"--per {per}", expected=expected, got=str(per), fix=fix)
-    if sites is not None:
-        saved = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=True)
-    chosen = {site.name for site in match_sites(list(saved.sites.values()), sites)}
-    if init is not None:
-        with torch.no_grad():
-            for name in chosen:
-                saved[name].fill_(init)
-    for name, parameter in saved.items():
+    if skips is None or sites is not None:
+        skips = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=skips is not None)
+    scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
+    chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
+    for name, parameter in skips.items():
         parameter.requires_grad_(name in chosen)
-    return saved
+        if init is not None and name in chosen:
+            parameter.data.fill_(init)
+            scales[name][1] = init
+    return skips, scales
 
 
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
+    from rankwise._internals.files import write_files
     from rankwise.skips import remove_lambda_skip, save_skips
 
-    written = [*save_skips(loaded.model, out, fitted=report)]
-    for name in CERTIFICATE:
-        (out / name).unlink(missing_ok=True)  # older certificates are for other λ
-    if loaded.source:
-        remove_lambda_skip(loaded.model)
-        model: Any = loaded.model
-        loaded.restore_use_cache()
-        (out / "model.safetensors.index.json").unlink(missing_ok=True)  # of shards that are replaced
-        older = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-        model.save_pretrained(out)
-        weights = [path for path in out.glob("*model*") if path.stat().st_mtime_ns != older.get(path)]
-        written.extend(sorted(weights))  # one file, or several shards and their index
-        inputs.tokenizer.save_pretrained(out)
-    return written
+    def write(new: Path) -> None:
+        save_skips(loaded.model, new, fitted=report)
+        if loaded.source:
+            remove_lambda_skip(loaded.model)
+            model: Any = loaded.model
+            loaded.restore_use_cache()
+            model.save_pretrained(new)
+            inputs.tokenizer.save_pretrained(new)
+
+    written = write_files(out, write, "skips")
+    older = {out / name for name in CERTIFICATE}  # they are for other λ
+    if loaded.source:  # transformers would read these in place of new shards
+        older |= {*out.glob("model.safetensors*"), *out.glob("model-*-of-*.safetensors")}
+    for path in older.difference(written):
+        path.unlink(missing_ok=True)
+    return [path for path in written if path.name.startswith(("skips", "model"))]
