@@ -46,14 +46,12 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Return logits per sequence, (B, num_labels), and a loss if labels are passed.
 
+        Arguments that are not listed are as for `ToSTModel`.
+
         Args:
-            input_ids: as for `ToSTModel`.
             attention_mask: as for `ToSTModel`; padding may be on either side. Without a mask, only
                 ``pad_token_id`` at the right end of ``input_ids`` counts as padding.
-            position_ids: as for `ToSTModel`.
-            inputs_embeds: as for `ToSTModel`.
             labels: class indices, or target values if ``problem_type`` is regression.
-            output_hidden_states: as for `ToSTModel`.
             **kwargs: arguments of the loss, and arguments of `ToSTModel`.
         """
         options = self._loss_options(kwargs)

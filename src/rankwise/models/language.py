@@ -195,15 +195,10 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Return logits of the next token, (B, T, vocab_size), and a loss if labels are passed.
 
+        Arguments that are not listed are as for `ToSTModel`.
+
         Args:
-            input_ids: as for `ToSTModel`.
-            attention_mask: as for `ToSTModel`.
-            position_ids: as for `ToSTModel`.
-            past_key_values: as for `ToSTModel`.
-            inputs_embeds: as for `ToSTModel`.
             labels: the same tokens as ``input_ids``, because the loss shifts them; −100 excludes a token.
-            use_cache: as for `ToSTModel`.
-            output_hidden_states: as for `ToSTModel`.
             logits_to_keep: number of last tokens for which logits are returned, or token indices; 0 for all.
             **kwargs: arguments of the loss, such as ``num_items_in_batch``, and arguments of `ToSTModel`.
         """
