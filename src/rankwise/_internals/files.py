@@ -87,12 +87,8 @@ def write_file(
             partial.chmod(0o644)  # safetensors writes files that only their owner can read
         partial.replace(path)
     except OSError as error:
-        raise InputError(
-            f"{subject} {path}",
-            expected="a file that can be written",
-            got=error.strerror or str(error),
-            fix=f"Choose a folder you may write to and that has room, or make {path.parent} writable.",
-        ) from error
+        fix = f"Choose a folder you may write to and that has room, or make {path.parent} writable."
+        raise _unwritable(f"{subject} {path}", "file", error, fix) from error
     finally:  # Ctrl-C must not leave the temporary file behind
         with suppress(OSError):
             partial.unlink()
@@ -128,13 +124,14 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                 _put_back(folder, names, new, old)
                 raise
     except OSError as error:
-        raise InputError(
-            f"{subject} {folder}",
-            expected="a folder that can be written",
-            got=error.strerror or str(error),
-            fix="Choose a folder you may write to and that has room.",
-        ) from error
+        fix = "Choose a folder you may write to and that has room."
+        raise _unwritable(f"{subject} {folder}", "folder", error, fix) from error
     return [folder / name for name in names]
+
+
+def _unwritable(subject: str, kind: str, error: OSError, fix: str) -> InputError:
+    got = error.strerror or str(error)
+    return InputError(subject, expected=f"a {kind} that can be written", got=got, fix=fix)
 
 
 def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:

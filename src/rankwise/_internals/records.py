@@ -58,11 +58,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def format_number(value: float, digits: int | None = None) -> str:
-    """Return a number as short text: a dash if not finite, scientific notation if it would round to 0.
+    """Return a number with some decimals, by default three significant digits; a dash if it is not finite.
 
-    Args:
-        value: number to format.
-        digits: number of decimals; None for three significant digits.
+    Scientific notation is used if the number would round to 0.
 
     Examples:
         >>> format_number(0.6321), format_number(0.6321, 2), format_number(0.00004, 2)
@@ -108,33 +106,29 @@ def load_record(
     noun = file_format.removeprefix("rankwise-")
     subject, again = f"{noun} {path}", f"run `rankwise {command or noun}` again."
     fix = f"Pass a file that Rankwise wrote, such as {file_name}, or the folder of {file_name}."
+
+    def refused(expected: str, got: str, fix: str) -> RecordError:
+        return RecordError(subject, expected=expected, got=got, fix=fix)
+
     data = readable_file(path, f"a file with a saved {noun}", fix=fix)
     try:
         content = parse_json(data.decode("utf-8"))
     except ValueError as error:
-        raise RecordError(
-            subject, expected="JSON", got=_shortened(str(error)),
-            fix=f"The file is cut short or of another kind; {again}",
-        ) from None  # fmt: skip
+        fix = f"The file is cut short or of another kind; {again}"
+        raise refused("JSON", _shortened(str(error)), fix) from None
     if unmarked and isinstance(content, dict):
         content = {"format": file_format, "schema_version": 1} | content
     stated = content.get("format") if isinstance(content, dict) else None
     if not isinstance(content, dict) or stated != file_format:
-        raise RecordError(
-            subject, expected=f'an object with "format": "{file_format}"',
-            got="other JSON" if stated is None else _shortened(f'"format": {stated!r}'),
-            fix=f"Pass a file with a saved {noun}.",
-        )  # fmt: skip
+        got = "other JSON" if stated is None else _shortened(f'"format": {stated!r}')
+        raise refused(f'an object with "format": "{file_format}"', got, f"Pass a file with a saved {noun}.")
     found = content.get("schema_version")
     oldest = version if upgrade is None else 1
     if not isinstance(found, int) or isinstance(found, bool) or not oldest <= found <= version:
         newer = isinstance(found, int) and found > version
-        raise RecordError(
-            subject,
-            expected=f"schema version {version}" if oldest == version else f"schema version 1 to {version}",
-            got=_shortened(json.dumps(found)),
-            fix="Upgrade rankwise to read it." if newer else f"The file is damaged; {again}",
-        )
+        expected = f"schema version {version}" if oldest == version else f"schema version 1 to {version}"
+        fix = "Upgrade rankwise to read it." if newer else f"The file is damaged; {again}"
+        raise refused(expected, _shortened(json.dumps(found)), fix)
     try:
         return kind.model_validate(content if upgrade is None else upgrade(content))
     except (ValidationError, RecursionError) as error:
@@ -143,12 +137,8 @@ def load_record(
             first = error.errors()[0]
             problem = _shortened(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
             got = f"{problem} ({error.error_count()} in all)"
-        raise RecordError(
-            subject,
-            expected=f"the fields of schema version {version}",
-            got=got,
-            fix=f"The file is damaged or was edited; {again}",
-        ) from None
+        fix = f"The file is damaged or was edited; {again}"
+        raise refused(f"the fields of schema version {version}", got, fix) from None
 
 
 def _shortened(text: str) -> str:

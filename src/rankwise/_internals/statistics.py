@@ -98,10 +98,8 @@ class Moments:
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution, by an expansion around the normal quantile.
 
+    The result is 1 % too small for 2 degrees of freedom, the minimum, and more accurate above.
     Source: M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions", 26.7.5.
-
-    Args:
-        freedom: degrees of freedom, at least 2. The result is 1 % too small for 2, and more accurate above.
 
     Examples:
         >>> round(t_quantile(14), 3)
@@ -129,15 +127,10 @@ def mean(values: Iterable[int | float]) -> float:
 
 
 def spearman(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return Spearman's rank correlation of two lists; pairs with a NaN or infinity are skipped.
+    """Return Spearman's rank correlation of two lists of equal length; equal numbers get their mean rank.
 
-    Formula: Pearson's correlation of the ranks; equal numbers get the mean of their ranks.
-    Range: [−1, 1]; NaN for fewer than three pairs, or if all numbers of a list are equal.
-    Cost: O(N log N) time.
-
-    Args:
-        first: N numbers.
-        second: N numbers; number i is paired with number i of ``first``.
+    Pairs with a NaN or infinity are skipped. NaN for fewer than three pairs, or if all numbers of a list are
+    equal.
 
     Examples:
         >>> spearman([1.0, 2.0, 3.0, float("nan")], [10.0, 30.0, 20.0, 0.0])
