@@ -159,10 +159,7 @@ def command(
     codes = check_codes(fail_on or [])
     ranks = AuditSettings.of(delta=delta, method=method, matrices=matrices).method  # type: ignore[arg-type]
     is_demo = not models and not merge
-    if is_demo and images is not None:
-        expected, fix = "a model that reads pictures", "Name the model first."
-        raise InputError("--images", expected=expected, got="the text demo", fix=fix)
-    if is_demo and dataset is None:
+    if is_demo and images is None and dataset is None:
         text = text or demo_text()
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankwise._internals.forward import config_value
 from rankwise.auditing.text_inputs import ALL, Shard, evenly
-from rankwise.errors import InputError, first_line, need_package, whole_number
+from rankwise.errors import InputError, first_line, need_package
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Endings of file names that count as pictures in a folder."""
@@ -35,8 +35,6 @@ def read_images(
     Pictures are evenly spaced in the sorted paths, because folders are often sorted by class. `mode` is
     Pillow's name for the channels: "RGB", or "L" for one channel. A picture is opened when its batch is made.
     """
-    whole_number("`sequences`", sequences)
-    whole_number("`batch_size`", batch_size)
     paths = find_images(folder)
     chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
     return (

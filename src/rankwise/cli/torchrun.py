@@ -57,16 +57,7 @@ class Processes:
 
     def device(self, name: str | None) -> str | None:
         """Return the device of this process; for ``cuda``, the GPU whose number is the local rank."""
-        if not self.several or name != "cuda":
-            return name
-        import torch
-
-        found = torch.cuda.device_count()
-        if self.local_rank >= found:
-            expected = f"a GPU for process {self.local_rank + 1} of this machine"
-            fix = "Start one for each GPU, `torchrun --nproc-per-node gpu`; or pass --device cpu."
-            raise InputError("--device cuda", expected=expected, got=f"{found} GPUs", fix=fix)
-        return f"cuda:{self.local_rank}"
+        return f"cuda:{self.local_rank}" if self.several and name == "cuda" else name
 
     @contextmanager
     def process_group(self) -> Iterator[None]:
@@ -265,16 +256,10 @@ def _measure(
     from rankwise.auditing import AuditError
     from rankwise.cli.audit_job import run
 
-    sequences = len(range(processes.rank, loaded.job.sequences, processes.world))
-    if processes.several and loaded.is_empty:
+    if loaded.is_empty:
         return ShardResult()
-
-    def show(batches: int, step: str) -> None:
-        batch = f"batch {batches + 1} (of {sequences} sequences): "
-        say(step if step.startswith("importance") else batch + step)
-
     try:
-        statistics = run(loaded, provenance, show)
+        statistics = run(loaded, provenance, lambda batches, step: say(f"batch {batches + 1}: {step}"))
     except AuditError as error:
         result = ShardResult(error.statistics, error)
         error.statistics = error.audit = None  # they would be sent to the main process twice
