@@ -1,6 +1,6 @@
 """The command `rankwise`, also `python -m rankwise`. Ctrl-C ends it with one line and status 130.
 
-The handler for Ctrl-C is defined before all other imports, because importing PyTorch takes seconds.
+The handler for Ctrl-C is defined before slow imports, because importing PyTorch takes seconds.
 """
 
 import os
@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended: 128 plus 2, the number of the signal SIGINT."""
+from rankwise.errors import INTERRUPTED
+
 _running = False
 """True while a command runs that can still save its results after Ctrl-C."""
 _presses = 0

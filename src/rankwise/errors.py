@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended: 128 plus 2, the number of the signal SIGINT."""
 
 _CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 

@@ -1,6 +1,7 @@
 """Merged audits of shards equal the audit of all sequences, in any order and grouping."""
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import strategies as st
 from tests.auditing.same_audits import OF_THE_FIRST, compared
 from tests.support.records import changed
 from torch import nn
+from typer.testing import CliRunner
 
 import rankwise as rw
 from rankwise.auditing import HeadRecord, Unseen
 from rankwise.auditing.provenance import DataDigest, weights_digest
 from rankwise.auditing.statistics import HeadStatistics
-from rankwise.cli.audit import merge_files
-from rankwise.errors import InputError, RecordError
+from rankwise.cli import app
+from rankwise.errors import RecordError
 
 
 class Model(nn.Module):
@@ -218,8 +220,8 @@ def test_sequences_in_two_audits_are_refused_with_both_names(model, sequences, s
         str(audit.save(tmp_path / f"{name}.json"))
         for name, audit in zip("ab", [shards[0], both], strict=True)
     ]
-    with pytest.raises(RecordError, match=r"got the same in .*a\.json and .*b\.json"):
-        merge_files(files, tmp_path / "out")
+    merged = CliRunner().invoke(app, ["audit", "--merge", *files, "--out", str(tmp_path / "out")])
+    assert re.search(r"got the same in .*a\.json and .*b\.json", str(merged.exception))
     assert not (tmp_path / "out").exists()
 
 
@@ -227,8 +229,9 @@ def test_sequences_in_two_audits_are_refused_with_both_names(model, sequences, s
 def test_a_merge_replaces_no_audit(out, shards, tmp_path) -> None:
     files = [audit.save(tmp_path / name / "audit.json") for name, audit in zip("abc", shards, strict=False)]
     before = [file.read_bytes() for file in files]
-    with pytest.raises(InputError, match="expected a folder without an audit, got an audit"):
-        merge_files([str(tmp_path / "a"), str(files[1])], tmp_path / out)
+    words = ["audit", "--merge", str(tmp_path / "a"), str(files[1]), "--out", str(tmp_path / out)]
+    merged = CliRunner().invoke(app, words)
+    assert "expected a folder without an audit, got an audit" in str(merged.exception)
     assert [file.read_bytes() for file in files] == before
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path not in files] == []
 

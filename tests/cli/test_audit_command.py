@@ -368,7 +368,13 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
             0,
             "no λ is named for COLLAPSE: lost",
         ),
-        ("skips", "recommend", KeyboardInterrupt(), 130, "not looked at: interrupted from the keyboard"),
+        (
+            "cli.audit_job",
+            "recommend",
+            KeyboardInterrupt(),
+            130,
+            "not looked at: interrupted from the keyboard",
+        ),
     ],
 )
 def test_a_failed_or_interrupted_recommendation_does_not_cost_the_audit(

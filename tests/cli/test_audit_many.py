@@ -155,9 +155,12 @@ def test_two_audits_are_compared_with_a_page(audited: Result, run: Run, home: Pa
     ("arguments", "says"),
     [
         (["audits/checkpoint-90"], "two or more to compare, got audits/checkpoint-90"),
-        (["audits", "--out", "a.json"], "expected a file ending in .html or .csv, got .json"),
-        (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a"], "got no ending"),
-        (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a.csv"], "in .html or .json, got .csv"),
+        (["audits", "--out", "a.json"], "ending of --out a.json: expected one of .html, .csv"),
+        (["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a"], "ending of --out a: expected"),
+        (
+            ["audits/checkpoint-90", "audits/checkpoint-200", "--out", "a.csv"],
+            "one of .html, .json, got '.csv'",
+        ),
         (["audits", "nowhere"], "no such file"),
         (["audits/checkpoint-90", "text.txt"], "expected JSON"),
     ],

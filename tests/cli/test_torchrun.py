@@ -13,14 +13,8 @@ from rankwise.auditing.result import NO_WIDTH
 from rankwise.auditing.run import build_audit, collect
 from rankwise.auditing.settings import AuditSettings, chosen_heads
 from rankwise.auditing.text_inputs import Shard
-from rankwise.cli.torchrun import (
-    Processes,
-    ShardResult,
-    as_rankwise_error,
-    first_error,
-    from_environment,
-    merge_shards,
-)
+from rankwise.cli.audit_job import ShardResult, merge_shards
+from rankwise.cli.torchrun import Processes, as_rankwise_error, first_error, from_environment
 from rankwise.errors import InputError, RankwiseError
 
 

@@ -1,7 +1,6 @@
 """Command `rankwise audit`: audit one model, several models, or one model in several processes."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from rankwise.cli import options
 from rankwise.errors import InputError, RankwiseError, one_of
 
 if TYPE_CHECKING:
-    from rankwise.auditing import Audit
     from rankwise.importance import ImportanceSettings
 
 HELP = """Measure the rank of every head and the collapse of token states through depth.
@@ -141,14 +139,14 @@ def command(
     ] = False,
 ) -> None:
     """Audit one model or several models; `HELP` describes the command."""
-    from rankwise.auditing import AuditSettings, check_codes
-    from rankwise.cli.audit_job import AuditJob
+    from rankwise.auditing import Audit, AuditSettings, check_codes
+    from rankwise.cli.audit_job import AuditJob, audit_shards
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_loading, demo_model, demo_text
-    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress
+    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress, write_report
     from rankwise.cli.ray_jobs import run_on_ray
-    from rankwise.cli.torchrun import audit_shards, from_environment
+    from rankwise.cli.torchrun import from_environment
 
     models = models or []
     processes = from_environment()
@@ -186,7 +184,13 @@ def command(
             expected, got = "saved audits and --out, without options of an audit", ", ".join(options)
             fix = "Leave it out: audits are merged as they were measured."
             raise InputError("--merge", expected=expected, got=got, fix=fix)
-        audits = [merge_files(models, out)]
+        parts = [Audit.load(path) for path in models]
+        if (out / "audit.json").exists():
+            expected, fix = "a folder without an audit", "Name another folder: it would be replaced."
+            raise InputError(f"--out {out}", expected=expected, got="an audit", fix=fix)
+        with new_folder(out):
+            audits = [Audit.merge(parts, models)]
+            write_report(audits[0], out)
     elif len(models) > 1 or resume or ray is not None:
         quiet_libraries()
         if gpus is None:
@@ -231,21 +235,3 @@ def _importance(
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]
     )
     return False if how == "none" or (how is None and not is_demo) else settings
-
-
-def merge_files(paths: Sequence[str], out: Path) -> "Audit":
-    """Merge saved audits (files or their folders), and write the report of the merged audit.
-
-    Raise `InputError` if the report would replace an audit.
-    """
-    from rankwise.auditing import Audit
-    from rankwise.cli.output import new_folder, write_report
-
-    audits = [Audit.load(path) for path in paths]
-    if (out / "audit.json").exists():
-        fix = "Name another folder: the merged audit would replace it."
-        raise InputError(f"--out {out}", expected="a folder without an audit", got="an audit", fix=fix)
-    with new_folder(out):
-        merged = Audit.merge(audits, [str(path) for path in paths])
-        write_report(merged, out)
-    return merged

@@ -1,29 +1,39 @@
-"""Describe one audit as a job (model, data and settings), and load and run the job."""
+"""Describe one audit as a job (model, data and settings); load and run the job, in one process or several."""
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import typer
+
+from rankwise._internals.forward import drop_unused_labels
+from rankwise.auditing import Audit, AuditError, AuditSettings
+from rankwise.auditing.provenance import DataDigest, weights_digest
+from rankwise.auditing.run import build_audit, collect
+from rankwise.auditing.settings import Method, chosen_heads
+from rankwise.auditing.statistics import AuditStatistics
 from rankwise.auditing.text_inputs import ALL, Shard
 from rankwise.cli.load_data import LoadedData, load_data, parse_dataset
-from rankwise.cli.load_model import LoadedModel, load_model, split_factory
-from rankwise.cli.output import is_of_audit
-from rankwise.errors import InputError, RankwiseError
-
-if TYPE_CHECKING:
-    from rankwise.auditing import Audit
-    from rankwise.auditing.settings import Method
-    from rankwise.auditing.statistics import AuditStatistics
-    from rankwise.importance import ImportanceSettings
+from rankwise.cli.load_model import LoadedModel, demo_model, demo_text, load_model, split_factory
+from rankwise.cli.output import is_of_audit, show_progress, write_report
+from rankwise.cli.torchrun import Processes, as_rankwise_error, first_error
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError
+from rankwise.importance import ImportanceSettings
+from rankwise.skips import apply_saved_skips, recommend
 
 WHOLE = 1 << 26
 """Number of bytes up to which a digest reads a whole file; larger files are sampled in pieces."""
 PIECE = 1 << 16
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of modules that wait for other processes in each forward pass."""
 Say = Callable[[str], None]
 """Function that shows the user which step is running."""
 
@@ -41,9 +51,9 @@ class AuditJob:
     sequences: int = 8
     batch_size: int = 4
     delta: float = 1e-2
-    method: "Method" = "auto"
+    method: Method = "auto"
     matrices: str | None = None
-    importance: "ImportanceSettings | Literal[False]" = False
+    importance: ImportanceSettings | Literal[False] = False
     baseline: bool | int = False
     device: str | None = None
     device_map: str | None = None
@@ -147,8 +157,6 @@ class LoadedJob(NamedTuple):
 
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     """Load the model of a job with its saved λ-skips, and open the data of one shard."""
-    from rankwise.skips import apply_saved_skips
-
     model = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
     skipped = apply_saved_skips(model.model, Path(model.source)) if model.source else None
     data = load_data(
@@ -170,9 +178,6 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
 
 def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
     """Return digests of the weights and batches of a factory, as in an audit; None if the factory fails."""
-    from rankwise._internals.forward import drop_unused_labels
-    from rankwise.auditing.provenance import DataDigest, weights_digest
-
     digest = DataDigest()
     try:
         loaded = load(job)
@@ -187,13 +192,8 @@ def run(
     loaded: LoadedJob,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, str], None] | None = None,
-) -> "AuditStatistics":
+) -> AuditStatistics:
     """Measure the model of a loaded job on its data; entries of `provenance` replace those of the job."""
-    from rankwise.auditing import AuditSettings
-    from rankwise.auditing.provenance import weights_digest
-    from rankwise.auditing.run import collect
-    from rankwise.cli.load_model import demo_model, demo_text
-
     job, model = loaded.job, loaded.model
     known = {
         "model": "the bundled demo" if model.name == str(demo_model()) else model.name,
@@ -217,15 +217,11 @@ def run(
     return collect(model.model, batches(), settings)
 
 
-def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[Audit, bool]":
+def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Audit, bool]:
     """Return the audit with recommended λ, and True if Ctrl-C stopped the audit or the recommendation.
 
     An incomplete audit has no recommendation. If the recommendation fails, a note of the audit says why.
     """
-    from rankwise.auditing.run import build_audit
-    from rankwise.auditing.settings import chosen_heads
-    from rankwise.skips import recommend
-
     audit = build_audit(statistics, chosen_heads(loaded.job.matrices))
     if not audit.complete:
         return audit, True
@@ -241,7 +237,7 @@ def build(loaded: LoadedJob, statistics: "AuditStatistics", say: Say) -> "tuple[
     return audit.model_copy(update={"provenance": provenance}), stopped
 
 
-def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
+def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
     """Load and run a job; return the complete audit, with digests of the files that the job read.
 
     Raise `RankwiseError` for each failure, which Ray can send between processes.
@@ -263,3 +259,127 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> "Audit":
     if interrupted:
         raise KeyboardInterrupt
     return audit
+
+
+@dataclass
+class ShardResult:
+    """Result of one process for its shard of the data."""
+
+    statistics: AuditStatistics | None = None
+    error: RankwiseError | None = None
+    interrupted: bool = False
+
+
+def audit_shards(
+    job: AuditJob, out: Path, processes: Processes, provenance: dict[str, Any]
+) -> tuple[Audit, RankwiseError | None]:
+    """Audit one model, each process on its shard of the data; the main process writes the report.
+
+    Return the audit, and the error if a process failed after the first batch. Raise `typer.Exit` after
+    Ctrl-C, and in all processes except the main process.
+    """
+    loaded = _load_shard(job, processes)
+    with show_progress() as say:
+        result = _measure(loaded, processes, provenance, say)
+        if processes.several:
+            result = _gather_shards(result, out, processes)
+        if result.statistics is None:
+            raise result.error or KeyboardInterrupt
+        audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
+    write_report(audit, out)
+    if result.error is None and interrupted:
+        raise typer.Exit(INTERRUPTED)
+    return audit, result.error
+
+
+def _load_shard(job: AuditJob, processes: Processes) -> LoadedJob:
+    """Load the job in every process; raise in all if one fails, waits for others or has other weights."""
+    if not processes.several:
+        return load(job)
+    if job.matrices and job.matrices.strip().lower() == "flagged":
+        job = replace(job, matrices="all")  # findings are only known after the merge
+    error, digest = None, ""
+    try:
+        own = replace(job, matrices=job.matrices if processes.is_main else None)
+        own = replace(own, device=processes.device(job.device))
+        loaded = load(own, Shard(processes.rank, processes.world))
+        model = loaded.model.model
+        classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+        if waiting := sorted(classes.intersection(WRAPPERS)):
+            expected = f"in each of {processes.world} processes a model that runs on its own sequences"
+            got = f"a {waiting[0]}, which waits for all of them to run as many batches"
+            fix = "Return the model itself. If no device holds it, use one process and --device-map auto."
+            raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
+        digest = weights_digest(model, loaded.model.random_weights)
+    except Exception as failed:
+        error = as_rankwise_error(failed)
+    errors, digests = zip(*processes.all_gather((error, digest)), strict=True)
+    if (first := first_error(errors)) is not None:
+        raise first
+    if len(set(filter(None, digests))) > 1:  # for example if a factory draws weights at random
+        got = f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}"
+        fix = "Set a seed in the factory before the model is built, or load a checkpoint."
+        name, expected = f"model {loaded.model.name}", "the same weights in all processes"
+        raise InputError(name, expected=expected, got=got, fix=fix)
+    return loaded
+
+
+def _measure(loaded: LoadedJob, processes: Processes, provenance: dict[str, Any], say: Say) -> ShardResult:
+    """Measure the model on the shard of this process; return errors, to send them to other processes."""
+    if loaded.is_empty:
+        return ShardResult()
+    try:
+        statistics = run(loaded, provenance, lambda batches, step: say(f"batch {batches + 1}: {step}"))
+    except AuditError as error:
+        result = ShardResult(error.statistics, error)
+        error.statistics = error.audit = None  # they would be sent to the main process twice
+        return result
+    except KeyboardInterrupt:
+        return ShardResult(interrupted=True)
+    except Exception as error:
+        if not processes.several:
+            raise
+        return ShardResult(error=as_rankwise_error(error))
+    return ShardResult(statistics, interrupted=not statistics.complete)
+
+
+def _gather_shards(result: ShardResult, out: Path, processes: Processes) -> ShardResult:
+    """Return the merged result in the main process; exit in the others.
+
+    If a process has ended, save the measurements of this process and raise the error.
+    """
+    if result.statistics is not None:  # repeated lines of a text can give two processes equal data
+        known = result.statistics.provenance
+        parts = [f"{part}-{processes.rank}of{processes.world}" for part in known.parts]
+        result.statistics.provenance = known.model_copy(update={"parts": parts})
+    try:
+        shards = processes.gather(result)
+    except RankwiseError as error:
+        if result.statistics is not None:
+            audit, path = Audit.from_statistics(result.statistics), out / f"process-{processes.rank}.json"
+            try:
+                audit.save(path)
+            except InputError:
+                path = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / path.name)
+            with suppress(OSError):
+                said = f"rankwise: the audit of process {processes.rank} is saved in {path}"
+                print(said, file=sys.__stderr__, flush=True)
+        raise error from result.error
+    if not processes.is_main:
+        raise typer.Exit
+    return merge_shards(shards, processes.interrupted)
+
+
+def merge_shards(shards: Sequence[ShardResult], interrupted: bool = False) -> ShardResult:
+    """Return the merged statistics of all shards that are not empty, with the first error."""
+    error = first_error([shard.error for shard in shards])
+    stopped = interrupted or any(shard.interrupted for shard in shards)
+    measured = [shard.statistics for shard in shards if shard.statistics is not None]
+    if not measured:
+        return ShardResult(None, error, stopped)
+    whole, *others = measured
+    for other in others:
+        whole.merge_audit(other)
+    whole.note(f"sequences shared by {len(shards)} processes")
+    whole.complete = whole.complete and error is None and not stopped
+    return ShardResult(whole, error, stopped)

@@ -13,8 +13,10 @@ from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.auditing.history import folder_name
 from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
 from rankwise.cli.load_model import split_factory
-from rankwise.cli.output import INTERRUPTED, new_folder, print_results, write_report
-from rankwise.errors import InputError, RankwiseError, RecordError
+from rankwise.cli.output import new_folder, print_results, write_report
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
+from rankwise.report import write_page
+from rankwise.report.comparison_report import history_document
 
 Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
 """Generator of pairs (job, its audit or error), in the order in which jobs finish."""
@@ -66,9 +68,6 @@ def audit_many(
     finished audits. Audits of other models stay. With `resume`, a job is skipped if any folder in `out` has
     its finished audit.
     """
-    from rankwise.report import write_page
-    from rankwise.report.comparison_report import history_document
-
     if (out / "audit.json").exists():
         expected, got = "a folder for one audit per model", "the audit of one model"
         fix = "Choose another folder, or audit one model without --resume and --ray."

@@ -38,20 +38,17 @@ def command(
     from rankwise.auditing import History
     from rankwise.auditing.comparison import compare_two
     from rankwise.cli.output import is_of_audit, print_results
-    from rankwise.errors import InputError
+    from rankwise.errors import InputError, one_of
     from rankwise.report.comparison_report import comparison_document, history_document
 
     loaded = _load(audits)
     two, paths = len(loaded) == 2, [path for path, _ in loaded]
     known = (".html", ".json") if two else (".html", ".csv")
     for path in out or []:
-        option, got = f"--out {path}", path.suffix or "no ending"
-        if path.suffix not in known:
-            fix = f"For instance --out {path.with_suffix(known[0])}."
-            raise InputError(option, expected=f"a file ending in {' or '.join(known)}", got=got, fix=fix)
+        one_of(f"ending of --out {path}", path.suffix, known)
         if is_of_audit(path) or path.resolve() in [audit.resolve() for audit in paths]:
             expected, got = "a file that does not belong to an audit", "one of an audit"
-            raise InputError(option, expected=expected, got=got, fix="Choose another name.")
+            raise InputError(f"--out {path}", expected=expected, got=got, fix="Choose another name.")
     result: Comparison | History
     if two:
         result = compare_two(loaded[0][1], loaded[1][1])

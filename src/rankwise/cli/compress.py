@@ -14,7 +14,7 @@ import typer
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import PARTS
-from rankwise.errors import CompressionError, InputError
+from rankwise.errors import INTERRUPTED, CompressionError, InputError
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -130,7 +130,7 @@ def command(
         written = [("model", out), ("page", record.to_html(out / "index.html"))]
         output.print_results(compression_document(record), written)
         if not record.complete:
-            raise typer.Exit(output.INTERRUPTED)
+            raise typer.Exit(INTERRUPTED)
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from rankwise._internals.files import parse_json
 from rankwise._internals.forward import batch_size, config_value, map_tensors
-from rankwise.auditing.text_inputs import ALL, Shard, evenly
-from rankwise.cli.load_images import find_images
+from rankwise.auditing.text_inputs import ALL, Shard, evenly, longest_sequence, model_batches
+from rankwise.cli.load_images import find_images, load_image_processor, plain_processor, read_images
 from rankwise.cli.load_model import LoadedModel, need_hub, split_factory
 from rankwise.errors import InputError, did_you_mean, first_line, need_package, readable_file
 
@@ -91,8 +91,6 @@ def load_data(
 
 
 def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedData:
-    from rankwise.cli.load_images import load_image_processor, plain_processor, read_images
-
     config = getattr(loaded.model, "config", None)
     mode = "L" if config_value(config, "num_channels") == 1 else "RGB"
     batches: Iterable[Any]
@@ -112,8 +110,6 @@ def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedDat
 def _load_texts(
     loaded: LoadedModel, texts: str | list[str], name: str, tokens: int, **sizes: Any
 ) -> LoadedData:
-    from rankwise.auditing.text_inputs import longest_sequence, model_batches
-
     notes: list[str] = []
     if loaded.source or loaded.tokenizer:
         tokenizer = _load_tokenizer(loaded)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rankwise.auditing import Audit
     from rankwise.report.document import Document
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 AUDIT_FILES = ("audit.json", "index.html", "heads.csv", "layers.csv")
 """Files that `write_report` writes into a folder."""
 

@@ -12,7 +12,7 @@ import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli.options import Device, Images, Seed, Sequences, Text, TrustRemoteCode
-from rankwise.errors import InputError
+from rankwise.errors import INTERRUPTED, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +132,7 @@ def command(
         written = [("plan", plan.save(out / "plan.json")), ("page", plan.to_html(out / "index.html"))]
         output.print_results(plan_document(plan), written)
         if not plan.complete:
-            raise typer.Exit(output.INTERRUPTED)
+            raise typer.Exit(INTERRUPTED)
 
 
 def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]) -> "HeadDimPlan":

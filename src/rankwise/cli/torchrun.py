@@ -1,4 +1,4 @@
-"""Run one audit in several torchrun processes, and merge their statistics and errors.
+"""Find the processes that torchrun started, exchange values and errors between them, and silence all but one.
 
 torch is only imported inside functions, because every command imports this module first.
 """
@@ -6,31 +6,20 @@ torch is only imported inside functions, because every command imports this modu
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import typer
+from typing import Any, TypeVar
 
 from rankwise.errors import InputError, RankwiseError
-
-if TYPE_CHECKING:
-    from rankwise.auditing import Audit
-    from rankwise.auditing.statistics import AuditStatistics
-    from rankwise.cli.audit_job import AuditJob, LoadedJob
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Environment variables that torchrun sets."""
 TIMEOUT = timedelta(days=7)
 """Time that processes wait for the slowest one: shards can differ by hours. A dead process shows at once."""
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of modules that wait for other processes in each forward pass."""
 
 
 @dataclass
@@ -81,8 +70,6 @@ class Processes:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values (small ones) of all processes, ordered by rank; raise if a process has ended."""
-        if not self.several:
-            return [value]
         from torch import distributed as dist
 
         found: list[Any] = [None] * self.world
@@ -93,8 +80,6 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """Return what `all_gather` returns in the main process, and an empty list in the others."""
-        if not self.several:
-            return [value]
         from torch import distributed as dist
 
         found: list[Any] | None = [None] * self.world if self.is_main else None
@@ -177,141 +162,3 @@ def _held_signals() -> Iterator[list[int]]:
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
-
-
-@dataclass
-class ShardResult:
-    """Result of one process for its shard of the data."""
-
-    statistics: "AuditStatistics | None" = None
-    error: RankwiseError | None = None
-    interrupted: bool = False
-
-
-def audit_shards(
-    job: "AuditJob", out: Path, processes: Processes, provenance: dict[str, Any]
-) -> "tuple[Audit, RankwiseError | None]":
-    """Audit one model, each process on its shard of the data; the main process writes the report.
-
-    Return the audit, and the error if a process failed after the first batch. Raise `typer.Exit` after
-    Ctrl-C, and in all processes except the main process.
-    """
-    from rankwise.cli.audit_job import build
-    from rankwise.cli.output import INTERRUPTED, show_progress, write_report
-
-    loaded = _load_shard(job, processes)
-    with show_progress() as say:
-        result = _measure(loaded, processes, provenance, say)
-        if processes.several:
-            result = _gather_shards(result, out, processes)
-        if result.statistics is None:
-            raise result.error or KeyboardInterrupt
-        audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
-    write_report(audit, out)
-    if result.error is None and interrupted:
-        raise typer.Exit(INTERRUPTED)
-    return audit, result.error
-
-
-def _load_shard(job: "AuditJob", processes: Processes) -> "LoadedJob":
-    """Load the job in every process; raise in all if one fails, waits for others or has other weights."""
-    from rankwise.auditing.provenance import weights_digest
-    from rankwise.auditing.text_inputs import Shard
-    from rankwise.cli.audit_job import load
-
-    if not processes.several:
-        return load(job)
-    if job.matrices and job.matrices.strip().lower() == "flagged":
-        job = replace(job, matrices="all")  # findings are only known after the merge
-    error, digest = None, ""
-    try:
-        own = replace(job, matrices=job.matrices if processes.is_main else None)
-        own = replace(own, device=processes.device(job.device))
-        loaded = load(own, Shard(processes.rank, processes.world))
-        model = loaded.model.model
-        classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-        if waiting := sorted(classes.intersection(WRAPPERS)):
-            expected = f"in each of {processes.world} processes a model that runs on its own sequences"
-            got = f"a {waiting[0]}, which waits for all of them to run as many batches"
-            fix = "Return the model itself. If no device holds it, use one process and --device-map auto."
-            raise InputError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
-        digest = weights_digest(model, loaded.model.random_weights)
-    except Exception as failed:
-        error = as_rankwise_error(failed)
-    errors, digests = zip(*processes.all_gather((error, digest)), strict=True)
-    if (first := first_error(errors)) is not None:
-        raise first
-    if len(set(filter(None, digests))) > 1:  # for example if a factory draws weights at random
-        got = f"others in process {next(n for n, one in enumerate(digests) if one != digests[0])}"
-        fix = "Set a seed in the factory before the model is built, or load a checkpoint."
-        name, expected = f"model {loaded.model.name}", "the same weights in all processes"
-        raise InputError(name, expected=expected, got=got, fix=fix)
-    return loaded
-
-
-def _measure(
-    loaded: "LoadedJob", processes: Processes, provenance: dict[str, Any], say: Callable[[str], None]
-) -> ShardResult:
-    """Measure the model on the shard of this process; return errors, to send them to other processes."""
-    from rankwise.auditing import AuditError
-    from rankwise.cli.audit_job import run
-
-    if loaded.is_empty:
-        return ShardResult()
-    try:
-        statistics = run(loaded, provenance, lambda batches, step: say(f"batch {batches + 1}: {step}"))
-    except AuditError as error:
-        result = ShardResult(error.statistics, error)
-        error.statistics = error.audit = None  # they would be sent to the main process twice
-        return result
-    except KeyboardInterrupt:
-        return ShardResult(interrupted=True)
-    except Exception as error:
-        if not processes.several:
-            raise
-        return ShardResult(error=as_rankwise_error(error))
-    return ShardResult(statistics, interrupted=not statistics.complete)
-
-
-def _gather_shards(result: ShardResult, out: Path, processes: Processes) -> ShardResult:
-    """Return the merged result in the main process; exit in the others.
-
-    If a process has ended, save the measurements of this process and raise the error.
-    """
-    from rankwise.auditing import Audit
-
-    if result.statistics is not None:  # repeated lines of a text can give two processes equal data
-        known = result.statistics.provenance
-        parts = [f"{part}-{processes.rank}of{processes.world}" for part in known.parts]
-        result.statistics.provenance = known.model_copy(update={"parts": parts})
-    try:
-        shards = processes.gather(result)
-    except RankwiseError as error:
-        if result.statistics is not None:
-            audit, path = Audit.from_statistics(result.statistics), out / f"process-{processes.rank}.json"
-            try:
-                audit.save(path)
-            except InputError:
-                path = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / path.name)
-            with suppress(OSError):
-                said = f"rankwise: the audit of process {processes.rank} is saved in {path}"
-                print(said, file=sys.__stderr__, flush=True)
-        raise error from result.error
-    if not processes.is_main:
-        raise typer.Exit
-    return merge_shards(shards, processes.interrupted)
-
-
-def merge_shards(shards: Sequence[ShardResult], interrupted: bool = False) -> ShardResult:
-    """Return the merged statistics of all shards that are not empty, with the first error."""
-    error = first_error([shard.error for shard in shards])
-    stopped = interrupted or any(shard.interrupted for shard in shards)
-    measured = [shard.statistics for shard in shards if shard.statistics is not None]
-    if not measured:
-        return ShardResult(None, error, stopped)
-    whole, *others = measured
-    for other in others:
-        whole.merge_audit(other)
-    whole.note(f"sequences shared by {len(shards)} processes")
-    whole.complete = whole.complete and error is None and not stopped
-    return ShardResult(whole, error, stopped)
