@@ -129,7 +129,7 @@ def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> 
         ("drawn", "expected the same weights in all processes, got others in process 1"),
         ("several", "2 processes: expected an audit without several models"),
         ("spread", "2 processes: expected an audit without --device-map"),
-        ("no_gpu", "process 0 of 2: --device cuda:0: expected a device that torch sees, got only cpu"),
+        ("no_gpu", "rankwise: --device cuda:0: expected a device that torch sees, got only cpu"),
     ],
 )
 def test_an_error_is_printed_once_and_ends_both_processes(told, way, says) -> None:

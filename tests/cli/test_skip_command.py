@@ -285,7 +285,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
         ("tiny", (*ON_TEXT, "--certify", "--sites", "model.layer.0"), SkipError, "Did you mean"),
         ("nowhere", (*ON_TEXT, "--certify", "--a", 1.5), RankwiseError, "`a`: expected a number in (0, 1)"),
-        ("nowhere", ("--learn-on", "a", "--text", "b", "--certify"), InputError, "--learn-on a --text b: e"),
+        ("nowhere", ("--learn-on", "a", "--text", "b", "--certify"), InputError, "got --text and --learn-on"),
         ("nowhere", ("--certify", "--lr", -1), InputError, "--lr: expected a number in (0, ∞), got -1"),
         ("nowhere", ("--certify", "--lr", "inf"), InputError, "--lr: expected a number in (0, ∞), got inf"),
         ("tiny", (*FIT, "--sequences", 1, "--certify"), InputError, "two sequences or more"),

@@ -159,13 +159,12 @@ def command(
     is_demo = not models and not merge
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
+    costs = _importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
         matrices="all" if is_demo and matrices is None else matrices,
-        importance=_importance(
-            importance, is_demo, importance_tolerance, importance_ablation, importance_loss
-        ),
+        importance=costs,
         baseline=baseline_seeds or baseline or is_demo, device=device, device_map=device_map,
         offload_folder=offload_folder, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -41,19 +41,15 @@ def check_data(models: Sequence[str], **given: Path | str | None) -> None:
 
     Only factories can do without, because they can return batches. Each option is named as its argument.
     """
-    options = [f"--{name.replace('_', '-')}" for name in given]
-    named = {name: value for name, value in given.items() if value is not None}
+    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    named = [option for option, value in options.items() if value is not None]
     if len(named) > 1 or (not named and any(not split_factory(model)[0] for model in models)):
-        got = " and ".join(option for option, value in zip(options, given.values(), strict=True) if value)
-        fix = "Run the command once for each." if named else f"Pass one, such as {options[0]} FILE."
-        raise InputError("data", expected=f"one of {', '.join(options)}", got=got or "none", fix=fix)
-    for name, value in named.items():
-        if name == "images":
-            find_images(str(value))
-        elif name == "dataset":
-            _check_dataset(str(value))
-        else:
-            load_text(str(value))
+        expected, got = f"one of {', '.join(options)}", " and ".join(named) or "none"
+        fix = "Run the command once for each." if named else f"Pass one, such as {next(iter(options))} FILE."
+        raise InputError("data", expected=expected, got=got, fix=fix)
+    checks: dict[str, Callable[[str], object]] = {"--images": find_images, "--dataset": _check_dataset}
+    for option in named:
+        checks.get(option, load_text)(str(options[option]))
 
 
 def load_data(

@@ -62,12 +62,8 @@ def quiet_libraries() -> None:
 def show_progress(what: str = "running the model", total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress line if standard error is a terminal; yield `update(what, steps_done)`."""
     console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
 

@@ -10,9 +10,6 @@ from rankwise.cli.audit_job import AuditJob, run_job
 from rankwise.cli.audit_many import Results
 from rankwise.errors import InputError, RankwiseError, first_line, need_package
 
-NO_CLUSTER = "Could not find any running Ray instance"
-"""Text of Ray's ConnectionError if no cluster runs on this machine."""
-
 
 def run_on_ray(
     jobs: Sequence[AuditJob], address: str | None, *, cpus: int | float = 1, gpus: int | float = 0
@@ -51,7 +48,7 @@ def _connect(ray: Any, address: str | None) -> bool:
                 ray.init(address=asked or "auto", **quiet)
                 return False
             except ConnectionError as error:
-                if asked or NO_CLUSTER not in str(error):
+                if asked or "Could not find any running Ray instance" not in str(error):
                     raise  # a cluster runs but refuses: audits must not start elsewhere without a word
         ray.init(address="local", include_dashboard=False, **quiet)
         return True

@@ -75,11 +75,6 @@ def command(
     check_share(share)
     if per is not None:
         one_of("--per", per, ("layer", "channel"))
-    if learn_on is not None and text is not None:
-        given = f"--learn-on {learn_on} --text {text}"
-        expected = "one of the two: a fit is measured on every fifth sequence of what it learns from"
-        fix = "Omit --text; to measure on it, run again on the folder of --out, with --text alone."
-        raise InputError(given, expected=expected, got="both", fix=fix)
     if out is None and not certify:
         expected, fix = "--out DIR, --certify, or both", "Add one of them."
         raise InputError("what to do", expected=expected, got="neither", fix=fix)

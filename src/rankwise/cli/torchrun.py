@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from rankwise.errors import InputError, RankwiseError
 
 T = TypeVar("T")
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Environment variables that torchrun sets."""
 TIMEOUT = timedelta(days=7)
 """Time that processes wait for the slowest one: shards can differ by hours. A dead process shows at once."""
 
@@ -70,27 +68,25 @@ class Processes:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values (small ones) of all processes, ordered by rank; raise if a process has ended."""
-        from torch import distributed as dist
-
         found: list[Any] = [None] * self.world
-        self._exchange(lambda: dist.all_gather_object(found, value))
+        self._exchange(lambda dist: dist.all_gather_object(found, value))
         if self.interrupted:
             raise KeyboardInterrupt
         return found
 
     def gather(self, value: T) -> list[T]:
         """Return what `all_gather` returns in the main process, and an empty list in the others."""
-        from torch import distributed as dist
-
         found: list[Any] | None = [None] * self.world if self.is_main else None
-        self._exchange(lambda: dist.gather_object(value, found))
+        self._exchange(lambda dist: dist.gather_object(value, found))
         return found or []
 
-    def _exchange(self, exchange: Callable[[], None]) -> None:
+    def _exchange(self, exchange: Callable[[Any], None]) -> None:
         """Run a collective operation; signals wait for its end, because the other processes do as well."""
+        from torch import distributed
+
         try:
             with _held_signals() as signals:
-                exchange()
+                exchange(distributed)
             self.interrupted = self.interrupted or bool(signals)
         except RuntimeError as error:
             process, expected = f"process {self.rank} of {self.world}", "all of them to the end"
@@ -103,10 +99,10 @@ def from_environment() -> Processes:
     """Return this process by torchrun's environment variables; raise `InputError` if they are invalid."""
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return Processes()
-    found = {name: os.environ.get(name, "") for name in VARIABLES}
+    found = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     decimal = all(value.isdecimal() for value in found.values())
     if not decimal or int(found["RANK"]) >= int(found["WORLD_SIZE"]):
-        expected = f"{', '.join(VARIABLES[:2])} and {VARIABLES[2]} as torchrun sets them"
+        expected = "RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them"
         got = ", ".join(f"{name}={value!r}" for name, value in found.items())
         fix = "Start it with torchrun, or unset them."
         raise InputError("environment", expected=expected, got=got, fix=fix)
