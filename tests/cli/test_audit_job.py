@@ -11,7 +11,7 @@ from rankwise.auditing.result import NO_WIDTH
 from rankwise.auditing.run import build_audit, collect
 from rankwise.auditing.settings import AuditSettings, chosen_heads
 from rankwise.cli.audit_job import ShardResult, merge_shards
-from rankwise.cli.torchrun import as_rankwise_error
+from rankwise.errors import RankwiseError
 
 
 def narrow_second_head(layer: nn.TransformerEncoderLayer) -> None:
@@ -56,7 +56,7 @@ def test_shares_of_processes_become_an_audit() -> None:
 def test_a_share_that_failed_or_was_interrupted_leaves_an_incomplete_audit() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     whole = share(layer, torch.randn(1, 9, 8))
-    gone = ShardResult(error=as_rankwise_error(OSError("gone")))
+    gone = ShardResult(error=RankwiseError("audit", expected="no error", got="OSError: gone", fix=""))
     failed, audit = merged(whole, gone, share(layer, torch.randn(1, 9, 8)))
     assert "process 1 of 3: audit: expected no error, got OSError: gone" in str(failed.error)
     assert not audit.complete
