@@ -22,7 +22,6 @@ import rankwise as rw
 from rankwise.cli import app
 from rankwise.cli.load_data import split_held_out
 from rankwise.compression import Compression
-from rankwise.compression.part import PARTS
 
 Run = Callable[..., Result]
 TEXT = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings. " * 20
@@ -224,10 +223,6 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[object, ...], sa
 def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, said) -> None:
     done = run("compress", "nobody/nothing", *arguments, works=False)
     assert said in f"{done.exception} {done.output}"
-
-
-def test_the_help_names_every_part(run: Run) -> None:
-    assert ", ".join(PARTS) in words(run("compress", "--help")).replace("│ ", "")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
