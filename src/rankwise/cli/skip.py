@@ -9,7 +9,7 @@ import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli.options import BatchSize, Device, Dtype, Revision, Sequences, Tokens, TrustRemoteCode
-from rankwise.errors import InputError, in_range, one_of
+from rankwise.errors import INTERRUPTED, InputError, in_range, one_of
 
 if TYPE_CHECKING:
     from rankwise.cli.load_data import LoadedData
@@ -121,7 +121,7 @@ def command(
         if out is not None:
             output.print_results(None, [("wrote", path) for path in _write(loaded, inputs, out, report)])
     if not complete:
-        raise typer.Exit(output.INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not certify:
         return
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
