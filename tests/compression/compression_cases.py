@@ -156,8 +156,8 @@ WRITTEN: dict[str, Make] = {"mpnet": mpnet, "bloom": bloom}
 """Families that write their softmax out by hand."""
 ROTARY: dict[str, Make] = {"llama": lambda: llama(2), "phi3": lambda: phi3(4), "neox": neox, "glm": glm}
 CACHED: dict[str, Make] = {
-    "gpt_oss": gpt_oss, "apertus": apertus,
-    "llama": llama, "qwen3": qwen3, "neox": neox, "cohere": cohere, "gpt2": gpt2, "bigcode": bigcode,
+    "llama": llama, "gpt_oss": gpt_oss, "apertus": apertus,
+    "qwen3": qwen3, "neox": neox, "cohere": cohere, "gpt2": gpt2, "bigcode": bigcode,
 }  # fmt: skip
 """Decoders whose keys and values can come from a latent."""
 WITH_HEADS: dict[str, Make] = {**FAMILIES, "llama": llama, "phi3": phi3, "neox": neox}

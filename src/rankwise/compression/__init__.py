@@ -4,7 +4,7 @@ Names are imported on first use, so that records can be loaded without torch. Th
 or `save_compressed` lets ``from_pretrained`` of transformers load compressed models.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankwise._internals.lazy import lazy_names
 
@@ -34,7 +34,24 @@ __all__ = [
     "save_compressed",
 ]
 
-PARTS = {"heads": "heads_solve", "qk": "qk_solve", "rotary": "rotary_solve", "kv": "kv_solve"}
-"""Module of each part, in the order in which parts are done; its function `solve` takes a `Job`."""
+
+class Part(NamedTuple):
+    """Row of `PARTS`."""
+
+    module: str
+    """Its function `solve` takes a `Job`."""
+    unchanged: str = "nothing was narrowed"
+    """Note on a solution that removed nothing."""
+    narrows: bool = False
+    """True if it narrows queries and keys: a layer is left out if every such part skips it."""
+
+
+PARTS = {
+    "heads": Part("heads_solve", "no head was removed"),
+    "qk": Part("qk_solve", narrows=True),
+    "rotary": Part("rotary_solve", narrows=True),
+    "kv": Part("kv_solve", "every latent has its full rank"),
+}
+"""Parts, in the order in which they are done."""
 
 __getattr__, __dir__ = lazy_names(__name__)

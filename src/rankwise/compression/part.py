@@ -54,5 +54,5 @@ class Solution:
 
 def solve_part(name: str, job: Job) -> Solution:
     """Import a part and return its solution."""
-    solution: Solution = import_module(f"rankwise.compression.{PARTS[name]}").solve(job)
+    solution: Solution = import_module(f"rankwise.compression.{PARTS[name].module}").solve(job)
     return solution

@@ -38,8 +38,6 @@ from rankwise.errors import (
 )
 from rankwise.tracing import MixerSite, capture
 
-NARROWING = ("qk", "rotary")
-"""Parts that narrow queries and keys, each in other layers: a layer is left out if both skip it."""
 Targets = dict[str, tuple[float | int | None, float | int | None]]
 """Share to keep and tolerance of each part; one of the two is None."""
 SLOWER = 1.03
@@ -295,7 +293,7 @@ def _record(
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
-        if head.part in NARROWING and head.site in left
+        if PARTS[head.part].narrows and head.site in left
         else head
         for head in heads
     ]
@@ -314,7 +312,7 @@ def _record(
         )
         for site, own in kl.items()
     ]
-    narrowed = {head.site for head in heads if head.part in NARROWING}
+    narrowed = {head.site for head in heads if PARTS[head.part].narrows}
     notes = [note for solution in every for note in solution.notes]
     notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
     alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
@@ -340,7 +338,7 @@ def _record(
             site: reason
             for part, solution in solutions.items()
             for site, reason in solution.skipped.items()
-            if part not in NARROWING or site not in narrowed
+            if not PARTS[part].narrows or site not in narrowed
         },
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
@@ -354,8 +352,7 @@ def _unchanged(part: str, solution: Solution) -> list[str]:
     latents = bool(solution.latents) and all(latent.rank == latent.full for latent in solution.latents)
     if not heads and not latents:
         return []
-    what = {"heads": "no head was removed", "kv": "every latent has its full rank"}
-    return [f"{part}: {what.get(part, 'nothing was narrowed')}. Lower `keep` or raise the tolerance."]
+    return [f"{part}: {PARTS[part].unchanged}. Lower `keep` or raise the tolerance."]
 
 
 def _above(part: str, tolerance: float | int | None, solution: Solution, measured: list[float]) -> list[str]:
