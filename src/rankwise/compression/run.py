@@ -70,7 +70,7 @@ def compress(
       its cache stores in their place. After ``qk`` or ``rotary`` the latent replaces the narrow keys.
 
     Each part is tried on the model first; layers on which it does not work are skipped and reported.
-    Cost: one pass over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
+    Cost: two passes over `batches`, whose queries and keys stay in memory; 32 softmaxes per head of
     16 sequences; with `calibrate`, three softmaxes per step.
 
     Args:
@@ -82,7 +82,8 @@ def compress(
             ``heads``.
         tolerance: instead of `keep`, the largest cost on the calibration data, as a number or a mapping:
             for ``qk`` and ``rotary``, attention KL in nats (of attention rows before from after); for ``kv``,
-            KL of the outputs in nats, predicted to second order; for ``heads``, a share of the loss.
+            KL of the outputs in nats, predicted to second order; for ``heads``, a share of the loss. The
+            record has a note if the cost is above the tolerance.
         parts: names of the parts, ``qk`` by default; None if `keep` or `tolerance` is a mapping.
         calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
@@ -95,7 +96,8 @@ def compress(
 
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, a part cannot be
-            done, memory runs out, or the model is already compressed. The model is then unchanged.
+            done, memory runs out, or the model is already compressed or cannot be saved. The model is then
+            unchanged.
         InputError: if there are no batches, or the model does not run on one of them.
 
     Warns:
