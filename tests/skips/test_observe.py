@@ -119,6 +119,11 @@ def of_rows(groups: int) -> nn.Module:
     return Written(lambda self, x: self.norm(x.reshape(-1, WIDTH)).reshape(x.shape), norm=norm)
 
 
+def then(change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Change the output of a LayerNorm."""
+    return Written(lambda self, x: change(self.norm(x)), norm=nn.LayerNorm(WIDTH))
+
+
 def nano_layer_norm(bias: Tensor | None, weight: Tensor) -> nn.Module:
     """Return nanoGPT's LayerNorm, whose bias may be None."""
     return Written(
@@ -168,6 +173,7 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "T5": (lambda: weighted_rms(ramp(-2, 2), 1e-6), "RMSNorm"),
     "Gemma": (lambda: weighted_rms(ramp(-0.5, 0.5), 1e-6, "eps", offset=1.0), "RMSNorm"),
     "Llama": (lambda: weighted_rms(torch.full((WIDTH,), 0.7), 1e-5), "RMSNorm"),
+    "LayerNorm and dropout": (lambda: then(lambda x: F.dropout(x, 0.1, False)), "LayerNorm"),
     "Identity": (nn.Identity, "none"),
     "Dropout": (nn.Dropout, "none"),
 }
@@ -195,6 +201,7 @@ UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm over tokens too": lambda: nn.LayerNorm((TOKENS, WIDTH)),
     "ReLU": nn.ReLU,
     "softmax": lambda: nn.Softmax(-1),
+    "clamped LayerNorm": lambda: then(lambda x: x.clamp(-0.05, 0.05)),
     "gain of 0": lambda: layer_norm(0.0),
 }
 

@@ -79,7 +79,7 @@ def add_lambda_skip(
 
     Args:
         model: any module; PyTorch's fused encoder layers leave their fast path.
-        init: initial λ; the paper starts a learned λ from −1.
+        init: initial λ; the paper starts a learned λ from −1. 0 removes the skip connections, with a warning.
         learnable: True if λ receives gradients.
         per: "layer" for one λ per site, "channel" for one λ per channel of each site.
         sites: names of sites, or of modules around them, with wildcards: ``"h.1*"``; all residual mixers by
@@ -93,9 +93,6 @@ def add_lambda_skip(
     Raises:
         SkipError: if the model has no residual mixer, all chosen sites have λ-skips already, a name matches
             no site, λ is not finite, or the changed model does not compute λ·x + f(x).
-
-    Warns:
-        UserWarning: if λ is 0, which removes the skip connections.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -114,10 +111,9 @@ def add_lambda_skip(
     before = skips_of(model)
     kept = dict(before)
     if kept and (per == "channel") != any(parameter.numel() > 1 for parameter in kept.values()):
-        raise SkipError(
-            f"`per={per!r}`", expected="the kind of λ that the model has at other sites",
-            got="the other kind", fix="Use the other `per`, or call `rw.remove_lambda_skip(model)` first.",
-        )  # fmt: skip
+        expected = "the kind of λ that the model has at other sites"
+        fix = "Use the other `per`, or call `rw.remove_lambda_skip(model)` first."
+        raise SkipError(f"`per={per!r}`", expected=expected, got="the other kind", fix=fix)
     remove_lambda_skip(model, missing_ok=True)
     try:
         example = example_for(model) if example is None else example
@@ -125,25 +121,17 @@ def add_lambda_skip(
         if not found:
             out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
             got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
-            raise SkipError(
-                subject, expected="residual connections around mixers", got=got,
-                fix="A block must compute x + f(x), and its example have two tokens or more; put what "
-                "computes f into a module of its own.",
-            )  # fmt: skip
+            fix = "A block must compute x + f(x), f in a module, and the example have two tokens or more."
+            raise SkipError(subject, expected="residual connections around mixers", got=got, fix=fix)
         if lost := kept.keys() - {site.name for site in found}:
-            raise SkipError(
-                "`example`", expected="a batch on which every λ-skip of the model runs",
-                got=f"one on which {min(lost)!r} does not",
-                fix="Pass a batch of the kind the λ-skips were added with.",
-            )  # fmt: skip
+            expected, got = "a batch on which every λ-skip runs", f"one on which {min(lost)!r} does not"
+            fix = "Pass a batch of the kind the λ-skips were added with."
+            raise SkipError("`example`", expected=expected, got=got, fix=fix)
         names = kept.keys() | {site.name for site in match_sites(found, sites)}
         if len(names) == len(kept) and not exist_ok:
-            raise SkipError(
-                subject, expected="a model without λ-skips" + " at these sites" * (sites is not None),
-                got=f"one with {len(kept)}",
-                fix="Change the λ it has (`rw.skips.skips_of(model)`), or call "
-                "`rw.remove_lambda_skip(model)`.",
-            )  # fmt: skip
+            expected = "a model without λ-skips" + " at these sites" * (sites is not None)
+            fix = "Change the λ it has (`rw.skips.skips_of(model)`), or call `rw.remove_lambda_skip(model)`."
+            raise SkipError(subject, expected=expected, got=f"one with {len(kept)}", fix=fix)
         chosen = [site for site in found if site.name in names]
         for site in chosen:
             install(model, site, learnable=learnable, per=per)
@@ -283,11 +271,9 @@ def example_for(model: nn.Module) -> Batch:
     config: Any = getattr(model, "config", None)
     reads, device = getattr(model, "main_input_name", None), device_of(model)
     if config is None or reads not in ("input_ids", "pixel_values"):
-        raise SkipError(
-            f"model {type(model).__name__}", expected="an example of its input",
-            got=f"none, and its input is {reads or 'unknown'}",
-            fix="Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`.",
-        )  # fmt: skip
+        subject, got = f"model {type(model).__name__}", f"none, and its input is {reads or 'unknown'}"
+        fix = "Pass a small batch (dict, tuple or tensor): `rw.add_lambda_skip(model, example=batch)`."
+        raise SkipError(subject, expected="an example of its input", got=got, fix=fix)
     if reads == "pixel_values":
         config = config_value(config, "vision_config", default=config)
         size = config_value(config, "image_size", default=224)

@@ -106,11 +106,10 @@ class AddResidual(SkipHook):
                 return None
             residual, slot.residual = slot.residual, None
             if residual is None and not slot.open:  # not filled again when recomputed
-                raise SkipError(
-                    f"gradient checkpointing of {type(module).__name__}",
-                    expected="a checkpoint around the whole block, which reads the residual again",
-                    got="one around the mixer alone", fix="Checkpoint the block in place of the mixer.",
-                )  # fmt: skip
+                subject = f"gradient checkpointing of {type(module).__name__}"
+                expected = "a checkpoint around the whole block, which reads the residual again"
+                fix = "Checkpoint the block in place of the mixer."
+                raise SkipError(subject, expected=expected, got="one around the mixer alone", fix=fix)
         if residual is None:
             return None
         total = corrected(picked(output, self.key), residual, getattr(module, self.parameter))
@@ -150,11 +149,11 @@ def corrected(tensor, residual, scale):
     """Return tensor + (λ − 1)·x, which is bit-identical to the tensor at λ = 1."""
     if tensor.is_nested:  # torch's encoder packs padded rows in evaluation mode; nested tensors lack addcmul
         if scale.numel() > 1:
+            got = "nested ones, which torch.nn.TransformerEncoder makes of padded rows in evaluation"
+            fix = "Build the encoder with enable_nested_tensor=False, or use per='layer'."
             raise SkipError(
-                "λ-skips by channel on nested tensors", expected="padded tensors",
-                got="nested ones, which torch.nn.TransformerEncoder makes of padded rows in evaluation",
-                fix="Build the encoder with enable_nested_tensor=False, or use per='layer'.",
-            )  # fmt: skip
+                "λ-skips by channel on nested tensors", expected="padded tensors", got=got, fix=fix
+            )
         return tensor + residual * (scale.reshape(()) - 1)
     wide = torch.addcmul(tensor, residual, scale - 1)
     return wide.to(torch.promote_types(tensor.dtype, residual.dtype))

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch
@@ -144,11 +145,16 @@ def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
         return None
     inside = all(sum_.frames[-1].serial in use.running for use in uses)
     given = [passage.call for tensor in same for passage in record.received.get(tensor, ())]
-    alone = [call for call in given if all(call.serial in use.running for use in uses)]
-    for call in sorted(alone, key=lambda call: call.serial, reverse=True):
-        if any(isinstance(value, Tensor) and value.numel() == size for _, value in items(call.output)):
-            return call.name, "", inside
-    return "", reads[0].function, inside
+    states = [
+        (call, value)
+        for call in sorted(given, key=lambda call: call.serial)
+        if all(call.serial in use.running for use in uses)
+        for _, value in items(call.output)
+        if isinstance(value, Tensor) and value.numel() == size
+    ]
+    # the innermost module counts whose output the outermost returns unchanged
+    names = [call.name for call, value in states if torch.equal(value, states[0][1])]
+    return (names[-1], "", inside) if names else ("", reads[0].function, inside)
 
 
 # --- ways to add λ, the most exact first: read, write, scope ----------------------------------------------

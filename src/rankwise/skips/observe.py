@@ -75,11 +75,9 @@ def observe(
 
     def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
         if x.shape != branch.shape or x.shape[-1] != site.width:
-            raise SkipError(
-                f"site {site.name!r}", got="other sums",
-                expected="a batch with the same sums as the example that the skips were added with",
-                fix="Pass `example=` a batch of this kind to `add_lambda_skip`.",
-            )  # fmt: skip
+            expected = "a batch with the same sums as the example that the skips were added with"
+            fix = "Pass `example=` a batch of this kind to `add_lambda_skip`."
+            raise SkipError(f"site {site.name!r}", expected=expected, got="other sums", fix=fix)
         x, branch, total = (as_batch(value, site.axis) for value in (x, branch, total))
         names = batch if isinstance(batch, Mapping) else {}
         decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in names
@@ -92,10 +90,9 @@ def observe(
         run_model(model, batch)
     by_site = grouped(seen, lambda added: added.site.name)
     if missing := {site.name for site in sites} - set(by_site):
-        raise SkipError(
-            f"site {min(missing)!r}", expected="a batch on which every residual mixer runs",
-            got="one on which it does not", fix="Pass a batch of the kind the skips were added with.",
-        )  # fmt: skip
+        expected, got = "a batch on which every residual mixer runs", "one on which it does not"
+        fix = "Pass a batch of the kind the skips were added with."
+        raise SkipError(f"site {min(missing)!r}", expected=expected, got=got, fix=fix)
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
         norm = next(

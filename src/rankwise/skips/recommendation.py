@@ -139,8 +139,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
 
     `choose_lambda` chooses the λ. The remedy is a command, or Python code if the batch is not a dict. A mixer
     is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is below
-    0.01, and no block around the mixer is reported. Only the first four sequences of a dict are examined, but
-    any other batch as a whole. The model is not changed.
+    0.01, and no block around the mixer is reported. Of a dict, only the first four sequences are examined.
     Cost: nothing without COLLAPSE and λ-skips; otherwise one forward pass, one more with λ-skips, and up to
     eleven per collapsed stack.
 

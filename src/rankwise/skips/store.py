@@ -88,14 +88,11 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
     Args:
         model: model without λ-skips.
-        folder: folder that `save_skips` wrote.
+        folder: folder that `save_skips` wrote; a warning says if old files do not describe the parameters.
         example: batch to run, as in `add_lambda_skip`.
 
     Raises:
         SkipError: if the files are missing or broken, or belong to another model.
-
-    Warns:
-        UserWarning: if old files do not describe the parameters of the model, so that they are not compared.
     """
     if skips := skips_of(model):
         got, fix = f"one with {len(skips)}", "Call `rw.remove_lambda_skip(model)` first."
