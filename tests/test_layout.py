@@ -208,6 +208,12 @@ def test_every_public_name_is_there_and_few() -> None:
         rankwise.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("package", sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+def test_listed_names_of_a_package_can_be_imported(package: str) -> None:
+    module = importlib.import_module(f"rankwise.{package}")
+    assert all(getattr(module, name) is not None for name in getattr(module, "__all__", ()))
+
+
 def test_only_public_names_are_listed() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if not path.stem.startswith("_")}
     assert {*rankwise.__all__, "__version__"} <= set(dir(rankwise))
