@@ -277,3 +277,39 @@ def test_numpy_linalg_file() -> None:
     assert file is not None, "numpy.linalg._umath_linalg is no longer where numpy calls LAPACK"
     ctypes.CDLL(file)
     assert np.linalg.svd(np.eye(2))[1].tolist() == [1, 1]
+
+
+def test_without_vmap_puts_mapped_axes_first() -> None:
+    x, seen = torch.randn(2, 3, 4, 5), []
+
+    def inner(row):
+        seen.append(torch_private.without_vmap(row))
+        return row
+
+    torch.vmap(torch.vmap(inner, in_dims=2), in_dims=1)(x)
+    assert torch.equal(seen[0], x.permute(1, 3, 0, 2)), "torch._C._functorch unwraps tensors differently"
+    assert torch_private.without_vmap(x) is x
+
+
+def test_function_modes_see_flex_attention() -> None:
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    names = []
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **kwargs or {})
+
+    x = torch.randn(1, 1, 4, 8)
+    with Names(), torch.no_grad(), torch_private.uncompiled():
+        flex.flex_attention(x, x, x)
+    assert torch_private.flex_attention_function() in names, "flex_attention is no function that modes see"
+
+
+def test_uncompiled_runs_compiled_functions_step_by_step() -> None:
+    ran = []
+    twice = torch.compile(lambda x: ran.append(1) or 2 * x, backend="eager")
+    with torch_private.uncompiled():
+        twice(torch.ones(1))
+        twice(torch.ones(1))
+    assert ran == [1, 1], "torch.compiler.set_stance no longer runs compiled functions"

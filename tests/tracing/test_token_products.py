@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rankwise as rw
+from rankwise.errors import CaptureError
 from rankwise.tracing import Intervention
 
 TOKENS, LANDMARKS = 12, 4
@@ -190,13 +191,14 @@ def test_a_chain_may_run_over_several_modules():
     ]
 
 
-def test_heads_of_a_chain_can_be_replaced():
+@pytest.mark.parametrize("mix", [nystrom, linear_attention, kernel_divided, WAYS["sigmoid"][0]])
+def test_heads_of_such_attention_can_be_replaced(mix):
     class Removal(Intervention):
         def on_heads(self, heads):
             calls.append(heads.call_id)
             return heads.values * 0
 
-    calls, model, x = [], stack_of(nystrom, 1), hidden(tokens=TOKENS)
+    calls, model, x = [], stack_of(mix, 1), hidden(tokens=TOKENS)
     with torch.no_grad(), rw.capture(model, intervention=Removal()) as trace:
         removed = model(x)
     (site,) = trace.mixers
@@ -204,6 +206,18 @@ def test_heads_of_a_chain_can_be_replaced():
     block = model.blocks[0]
     expected = x + block.attention.out(torch.zeros_like(x))
     assert torch.equal(removed, model.norm(expected + block.mlp(block.norm2(expected))))
+
+
+def causal_kernel(self, x):
+    q, k, v = (heads_of(part) for part in self.qkv(x).chunk(3, -1))
+    states = torch.einsum("bhtf,bhtd->bhtfd", phi(k), v).cumsum(2)
+    return merged(torch.einsum("bhtf,bhtfd->bhtd", phi(q), states))
+
+
+def test_causal_linear_attention_by_states_is_named_as_what_it_is():
+    block = kind(causal_kernel, "CausalAttention", qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH))
+    with pytest.raises(CaptureError, match="a state sums up as in causal linear attention"):
+        seen(Stack(lambda: Block(block())).eval(), hidden(tokens=TOKENS))
 
 
 # --- axes that are not tokens -------------------------------------------------------------------------------

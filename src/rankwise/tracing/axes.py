@@ -138,10 +138,12 @@ def find_batch_first(
     if tokens.dim() == 4:
         # Windows may pad the map, so that the operators have more rows than the map has places.
         rows = max((batch * count for batch, count in shapes), default=0)
-        last, first = (tokens.numel() // max(tokens.shape[axis], 1) <= rows for axis in (-1, 1))
-        if last == first:
+        channels_last, channels_first = (
+            tokens.numel() // max(tokens.shape[axis], 1) <= rows for axis in (-1, 1)
+        )
+        if channels_last == channels_first:
             return None
-        return lambda states: states.flatten(1, 2) if last else states.flatten(2).mT
+        return lambda states: states.flatten(1, 2) if channels_last else states.flatten(2).mT
     if tokens.dim() == 2:
         return (lambda states: states.unsqueeze(0)) if (1, tokens.shape[0]) in shapes else None
     first, second = tokens.shape[:2]

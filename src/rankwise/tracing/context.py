@@ -55,7 +55,7 @@ from rankwise.tracing.mixing_calls import (
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
-from rankwise.tracing.uncaptured import Sightings, mixer_like, uncaptured_modules, whose_tokens
+from rankwise.tracing.uncaptured import STATE_SUM, Sightings, mixer_like, uncaptured_modules, whose_tokens
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
@@ -311,6 +311,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
 
     def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
+        if what is STATE_SUM and lengths and self._calls.running:
+            self._sightings.hints[self._calls.running[-1].name] = what
         reader = None if self._mode_ignores() else whose_tokens(self._calls.running, what, lengths)
         if reader is not None:
             reader.other_mixing.setdefault(self._calls.running[-1].name, what)
@@ -376,7 +378,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             held = Unfinished(mixing, per_token=hold)
             self._mode.weights.held[made] = held
             self._calls.running[-1].unfinished.append(held)
-            return None
+            if hold:
+                held.call_id = self._call_counter.count(name)
+            if not (hold and self._substitution.on):
+                return None
+            around = self._calls.running
+            site = mixer_site(mixing, around, self._stacks.forward_pass, self._values, held.call_id)
+            return _Added(mixing, site)
         return self._add(mixing, calls=calls)
 
     def _add_unfinished(self, call: ModuleCall) -> None:
@@ -388,7 +396,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 around[0].unfinished.append(one)
             elif not one.used:
                 one.used = True
-                self._add(one.mixing)
+                self._add(one.mixing, call_id=one.call_id)
 
     def _add(
         self,

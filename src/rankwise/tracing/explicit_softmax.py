@@ -139,8 +139,9 @@ class SoftmaxFollower:
 
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
         """Register that the model continues with ``changed`` in place of the output ``out``."""
-        if out in self._compared:
-            self._compared[changed] = True
+        for known in (self._compared, self.held):
+            if out in known:
+                known[changed] = known[out]
 
     # --- scores -------------------------------------------------------------------------------------------
 

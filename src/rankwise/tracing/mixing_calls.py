@@ -82,6 +82,8 @@ class Unfinished:
     """True if the rows of the operator are tokens, so that only factors of the rows may follow."""
     used: bool = False
     """True if it is a part of a later operator, or is a mixer already."""
+    call_id: CallId | None = None
+    """Address of the call, if an intervention may replace its heads before the call ends."""
 
     def scale_rows(self, factor: Tensor, output: Tensor) -> bool:
         """Multiply the rows by factors, the same for all channels; False if they are no such factors."""

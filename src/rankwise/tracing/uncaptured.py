@@ -127,6 +127,8 @@ class Sightings:
     """Pairs (module, reason) for calls that no adapter could read exactly, in the order of the calls."""
     other_mixing: dict[str, str] = field(default_factory=dict)
     """By module name, how the module mixed tokens without attention, such as by a convolution."""
+    hints: dict[str, str] = field(default_factory=dict)
+    """By module name, what the module may mix tokens by, if it looks like a mixer."""
 
     def leave_out(self, name: str, reason: str) -> None:
         """Register the reason why a mixer was not captured; the first reason stays."""
@@ -172,7 +174,7 @@ def uncaptured_modules(
     outermost: list[UncapturedModule] = []
     for name in sorted(candidates - seen, key=lambda name: (name.count("."), name)):
         if not any(holds(outer.name, name) for outer in outermost):
-            reason = _reason(name, modules[name], called, known, others)
+            reason = _reason(name, modules[name], called, known, others | sightings.hints)
             outermost.append(UncapturedModule(name, type(modules[name]).__name__, reason))
     return outermost
 
@@ -241,6 +243,14 @@ def _along(name: str, position: int, default: Any) -> Reader:
     return read
 
 
+def _outer_product(out: Tensor, equation: object, *operands: Any, **named: Any) -> set[int]:
+    """Return {1} for an einsum that multiplies two vectors of each token to a matrix, K ⊗ V; else {}."""
+    inputs, _, result = str(equation).replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    outer = set(first) ^ set(second) and set(first + second) == set(result) and not set(first) <= set(second)
+    return {1} if outer and not set(second) <= set(first) else set()
+
+
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
     """Return the input width if the last axis may hold tokens, as in the token mixing of an MLP-Mixer."""
     turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
@@ -248,6 +258,9 @@ def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any
 
 
 LINEAR = "a linear layer over its tokens"
+STATE_SUM = (
+    "a product of keys and values for each token, which a state sums up as in causal linear attention,"
+)
 CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.conv3d}
 RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
 FOURIER = "a Fourier transform of its tokens"
@@ -258,5 +271,6 @@ FUNCTIONS: dict[Any, tuple[str, Reader]] = (
     | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, (FOURIER, _along("dim", 1, -1)))
     | dict.fromkeys(FOURIER_PLANES, (FOURIER, _along("dim", 1, None)))
     | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _along("dims", 1, None)))
+    | {torch.einsum: (STATE_SUM, _outer_product)}
     | {F.pad: ("a shift of its tokens", _shift), F.linear: (LINEAR, _linear)}
 )
