@@ -378,13 +378,15 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             held = Unfinished(mixing, per_token=hold)
             self._mode.weights.held[made] = held
             self._calls.running[-1].unfinished.append(held)
-            if hold:
-                held.call_id = self._call_counter.count(name)
-            if not (hold and self._substitution.on):
+            if not hold:
+                return None
+            held.call_id = call_id = self._call_counter.count(name)
+            if not self._substitution.on:
                 return None
             around = self._calls.running
-            site = mixer_site(mixing, around, self._stacks.forward_pass, self._values, held.call_id)
-            return _Added(mixing, site)
+            return _Added(
+                mixing, mixer_site(mixing, around, self._stacks.forward_pass, self._values, call_id)
+            )
         return self._add(mixing, calls=calls)
 
     def _add_unfinished(self, call: ModuleCall) -> None:

@@ -32,10 +32,7 @@ KEEPS_VALUES = {
 }
 """Casts, dropout and reshapes: their result still holds the weights of the softmax."""
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
-DIVIDES = {
-    *named_functions(torch, "div divide true_divide"),
-    *named_functions(Tensor, "div divide true_divide div_ __truediv__ __itruediv__"),
-}
+DIVIDES = {torch.div, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__}
 STARTS_ANEW = {
     torch.addmm,
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
@@ -241,12 +238,10 @@ class SoftmaxFollower:
         return found
 
     def _mixed(self, product: MatrixProduct, matrix: Tensor) -> SoftmaxProduct:
-        given, values, keys = product.given, product.values, None
-        inner, made = self.held.get(given), self._sums.get(given)
-        if inner is None and made is not None and product.contracted is not None:
-            read = made.as_keys_and_values(product.contracted)
-            if read is not None:
-                keys, values = read
+        given, made = product.given, self._sums.get(product.given)
+        inner = self.held.get(given)
+        read = None if inner is not None or made is None else made.as_keys_and_values(product.contracted)
+        keys, values = (None, product.values) if read is None else read
         return SoftmaxProduct(
             matrix,
             values,

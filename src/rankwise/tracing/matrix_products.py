@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class MatrixProduct:
     contracted: int | None
     """Axis of ``given`` that is summed over; None if the leading axes of both tensors differ."""
 
-    def as_keys_and_values(self, axis: int) -> tuple[Tensor, Tensor] | None:
+    def as_keys_and_values(self, axis: int | None) -> tuple[Tensor, Tensor] | None:
         """Return keys (…, F, S) and values (…, S, V) if a later product sums over an axis of the result."""
         if self.axes is None or list(self.axes[:-2]) != sorted(self.axes[:-2]):
             return None
@@ -77,8 +77,7 @@ def _matmul_products(tensors: list[Tensor], out: Tensor) -> list[MatrixProduct]:
     ]
 
 
-@dataclass(frozen=True)
-class Einsum:
+class Einsum(NamedTuple):
     """An einsum of two tensors, with the ellipsis of its equation replaced by letters."""
 
     tensors: tuple[Tensor, Tensor]
@@ -86,43 +85,37 @@ class Einsum:
     result: str
 
 
-@dataclass(frozen=True)
-class Contraction:
-    """Letters of an einsum that multiplies matrices (…, T, S) by values."""
-
-    axes: str
-    """Letters of the leading axes; ``row``, ``source`` and ``channel`` are the letters of T, S and V."""
-    row: str
-    source: str
-    channel: str
-
-
 def _einsum_products(args: tuple[Any, ...], out: Tensor) -> Iterator[MatrixProduct]:
     read = read_einsum(args)
-    if read is None:
-        return
-    for at in (0, 1):
-        operand, other = read.tensors[at], read.tensors[1 - at]
-        mine, theirs, how = read.letters[at], read.letters[1 - at], contraction(read, at)
-        if how is None:
+    for at in (0, 1) if read is not None else ():
+        (operand, other), (mine, theirs) = read.tensors[:: 1 - 2 * at], read.letters[:: 1 - 2 * at]
+        summed = [letter for letter in mine if letter in theirs and letter not in read.result]
+        rows = [letter for letter in mine if letter in read.result and letter not in theirs]
+        channels = [letter for letter in theirs if letter not in mine]
+        if len(summed) != 1 or len(channels) != 1 or not rows:
             continue
-        letters = f"{how.axes}{how.row}{how.source}"
-        order = None if letters == mine else tuple(mine.index(letter) for letter in letters)
-        values, aligned = other, [letter for letter in theirs if letter in how.axes] == list(how.axes)
-        if set(how.axes) <= set(theirs):
-            values = torch.einsum(f"{theirs}->{how.axes}{how.source}{how.channel}", other)
-        wanted = f"{how.axes}{how.row}{how.channel}"
+        source, row, channel = summed[0], rows[-1], channels[0]
+        leading = mine.replace(source, "").replace(row, "")
+        wanted = leading + row + channel
+        if not set(wanted) <= set(read.result):
+            continue
+        letters = leading + row + source
+        order = None if letters == mine else tuple(map(mine.index, letters))
         whole = sorted(wanted) == sorted(read.result)
+        aligned = leading == "".join(letter for letter in theirs if letter in leading)
+        values = other
+        if set(leading) <= set(theirs):
+            values = torch.einsum(f"{theirs}->{leading}{source}{channel}", other)
         yield MatrixProduct(
             operand,
             operand if order is None else operand.permute(*order),
             other,
             values,
             torch.einsum(f"{read.result}->{wanted}", out),
-            tuple(read.result.index(letter) for letter in wanted) if whole else None,
+            tuple(map(read.result.index, wanted)) if whole else None,
             order,
-            (mine.index(how.source) - len(mine),),
-            theirs.index(how.source) if aligned else None,
+            (mine.index(source) - len(mine),),
+            theirs.index(source) if aligned else None,
         )
 
 
@@ -156,20 +149,6 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
         kept = [(scaled if i == to else tensors[i], letters[i]) for i in range(3) if i != at]
         tensors, letters = [tensor for tensor, _ in kept], [mine for _, mine in kept]
     return Einsum(tuple(tensors), tuple(letters), result)  # type: ignore[arg-type]
-
-
-def contraction(einsum: Einsum, at: int) -> Contraction | None:
-    """Return the axis letters if operand ``at`` is a matrix (…, T, S) times the other operand; else None."""
-    mine, theirs, result = einsum.letters[at], einsum.letters[1 - at], einsum.result
-    sources = [letter for letter in mine if letter in theirs and letter not in result]
-    rows = [letter for letter in mine if letter in result and letter not in theirs]
-    channels = [letter for letter in theirs if letter not in mine]
-    if len(sources) != 1 or len(channels) != 1 or not rows:
-        return None
-    axes = mine.replace(sources[0], "").replace(rows[-1], "")
-    if not set(axes + channels[0]) <= set(result):
-        return None
-    return Contraction(axes, rows[-1], sources[0], channels[0])
 
 
 def compares(args: tuple[Any, ...]) -> bool:

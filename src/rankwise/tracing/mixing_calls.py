@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from rankwise._internals.torch_private import in_function_transform, without_torch_function, without_vmap
 from rankwise.operators import (
     DenseMixing,
+    DiagonalMixing,
     LinearAttentionMixing,
     MixingOperator,
     ProductMixing,
@@ -88,19 +89,20 @@ class Unfinished:
     def scale_rows(self, factor: Tensor, output: Tensor) -> bool:
         """Multiply the rows by factors, the same for all channels; False if they are no such factors."""
         operator, axes = self.mixing.operator, self.mixing.axes
-        if axes is None or not isinstance(operator, DenseMixing | LinearAttentionMixing):
-            return False
-        if not self.per_token:
+        if axes is None or not self.per_token:
             return False
         factors = axes.to_heads(factor.detach().expand(output.shape))
         if not bool((factors == factors[..., :1]).all()):
             return False
-        one, scaled = factors[..., :1], axes.to_heads(output.detach())
         if isinstance(operator, LinearAttentionMixing):
-            operator = LinearAttentionMixing(operator.query_features * one, operator.key_features)
+            operator = LinearAttentionMixing(
+                operator.query_features * factors[..., :1], operator.key_features
+            )
+        elif isinstance(operator, DenseMixing):
+            operator = DenseMixing(operator.matrix * factors[..., :1], operator.allowed)
         else:
-            operator = DenseMixing(operator.matrix * one, operator.allowed)
-        self.mixing = replace(self.mixing, operator=operator, output=scaled)
+            operator = ProductMixing(DiagonalMixing(factors[..., 0]), operator)
+        self.mixing = replace(self.mixing, operator=operator, output=axes.to_heads(output.detach()))
         return True
 
 
@@ -115,7 +117,9 @@ def composed(mixing: MixingCall, inner: Unfinished | None) -> MixingCall:
 
 def unfinished(mixing: MixingCall, calls: Sequence[ModuleCall]) -> bool:
     """Return True if the rows of an operator are not tokens, such as the landmarks of Nyström attention."""
-    rows, columns = mixing.operator.shape[-2:]
+    batch, _, rows, columns = mixing.operator.shape
+    if batch > sequences_behind(calls, mixing.operator):
+        return False  # the rows are windows or chunks of tokens
     # Queries (B, H, T, K) that a module receives may be landmarks.
     lengths = _lengths(calls, most_axes=3)
     return bool(lengths) and 1 < rows < columns and rows not in lengths | _areas(calls)
@@ -370,8 +374,8 @@ def mixer_site(
 
 def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterator[str]:
     """Yield notes on the rows and the columns of a rectangular operator, if they are not tokens."""
-    rows, columns = operator.shape[-2:]
-    if rows == columns or has_cache(calls):
+    batch, _, rows, columns = operator.shape
+    if rows == columns or has_cache(calls) or batch > sequences_behind(calls, operator):
         return
     name, lengths = re.sub(r"\b\d+\b", "*", calls[-1].name), _lengths(calls) | _areas(calls)
     for axis, count, other in (("rows", rows, columns), ("columns", columns, rows)):
