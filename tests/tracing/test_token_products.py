@@ -285,6 +285,27 @@ def test_axes_that_are_not_tokens_are_named(way):
     assert re.search(note, found), found
 
 
+def test_rows_of_windows_are_tokens():
+    """Windows of 4 queries see 8 keys each: no row is a landmark, and heads can be replaced at once."""
+
+    def mix(q, k, v):
+        q, k, v = (part.unflatten(2, (-1, 4)).transpose(1, 2) for part in (q, k, v))
+        k, v = (torch.cat([part.roll(1, 1), part], 3) for part in (k, v))
+        return plain(q, k, v).transpose(1, 2).flatten(2, 3)
+
+    class Seen(Intervention):
+        def on_heads(self, heads):
+            shapes.append(heads.values.shape[:3])
+
+    shapes, model = [], stack_of(mix, 1)
+    with torch.no_grad(), rw.capture(model, intervention=Seen()) as trace:
+        model(hidden(tokens=TOKENS))
+    (site,) = trace.mixers
+    assert site.operator.shape == (BATCH * 3, HEADS, 4, 8)
+    assert shapes == [(BATCH * 3, HEADS, 4)]
+    assert trace.notes == []
+
+
 def test_registers_are_named():
     def forward(self, x):
         return self.inner(torch.cat([self.registers.expand(x.shape[0], -1, -1), x], dim=1))
