@@ -17,7 +17,6 @@ import typer
 from rankwise._internals.forward import drop_unused_labels
 from rankwise.auditing import Audit, AuditError, AuditSettings
 from rankwise.auditing.provenance import DataDigest, weights_digest
-from rankwise.auditing.run import build_audit, collect
 from rankwise.auditing.settings import Method, chosen_heads
 from rankwise.auditing.statistics import AuditStatistics
 from rankwise.auditing.text_inputs import ALL, Shard
@@ -194,6 +193,8 @@ def run(
     on_progress: Callable[[int, str], None] | None = None,
 ) -> AuditStatistics:
     """Measure the model of a loaded job on its data; entries of `provenance` replace those of the job."""
+    from rankwise.auditing.run import collect
+
     job, model = loaded.job, loaded.model
     known = {
         "model": "the bundled demo" if model.name == str(demo_model()) else model.name,
@@ -222,6 +223,8 @@ def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Aud
 
     An incomplete audit has no recommendation. If the recommendation fails, a note of the audit says why.
     """
+    from rankwise.auditing.run import build_audit
+
     audit = build_audit(statistics, chosen_heads(loaded.job.matrices))
     if not audit.complete:
         return audit, True
