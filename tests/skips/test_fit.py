@@ -126,12 +126,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no batches": (
         skipped,
         {"batches": []},
-        "`batches`: expected an iterable of one or more batches, got none",
+        "`batches`: expected an iterable of at least one batch, got none",
     ),
     "one batch": (
         skipped,
         {"batches": TEXT},
-        "`batches`: expected an iterable of one or more batches, got dict",
+        "`batches`: expected an iterable of at least one batch, got dict",
     ),
     "text": (skipped, {"batches": ["text"]}, "batch 1: expected a batch with tokens.*got str"),
     "ids alone": (skipped, {"batches": [IDS]}, "batch: expected a dict with `input_ids`, got Tensor"),

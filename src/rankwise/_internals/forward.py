@@ -164,7 +164,7 @@ def each_batch(batches: Iterable[Any], name: str = "batches") -> Iterator[Any]:
     if not number:
         got = "none" if several else type(batches).__name__
         fix = "Put a single batch into a list: `[batch]`. An iterator that was read before yields none."
-        raise InputError(f"`{name}`", expected="an iterable of one or more batches", got=got, fix=fix)
+        raise InputError(f"`{name}`", expected="an iterable of at least one batch", got=got, fix=fix)
 
 
 def device_of(model: nn.Module) -> torch.device:

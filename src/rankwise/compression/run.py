@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise._internals.forward import (
     batch_size,
     config_value,
     device_of,
+    each_batch,
     eval_mode,
     preserve_random_state,
     run_model,
@@ -126,8 +127,8 @@ def compress(
             fix="Load the original and compress it once; name all parts together.",
         )
     check_saveable(model)
-    data = _listed(batches, "batches")
-    eval_data = _listed(held_out, "held_out") if held_out is not None else data
+    data = list(each_batch(batches))
+    eval_data = list(each_batch(held_out, "held_out")) if held_out is not None else data
     step = "a batch"
 
     def report(what: str) -> None:
@@ -229,23 +230,6 @@ def part_targets(
                 in_range(f"`{name}`", number, interval, error=CompressionError)
         targets[part] = own["keep"], own["tolerance"]
     return targets
-
-
-def _listed(batches: Iterable[Any], name: str) -> list[Any]:
-    """Return batches as a list; raise if it is a single batch, or has no sequences."""
-    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
-        raise InputError(
-            f"`{name}`",
-            expected="an iterable of batches",
-            got=type(batches).__name__,
-            fix="Put a single batch into a list: `[batch]`.",
-        )
-    data = list(batches)
-    if not data or not sum(batch_size(batch) for batch in data):
-        raise InputError(
-            f"`{name}`", expected="at least one batch", got="none", fix="Pass data that the model accepts."
-        )
-    return data
 
 
 @contextmanager
