@@ -310,7 +310,7 @@ ARGUMENTS: dict[str, Callable[[nn.Module, Any], object]] = {
     ("batch", "got"),
     [
         ([IDS], "list"), ("text", "str"), (LOADER, "DataLoader"), (iter([IDS]), "list_iterator"),
-        ({"input_ids": torch.zeros(2, 0)}, "one without tokens"), ({"input_ids": [[1]]}, "dict"),
+        ({"input_ids": torch.zeros(2, 0)}, "tensors of 0 elements"), ({"input_ids": [[1]]}, "dict"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )  # fmt: skip

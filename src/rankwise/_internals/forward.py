@@ -150,7 +150,7 @@ def check_batch(batch: Any, subject: str = "`batch`") -> None:
     tensors = tensors_of(batch)
     if not any(tensor.numel() for tensor in tensors.values()):
         expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
-        got = "one without tokens" if tensors else type(batch).__name__
+        got = "tensors of 0 elements" if tensors else type(batch).__name__
         fix = "Pass one batch of a list or DataLoader: `next(iter(batches))`."
         raise InputError(subject, expected=expected, got=got, fix=fix)
 
@@ -159,7 +159,7 @@ def each_batch(batches: Iterable[Any], name: str = "batches") -> Iterator[Any]:
     """Yield batches; raise if they are a single batch, if there are none, or if one is not a batch."""
     number, several = 0, isinstance(batches, Iterable) and not isinstance(batches, Tensor | Mapping | str)
     for number, batch in enumerate(batches if several else (), 1):
-        check_batch(batch, f"batch {number}")
+        check_batch(batch, f"`{name}`, batch {number}")
         yield batch
     if not number:
         got = "none" if several else type(batches).__name__
