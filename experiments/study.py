@@ -11,6 +11,7 @@ from typing import Any
 from experiments.provenance import commit, provenance
 from experiments.render import fill_page
 from experiments.results import RESULTS, Run, append_run, read_runs
+from rankwise.errors import RecordError
 
 DOCS = Path(__file__).parents[1] / "docs"
 Report = dict[str, Any]
@@ -51,8 +52,12 @@ class Study:
         return f"python -m experiments run {self.name}"
 
     def kept(self) -> Report:
-        """Return the report that is kept, with its settings and origin."""
-        [run] = read_runs(self.path, dict)
+        """Return the report that is kept, with its settings and origin; raise `RecordError` before a run."""
+        runs = read_runs(self.path, dict)
+        if not runs:
+            fix = f"Run it first: `{self.command}`."
+            raise RecordError(str(self.path), expected="the report of a study", got="none", fix=fix)
+        [run] = runs
         return {**run["values"], "settings": run["settings"], **run["provenance"]}
 
     def run(self, data: Path) -> Report:

@@ -93,6 +93,12 @@ def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert codes(head(sigma_max=999)) == []
 
 
+@pytest.mark.parametrize("code", RULES)
+def test_a_code_is_explained_in_the_how_to(code: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/findings.md").read_text()
+    assert f"\n| {code} | " in page
+
+
 def test_every_code_is_known() -> None:
     assert check_codes(["collapse", "high-rank"]) == ["COLLAPSE", "HIGH_RANK"]
     with pytest.raises(InputError, match="Did you mean COLLAPSE"):

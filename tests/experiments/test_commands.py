@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.__main__ import NAMES
 from experiments.registry import EXPERIMENTS, STUDIES
+from experiments.study import Study
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -17,7 +18,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
 ]
 COMMAND = re.compile(r"python -m ((?:experiments|benchmarks)[.\w]*)(?: +([\w-]+))?(?: +([\w-]+))?")
-FILE = re.compile(r"\b(?:experiments|benchmarks)/[\w/-]+\.(?:py|jsonl|json|md)\b")
+FILE = re.compile(r"(?<![\w/])(?:experiments|benchmarks)/[\w/-]+\.(?:py|jsonl|json|md)\b")
 ANY = {"NAME"}
 """Stands for every name."""
 
@@ -57,10 +58,12 @@ def test_wrong_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("study", [one for one in STUDIES.values() if one.page], ids=lambda one: one.name)
-def test_the_page_of_a_study_names_its_command(study: object) -> None:
+def test_the_page_of_a_study_names_its_command_and_is_in_the_menu(study: Study) -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for path, text in study.files(study.kept()).items():
         if path.suffix == ".md" and "assets" not in str(path):  # cards name the command of their time
             assert f"python -m experiments run {study.name}" in text
+            assert f": {path.relative_to(ROOT / 'docs')}\n" in menu
 
 
 def test_every_measured_row_of_the_readme_names_its_command() -> None:

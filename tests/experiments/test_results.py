@@ -185,6 +185,9 @@ def test_a_study_keeps_its_report_and_writes_its_page(
     monkeypatch.setattr("experiments.study.RESULTS", tmp_path)
     study = Study("tiny", lambda data: {"found": data.name}, tables=lambda report: {"found": report["found"]})
     monkeypatch.setattr(command, "STUDIES", {"tiny": study})
+    with pytest.raises(SystemExit):
+        command.main(["render", "--check"])
+    assert "got none. Run it first: `python -m experiments run tiny`" in capsys.readouterr().err
     assert command.main(["run", "tiny", "--data", "somewhere"]) == 0
     assert "found\n\nsomewhere" in capsys.readouterr().out
     kept = study.kept()
