@@ -249,9 +249,7 @@ def run_job(job: AuditJob, say: Say = lambda step: None) -> Audit:
         digests = job.file_digests()  # taken before the files are read, so that --resume sees later changes
         loaded = load(job)
         statistics = run(
-            loaded,
-            {"sources": digests},
-            lambda batches, step: say(f"{job.model}, batch {batches + 1}: {step}"),
+            loaded, {"sources": digests}, lambda done, step: say(f"{job.model}, batch {done + 1}: {step}")
         )
         audit, interrupted = build(loaded, statistics, say)
     except RankwiseError:

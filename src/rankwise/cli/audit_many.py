@@ -20,7 +20,6 @@ from rankwise.report.comparison_report import history_document
 
 Results = Generator[tuple[AuditJob, Audit | RankwiseError], None, None]
 """Generator of pairs (job, its audit or error), in the order in which jobs finish."""
-Runner = Callable[[Sequence[AuditJob]], Results]
 
 
 def jobs_of(job: AuditJob, models: Sequence[str]) -> list[AuditJob]:
@@ -50,16 +49,14 @@ def _absolute(name: str) -> str:
 def run_here(jobs: Sequence[AuditJob], say: Say = lambda step: None) -> Results:
     """Run jobs one after the other in this process, and yield each job with its audit or error."""
     for job in jobs:
-        result: Audit | RankwiseError
         try:
-            result = run_job(job, say)
+            yield job, run_job(job, say)
         except RankwiseError as error:
-            result = error
-        yield job, result
+            yield job, error
 
 
 def audit_many(
-    jobs: Sequence[AuditJob], out: Path, runner: Runner, *, resume: bool
+    jobs: Sequence[AuditJob], out: Path, runner: Callable[[Sequence[AuditJob]], Results], *, resume: bool
 ) -> tuple[dict[str, Audit], Exception | None]:
     """Write each audit to ``OUT/NAME`` as soon as it finishes, then the history of all audits.
 

@@ -54,7 +54,10 @@ def command(
         result = compare_two(loaded[0][1], loaded[1][1])
         print_results(comparison_document(result))
     else:
-        result = History.of([audit for _, audit in loaded], _short_names(paths))
+        homes = [path.parent if path.name == "audit.json" else path for path in paths]
+        short = [home.name or str(home) for home in homes]
+        names = short if len(set(short)) == len(short) else list(map(str, homes))
+        result = History.of([audit for _, audit in loaded], names)
         print_results(history_document(result))
     for path in out or []:
         if path.suffix == ".html":
@@ -92,10 +95,3 @@ def _load(given: list[Path]) -> list[tuple[Path, "Audit"]]:
         fix = "Pass another audit, or a folder with several."
         raise InputError(subject, expected="two or more to compare", got=got, fix=fix)
     return loaded
-
-
-def _short_names(paths: list[Path]) -> list[str]:
-    """Return the last folder of each path, or the whole paths if two last folders are equal."""
-    homes = [path.parent if path.name == "audit.json" else path for path in paths]
-    short = [home.name or str(home) for home in homes]
-    return short if len(set(short)) == len(short) else list(map(str, homes))

@@ -127,9 +127,8 @@ def _load_tokenizer(loaded: LoadedModel) -> Any:
         # Without this check, some tokenizers would be created empty, and read every text as unknown tokens.
         if Path(home).is_dir() and not any(map(TOKENIZER_FILE.search, os.listdir(home))):
             raise FileNotFoundError("no file of a tokenizer in this folder")
-        return AutoTokenizer.from_pretrained(
-            home, revision=revision, trust_remote_code=loaded.trust_remote_code
-        )
+        trusted = loaded.trust_remote_code
+        return AutoTokenizer.from_pretrained(home, revision=revision, trust_remote_code=trusted)
     except Exception as error:
         subject = f"tokenizer {home}" if loaded.tokenizer else f"tokenizer of {loaded.name}"
         expected, got = "the files of a tokenizer", f"{type(error).__name__}: {first_line(error)}"

@@ -1,7 +1,6 @@
 """Load pictures as batches for a vision model, with the Pillow image processors of transformers.
 
-transformers has torchvision and Pillow classes for most image processors, and prefers torchvision. Rankwise
-always uses Pillow, so that pixels do not depend on the installed packages.
+Rankwise uses Pillow also where transformers prefers torchvision, so that pixels do not depend on packages.
 """
 
 from collections.abc import Callable, Iterator

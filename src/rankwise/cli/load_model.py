@@ -17,7 +17,6 @@ from rankwise._internals.files import writable_folder
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
-DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Strategies by which accelerate distributes a model over the devices that it finds."""
 MODELS = "a folder with config.json and weights, a Hugging Face name, or module.py:factory"
@@ -280,7 +279,7 @@ def _placement(
             example = 'JSON such as {"model.embed_tokens": 0, "model.layers": "cpu"}'
             fix = 'Quote it for the shell: --device-map \'{"": "cpu"}\'.'
             raise InputError(option, expected=example, got=str(error), fix=fix) from error
-    elif not device_map.startswith(DEVICE_TYPES):
+    elif not device_map.startswith(("cpu", "cuda", "mps", "xpu", "npu", "hpu")):
         one_of("--device-map", device_map, DEVICE_MAPS)
     devices = set(chosen.values()) if isinstance(chosen, dict) else {chosen}.difference(DEVICE_MAPS)
     for name in devices - {"disk"}:

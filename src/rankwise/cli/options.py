@@ -11,8 +11,7 @@ from typer.core import TyperCommand
 from rankwise.errors import RankwiseError
 
 Text = Annotated[
-    Path | None,
-    typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line."),
+    Path | None, typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line.")
 ]
 Images = Annotated[Path | None, typer.Option(help="Read the pictures in this folder, or this picture.")]
 Dataset = Annotated[

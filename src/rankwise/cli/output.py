@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from rankwise.auditing import Audit
     from rankwise.report.document import Document
 
-AUDIT_FILES = ("audit.json", "index.html", "heads.csv", "layers.csv")
-"""Files that `write_report` writes into a folder."""
-
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
@@ -38,9 +35,9 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def is_of_audit(file: Path) -> bool:
-    """Return True if a file belongs to an audit, or to the page of several audits."""
+    """Return True if `write_report` wrote a file, or if the file belongs to the page of several audits."""
     if (file.parent / "audit.json").exists():
-        return file.name in AUDIT_FILES
+        return file.name in ("audit.json", "index.html", "heads.csv", "layers.csv")
     return file.name in ("index.html", "history.csv") and any(file.parent.glob("*/audit.json"))
 
 
