@@ -10,9 +10,12 @@ import transformers
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rankwise as rw
-from rankwise.importance import ImportanceSettings
+from rankwise.importance import ImportanceSettings, losses
+from rankwise.importance.losses import DivergenceLoss, LabelLoss
 
 
 def nats(logits, labels):
@@ -190,6 +193,41 @@ def test_a_loss_may_be_a_function():
 def test_a_loss_that_does_not_fit_is_refused(loss):
     with pytest.raises(rw.errors.InputError):
         measure(Heads(2), [torch.randn(1, 6, 4)], ImportanceSettings(loss=loss))
+
+
+@pytest.mark.parametrize("loss", ["causal", "output"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_chunks_of_tokens_change_no_number_and_need_less_memory(loss, dtype, monkeypatch):
+    model, largest = language_model().to(dtype), []
+    batches = [{"input_ids": ids(2, 9)}, {"input_ids": ids(3, 11), "attention_mask": torch.ones(3, 11)}]
+    batches[1]["attention_mask"][1, 4:] = 0
+    settings = ImportanceSettings(loss=loss, exact=True, probes=2, tolerance=None)
+    whole = measure(model, batches, settings)
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            given = [one.untyped_storage().data_ptr() for one in tree_leaves(args) if torch.is_tensor(one)]
+            if torch.is_tensor(out) and out.untyped_storage().data_ptr() not in given:
+                largest.append(out.numel())
+            return out
+
+    def read(self, output, batch, of={kind: kind.read for kind in (LabelLoss, DivergenceLoss)}):  # noqa: B006
+        with Sizes():
+            return of[type(self)](self, output, batch)
+
+    monkeypatch.setattr(LabelLoss, "read", read)
+    monkeypatch.setattr(DivergenceLoss, "read", read)
+    monkeypatch.setattr(losses, "CHUNK", 3 * 24 * 2)  # two tokens of three sequences
+    chunks = measure(model, batches, settings)
+    assert 0 < max(largest) <= losses.CHUNK
+    # each token has its own softmax: only sums over tokens may be rounded in another order
+    rounding = 64 * torch.finfo(max(dtype, torch.float32, key=lambda of: torch.finfo(of).bits)).eps
+    assert chunks.value == pytest.approx(whole.value, rel=rounding)
+    for one, other in zip(chunks.sites, whole.sites, strict=True):
+        for name in ("gradient", "first_order", "fisher", "curvature", "exact"):
+            ours, wanted = getattr(one, name), getattr(other, name)
+            np.testing.assert_allclose(ours, wanted, rtol=rounding, atol=rounding * abs(whole.value + 1))
 
 
 STATES = encoder, {"input_ids": ids()}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -300,16 +299,21 @@ class GatedPasses:
         """Run backward from the loss of a batch and from random projections; add the gates' gradients."""
         finite = losses.finite
         every = [*gates.of_heads.values(), *gates.of_blocks.values()]
-        totals = [] if self.loss.compares_outputs else [(losses.total[finite].sum(), 0)]
-        probe_of = self.loss.probe if isinstance(self.loss, ProbedLoss) else None
-        projected = (probe_of(output, batch, generator)[finite].sum() for _ in range(self.probes) if probe_of)
-        for scalar, probes in chain(totals, ((product, self.probes) for product in projected)):
-            if not (bool(finite.any()) and every):
-                return
+        loss = self.loss
+        scalars: list[tuple[Callable[[], Tensor], int]] = []
+        if not loss.compares_outputs:
+            scalars.append((lambda: losses.total[finite].sum(), 0))
+        if isinstance(loss, ProbedLoss):
+            scalars += [
+                (lambda: loss.probe(output, batch, generator)[finite].sum(), self.probes)
+            ] * self.probes
+        for make, probes in scalars if every and bool(finite.any()) else ():
+            scalar = make()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
             incomplete = incomplete_gates(scalar, every)
             gradients = iter(torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True))
+            del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
             for of, sums in ((gates.of_heads, self.heads), (gates.of_blocks, self.blocks)):
                 for key, gate in of.items():

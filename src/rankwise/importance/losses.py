@@ -10,12 +10,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from rankwise._internals.forward import Batch, tensors_of
 from rankwise.errors import InputError
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted, as in PyTorch and transformers."""
+CHUNK = 2**22
+"""Number of logits whose softmax is computed at once: 16 MiB in float32."""
 LOSS_HINT = (
     "Name another loss, or pass a function of (output, batch) that returns the loss of each sequence: "
     "rw.audit(model, batches, importance=ImportanceSettings(loss=…))."
@@ -207,10 +210,10 @@ class LabelLoss(ProbedLoss):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the sum of cross-entropies over the labels of each sequence, and the number of labels."""
         logits, labels = self._logits_and_labels(output, batch)
-        lost = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-        )
-        total, count = lost.view(labels.shape).double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
+        # labels are extended, because a gradient of shorter logits would need a copy of all
+        extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
+        lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
+        total, count = lost.double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
         return SequenceLosses(total, count)
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
@@ -219,11 +222,11 @@ class LabelLoss(ProbedLoss):
         With predictions p, F = diag p − p pᵀ and u = (diag √p − p √pᵀ) z, where z is standard normal.
         """
         logits, labels = self._logits_and_labels(output, batch)
-        return _fisher_projection(logits, labels != IGNORE_INDEX, generator)
+        return _fisher_projection(_wide(logits), labels != IGNORE_INDEX, generator)
 
     def _logits_and_labels(
         self, output: Any, batch: LossBatch
-    ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B T"]]:
+    ) -> tuple[Float[Tensor, "B T V"], Int[Tensor, "B C"]]:
         logits, labels = _token_logits(output), self.labels(batch)
         assert labels is not None
         labels = (labels[:, None] if labels.dim() == 1 else labels).to(logits.device)
@@ -233,8 +236,7 @@ class LabelLoss(ProbedLoss):
                 expected=f"one per position of the logits, {tuple(logits.shape[:2])}",
                 got=f"{tuple(labels.shape)}", fix=LOSS_HINT,
             )  # fmt: skip
-        shown = logits[:, : labels.shape[1]]
-        return shown.to(torch.float64 if shown.dtype == torch.float64 else torch.float32), labels.long()
+        return logits, labels.long()
 
 
 class DivergenceLoss(ProbedLoss):
@@ -250,20 +252,16 @@ class DivergenceLoss(ProbedLoss):
     compares_outputs = True
 
     def keep(self, output: Any, batch: LossBatch) -> Any:
-        """Return the log-probabilities of the whole model."""
-        return _token_logits(output).float().log_softmax(-1).detach()
+        """Return the logits of the whole model."""
+        return _token_logits(output).detach()
 
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums of divergences and entropies over the real tokens of each sequence."""
-        ours = _token_logits(output).float().log_softmax(-1)
+        ours = _token_logits(output)
         whole = ours.detach() if batch.reference_output is None else batch.reference_output
-        shares = whole.exp()
-        entropy = -torch.special.xlogy(shares, shares).sum(-1)
-        # a class with p = 0 adds nothing, although log p is −∞
-        apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
         real = real_outputs(output, batch.batch, ours)
-        total, reference = (torch.where(real, sums, 0.0).double().sum(1) for sums in (apart, entropy))
-        return SequenceLosses(total, real.sum(1).double(), reference.detach())
+        sums = torch.where(real[..., None], _by_tokens(_divergence, ours, whole), 0.0).double().sum(1)
+        return SequenceLosses(sums[:, 0], real.sum(1).double(), sums[:, 1].detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return the projection of `LabelLoss`: KL ≈ ½ δᵀ F δ for a small change δ of logits."""
@@ -341,16 +339,56 @@ def invalid_label(labels: Tensor, classes: int) -> str:
     return f"{int(out[0])}" if out.numel() else ""
 
 
+def _by_tokens(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """Return ``function`` of tensors (B, T, …) in chunks of tokens, each computed again for its gradient.
+
+    Softmax over a large vocabulary otherwise holds several times the memory of the logits.
+    """
+    step = max(1, CHUNK // (values[0].shape[0] * values[0].shape[2]))
+    parts = [*zip(*(value.split(step, 1) for value in values), strict=True)]
+    if len(parts) == 1:
+        return function(*values)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(function, *part, **options) for part in parts], 1)
+
+
+def _cross_entropy(logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    left_out = labels == IGNORE_INDEX
+    rows = _wide(logits).masked_fill(left_out[..., None], 0)  # NaN there would reach the gradient
+    lost = F.cross_entropy(rows.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
+    return lost.view(labels.shape)
+
+
+def _divergence(logits: Float[Tensor, "B T V"], whole: Float[Tensor, "B T V"]) -> Float[Tensor, "B T 2"]:
+    """Return KL(p ‖ p') and the entropy H(p), with p of the whole model's logits."""
+    ours, whole = (values.float().log_softmax(-1) for values in (logits, whole))
+    shares = whole.exp()
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)
+    # a class with p = 0 adds nothing, although log p is −∞
+    apart = torch.where(shares > 0, shares * (whole - ours), 0.0).sum(-1)
+    return torch.stack((apart, entropy), -1)
+
+
 def _fisher_projection(
-    logits: Float[Tensor, "B T V"], counts: Tensor, generator: torch.Generator
+    logits: Float[Tensor, "B T V"], counts: Bool[Tensor, "B C"], generator: torch.Generator
 ) -> Float[Tensor, " B"]:
-    with torch.no_grad():
-        shares = logits.softmax(-1)
-        root = shares.sqrt()
-        z = torch.randn(logits.shape, generator=generator).to(logits)
-        u = root * z - shares * (root * z).sum(-1, keepdim=True)
-        u = u.masked_fill(~counts[..., None], 0)
-    return (u * logits.masked_fill(~counts[..., None], 0)).flatten(1).sum(1)
+    """Return a projection of the logits of the first C tokens of each sequence, where ``counts`` is True."""
+    (sequences, tokens), (_, longest, classes) = counts.shape, logits.shape
+    drawn = torch.randn(sequences, tokens, classes, generator=generator).to(logits)
+    u = F.pad(drawn, (0, 0, 0, longest - tokens))
+    del drawn
+    step = max(1, CHUNK // (sequences * classes))
+    for start in range(0, tokens, step):  # in place, because each copy has the size of the logits
+        at = slice(start, min(start + step, tokens))
+        shares = logits[:, at].detach().softmax(-1)
+        z = u[:, at].mul_(shares.sqrt())
+        z.sub_(shares * z.sum(-1, keepdim=True)).masked_fill_(~counts[:, at, None], 0)
+    rows = (u * logits).sum(-1)[:, :tokens]
+    return rows.masked_fill(~counts, 0).sum(1)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _token_logits(output: Any) -> Float[Tensor, "B T V"]:
