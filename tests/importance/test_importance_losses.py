@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 import rankwise as rw
 from rankwise.importance import ImportanceSettings, losses
-from rankwise.importance.losses import DivergenceLoss, LabelLoss
 
 
 def nats(logits, labels):
@@ -195,6 +194,9 @@ def test_a_loss_that_does_not_fit_is_refused(loss):
         measure(Heads(2), [torch.randn(1, 6, 4)], ImportanceSettings(loss=loss))
 
 
+KINDS = losses.LabelLoss, losses.DivergenceLoss
+
+
 @pytest.mark.parametrize("loss", ["causal", "output"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_chunks_of_tokens_change_no_number_and_need_less_memory(loss, dtype, monkeypatch):
@@ -212,12 +214,12 @@ def test_chunks_of_tokens_change_no_number_and_need_less_memory(loss, dtype, mon
                 largest.append(out.numel())
             return out
 
-    def read(self, output, batch, of={kind: kind.read for kind in (LabelLoss, DivergenceLoss)}):  # noqa: B006
+    def read(self, output, batch, of={kind: kind.read for kind in KINDS}):  # noqa: B006
         with Sizes():
             return of[type(self)](self, output, batch)
 
-    monkeypatch.setattr(LabelLoss, "read", read)
-    monkeypatch.setattr(DivergenceLoss, "read", read)
+    for kind in KINDS:
+        monkeypatch.setattr(kind, "read", read)
     monkeypatch.setattr(losses, "CHUNK", 3 * 24 * 2)  # two tokens of three sequences
     chunks = measure(model, batches, settings)
     assert 0 < max(largest) <= losses.CHUNK
