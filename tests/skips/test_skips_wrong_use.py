@@ -18,6 +18,7 @@ from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from rankwise.errors import InputError
@@ -362,10 +363,15 @@ def test_wrapped_models_are_refused() -> None:
             assert not skips_of(wrapped)
 
 
-def test_weights_on_a_mesh_are_refused_although_one_process_has_all() -> None:
+def test_weights_on_a_mesh_are_refused_although_one_process_has_all(tmp_path: Path) -> None:
     with one_process():
         model, mesh = bert(), init_device_mesh("cpu", (1,))
         parallelize_module(model, mesh, {"encoder.layer.0.attention.self.query": ColwiseParallel()})
         for call in (add_lambda_skip, lambda model: certify_skip(model, text_inputs())):
             with pytest.raises(SkipError, match=r"DTensor weights, such as .encoder\.layer\.0"):
                 call(model)
+        model = bert()
+        add_lambda_skip(model)
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(SkipError, match="got one with an adapter or shards"):
+            save_skips(model, tmp_path)

@@ -17,6 +17,7 @@ from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, first_line
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
+from rankwise.tracing.model_checks import is_distributed
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
 
@@ -148,22 +149,17 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
-    number, adapted = len(skip_sites(model)), any(hasattr(module, "base_layer") for module in model.modules())
-    for root in () if adapted else model.modules():
-        sites = [
-            site.write.module + site.parameter.removeprefix(PARAMETER) == site.name
-            for site in skip_sites(root)
-        ]
-        if len(sites) == number and all(sites):
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())
+    changed = adapted or any(map(is_distributed, skips_of(model).values()))
+    for root in () if changed else model.modules():
+        sites = skip_sites(root)
+        names = [site.write.module + site.parameter.removeprefix(PARAMETER) for site in sites]
+        if len(sites) == len(skip_sites(model)) and names == [site.name for site in sites]:
             return root
-    expected, got = "the model that λ was added to, or a wrapper", "one with other names of modules"
-    fix = "Save the model before it is changed, or merge the adapter: `model.merge_and_unload()`."
-    raise SkipError(
-        f"model {type(model).__name__}",
-        expected=expected,
-        got="one with an adapter" if adapted else got,
-        fix=fix,
-    )
+    subject, expected = f"model {type(model).__name__}", "the model that λ was added to, or a wrapper"
+    got = "one with an adapter or shards" if changed else "one with other names of modules"
+    fix = "Save a model of gathered weights, with adapters merged: `model.merge_and_unload()`."
+    raise SkipError(subject, expected=expected, got=got, fix=fix)
 
 
 def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
