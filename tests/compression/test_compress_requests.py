@@ -84,6 +84,14 @@ def test_timing_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_part_may_report_the_cost_of_a_mixer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = rw.compression.part
+    solution = part.Solution(part.Change(gpt2()), kl={"transformer.h.1.attn": 0.25})
+    monkeypatch.setattr("rankwise.compression.run.solve_part", lambda *_: solution)
+    [layer] = rw.compress(gpt2(), [ids()]).layers
+    assert (layer.site, layer.layer, layer.kl, layer.output_error) == ("transformer.h.1.attn", 1, 0.25, 0)
+
+
 @pytest.mark.parametrize("place", ["snapshot", "solve_part", "evaluate"])
 def test_an_error_of_the_code_of_a_model_is_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
