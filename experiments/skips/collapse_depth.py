@@ -32,7 +32,7 @@ from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
 from rankwise.models.mixers.recurrent import ShortConvolution
 
-MIXERS = {
+VARIANTS = {
     "softmax": ("softmax", True),
     "softmax, full": ("softmax", False),
     "linear": ("linear", True),
@@ -59,7 +59,7 @@ class Settings:
     seeds: int = 3
     weights: tuple[float, ...] = (0.5, 1.0, 4.0)
     inputs: tuple[float, ...] = (0.1, 1.0, 10.0)
-    mixers: tuple[str, ...] = tuple(MIXERS)
+    mixers: tuple[str, ...] = tuple(VARIANTS)
 
     @property
     def layers(self) -> list[int]:
@@ -108,7 +108,7 @@ class RowSkips(nn.Module):
 
 
 def config_of(stack: Stack, settings: Settings) -> ToSTConfig:
-    mixer, causal = MIXERS[stack.mixer]
+    mixer, causal = VARIANTS[stack.mixer]
     return ToSTConfig(
         vocab_size=2,
         hidden_size=settings.width,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from experiments.skips import collapse_depth as experiment
-from experiments.skips.collapse_depth import COLORS, MIXERS, STUDY, RowSkips, Settings, Stack
+from experiments.skips.collapse_depth import COLORS, STUDY, VARIANTS, RowSkips, Settings, Stack
 
 from rankwise.measures import token_spread
 from rankwise.models.block import Block
@@ -18,12 +18,12 @@ SMALL = Settings(depth=3, tokens=5, width=8, heads=2, seeds=2)
 
 def test_every_mixer_has_every_block_and_every_size() -> None:
     every = [one for group in experiment.groups(Settings()) for one in group]
-    assert len(set(every)) == len(every) == len(MIXERS) * (3 * 2 * len(COLORS) + 3 * 3 - 1)
+    assert len(set(every)) == len(every) == len(VARIANTS) * (3 * 2 * len(COLORS) + 3 * 3 - 1)
     assert Settings().layers == [0, 1, 2, 4, 8, 16, 32, 64]
     assert SMALL.layers == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("mixer", sorted(MIXERS))
+@pytest.mark.parametrize("mixer", sorted(VARIANTS))
 def test_a_row_of_a_group_equals_its_own_blocks(mixer: str) -> None:
     group = [Stack(mixer=mixer, norm="post", gate=True, skip=skip) for skip in COLORS]
     *_, together = experiment.states_of(group, SMALL, seed=1)

@@ -14,7 +14,7 @@ from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing import History
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing
 from rankwise.report.format import model_name
@@ -139,7 +139,7 @@ def test_the_title_of_a_map_is_at_its_axis_and_not_on_its_numbers(name: str) -> 
     titles = [axis.title.text for axis in figure.select_xaxes()]
     assert titles == [f"{stack}, head" for stack in dict.fromkeys(titles_of(audit))]
     assert all(axis.side == "top" for axis in figure.select_xaxes())
-    assert len({one.text for one in audit.plot_depth().layout.annotations}) == 3
+    assert len({one.text for one in audit.plot_depth().layout.annotations}) == len(DRAWN)
 
 
 def titles_of(audit: rw.Audit) -> list[str]:

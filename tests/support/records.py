@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rankwise.auditing.findings import diagnose
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
 from rankwise.auditing.records import (
     Finding,
     HeadId,
@@ -126,12 +127,18 @@ def provenance(model: str = "sample/encoder-6x12", **changes: Any) -> Provenance
     return Provenance(model=model, **(usual | changes))
 
 
+def _drawn(rows: Sequence[Measure], share: float) -> dict[str, float]:
+    """Return a number in the range of each measure that pages and tables show."""
+    shown = [row for row in rows if (row.meaning or row.console) and not row.known_only]
+    return {row.name: share + (0.0 if math.isnan(row.range.low) else row.range.low) for row in shown}
+
+
 def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadRecord:
     """Return a head whose rank falls with ``depth`` in [0, 1]."""
     tokens = float(changes.get("tokens", 128.0))
     share = float(np.clip(0.95 - 0.75 * depth + rng.normal(0, 0.12), 0.02, 1.0))
     spectrum = np.exp(-np.linspace(0, 3 + 6 * (1 - share), 64)) * (1 + 3 * (1 - share))
-    measures = {
+    measures = _drawn([row for row in HEAD_MEASURES if not row.kinds], share) | {
         "numerical_rank": share * tokens,
         "effective_rank": 1 + share * 0.8 * (tokens - 1),
         "stable_rank": 1 + share**3 * 0.3 * tokens,
@@ -156,7 +163,7 @@ def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadR
 
 def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> LayerRecord:
     relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
-    measures = {
+    measures = _drawn(LAYER_MEASURES, relative) | {
         "relative_spread": relative,
         "mean_cosine": 1 - relative**2,
         "effective_rank": 1 + 90 * relative,
@@ -341,18 +348,10 @@ def empty() -> Audit:
 
 def only_nan() -> Audit:
     """Return two layers of two heads without one finite number."""
-    unknown = dict.fromkeys(
-        [
-            *("numerical_rank", "effective_rank", "stable_rank", "sigma_max", "row_entropy", "tokens"),
-            *("first_token_mass", "max_token_mass", "row_distance", "sources", "hardmax_rank"),
-            *("identity_distance", "nearest_distance"),
-        ],
-        math.nan,
-    )
+    measures = (row.name for row in HEAD_MEASURES)
+    unknown = dict.fromkeys(["tokens", "sources", "hardmax_rank", *measures], math.nan)
     heads = [one.model_copy(update=unknown | {"spectrum": [math.nan] * 4, "std": {}}) for one in grid(2, 2)]
-    unknown = dict.fromkeys(
-        ["tokens", "norm", "token_spread", "relative_spread", "mean_cosine", "effective_rank"], math.nan
-    )
+    unknown = dict.fromkeys(["tokens", *(row.name for row in LAYER_MEASURES)], math.nan)
     layers = [one.model_copy(update=unknown | {"std": {}}) for one in states(2)]
     return Audit(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
 

@@ -211,7 +211,13 @@ def _measure(
             return value.double().cpu().numpy()
         return np.full((sequences, heads), float(value))
 
-    named = dict(zip(ERRORS, (numerical, *ranks[1:]), strict=True))
+    named = {
+        "numerical_rank": numerical,
+        "relative_rank": ranks.relative,
+        "effective_rank": ranks.effective,
+        "stable_rank": ranks.stable,
+        "sigma_max": ranks.sigma_max,
+    }
     found: dict[str, Any] = {"tokens": tokens, "sources": sources, "full_rank": min(tokens, sources)}
     found |= {name: estimate.value for name, estimate in named.items()}
     found |= {"membership": mean, "coding_rate": rate}

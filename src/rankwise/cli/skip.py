@@ -20,6 +20,7 @@ HELP = """Add λ-skips to a model: the skip connection around every mixer become
 
 With --learn-on, only λ is fitted and all other weights are frozen. The folder of --out holds the model with
 its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
+Ctrl-C ends the fit and writes the λ of its last finished step.
 
 [bold]Examples[/bold]
 

@@ -146,7 +146,7 @@ def narrow_heads(
     evaluated = collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step)
     names = [own.projections.name for own in evaluated]
     kl = [layer_divergence(own.samples, factors_of[own.projections.name]).mean() for own in evaluated]
-    note = f"Calibration was stopped {stopped}: finished layers are calibrated, the others are not."
+    note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
     return Solution(
         narrow_layers(job.model, plan),
         heads,
@@ -165,13 +165,14 @@ def _calibrated(
     Also return the reason if calibration stopped early, otherwise "".
     """
     try:
-        factors, done = calibrate(layer, start, job.calibrate, job.seed, job.on_step)
+        factors, done, interrupted = calibrate(layer, start, job.calibrate, job.seed, job.on_step)
         after = _by_key(layer, factors)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        return start, before, f"for want of memory at {layer.projections.name}"
-    stopped = "" if done == job.calibrate else "by Ctrl-C"
+        return start, before, f"for want of memory at {layer.projections.name}, which is not calibrated"
+    steps = f"{done} of {job.calibrate} steps of {layer.projections.name}"
+    stopped = f"by Ctrl-C after {steps}, kept if they lowered attention KL" if interrupted else ""
     return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
@@ -195,8 +196,8 @@ def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
 
 def calibrate(
     layer: QueryKeyStatistics, start: Factors, steps: int, seed: int = 0, on_step: Step = lambda step: None
-) -> tuple[Factors, int]:
-    """Improve factors by Adam steps on mean attention KL until Ctrl-C; also return the number of steps.
+) -> tuple[Factors, int, bool]:
+    """Improve factors by Adam steps on mean attention KL; also return the steps done, and True after Ctrl-C.
 
     Factors A and B are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each
     step reads a few random sequences. With rotary positions, a kept pair may become any linear map of the
@@ -227,7 +228,7 @@ def calibrate(
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(seed)
-    done = 0
+    done, interrupted = 0, False
     try:
         with torch.enable_grad():
             while done < steps:
@@ -239,11 +240,11 @@ def calibrate(
                 done += 1
                 on_step(f"calibrating {layer.projections.name}: {done} of {steps}")
     except KeyboardInterrupt:
-        pass
+        interrupted = True
     query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
-    return Factors(query, key, start.kept), done
+    return Factors(query, key, start.kept), done, interrupted
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:

@@ -93,8 +93,9 @@ class GramSpectrum(NamedTuple):
     The computed eigenvalues λ̂ are exact for a perturbed matrix G + E. The perturbation E has ‖E‖_F ≤
     ``slack`` = 2·k·ε·‖M/scale‖_F², with k = max(T, S) and ε = 2⁻⁵². A quarter of the slack covers the rounded
     matrix product fl(M Mᵀ): |fl(M Mᵀ) − M Mᵀ| ≤ k·(ε/2)·|M||M|ᵀ (Higham, "Accuracy and Stability of Numerical
-    Algorithms", Section 3.5). The rest covers the eigensolver, which is backward stable up to a modest
-    multiple of ε·‖G‖ (LAPACK Users' Guide, Section 4.7).
+    Algorithms", Section 3.5). The rest is assumed to cover the eigensolver: LAPACK's is backward stable up to
+    a modest multiple of ε·‖G‖ (Users' Guide, Section 4.7); cuSOLVER's methods are so, too, but its constant
+    is not published.
     """
 
     eigenvalues: Float64[Tensor, "N R"]
