@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class AuditJob:
-    """Model, data and settings of one audit; the fields are options of `rankwise audit`."""
+    """Model, data and settings of one audit: all that decides its numbers and enters its command."""
 
     model: str
     revision: str | None = None
