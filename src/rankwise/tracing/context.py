@@ -283,12 +283,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
         if self._mode_ignores():
             return None
-        call, held = self._calls.running[-1], self._mode.weights.held
-        if not product.softmax and (
-            output in held or not mixes_without_softmax(product, self._calls.running)
-        ):
+        calls, call = self._calls.running, self._calls.running[-1]
+        known = output in self._mode.weights.held
+        if not product.softmax and (known or not mixes_without_softmax(product, calls)):
             return None
-        reason = why_no_tokens(product, self._calls.running) if product.softmax else None
+        reason = why_no_tokens(product, calls) if product.softmax else None
         if reason is None:
             read = partial(explicit_mixing, product, call)
             hold = product.keys is not None or not product.softmax
@@ -380,13 +379,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._calls.running[-1].unfinished.append(held)
             if not hold:
                 return None
-            held.call_id = call_id = self._call_counter.count(name)
-            if not self._substitution.on:
-                return None
-            around = self._calls.running
-            return _Added(
-                mixing, mixer_site(mixing, around, self._stacks.forward_pass, self._values, call_id)
-            )
+            held.call_id = number = self._call_counter.count(name)
+            return _Added(mixing, self._site(mixing, number)) if self._substitution.on else None
         return self._add(mixing, calls=calls)
 
     def _add_unfinished(self, call: ModuleCall) -> None:
@@ -410,12 +404,18 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
         for note in axis_notes(mixing.operator, around):
             self._note(note)
-        site = mixer_site(mixing, around, self._stacks.forward_pass, self._values, number)
+        site = self._site(mixing, number, around)
         for call in self._calls.running:
             call.mixed_inside = True
         self._sightings.captured.add(site.name)
         self._blocks.add(site)
         return _Added(mixing, site)
+
+    def _site(
+        self, mixing: MixingCall, number: CallId, around: Sequence[ModuleCall] | None = None
+    ) -> MixerSite:
+        calls = around or self._calls.running
+        return mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
 
     def _emit_mixer(self, site: MixerSite) -> None:
         self._mixers += 1

@@ -186,7 +186,8 @@ class SoftmaxFollower:
             return
         if func in KEEPS_VALUES and out.numel() == source.numel():
             if out is not source:
-                self._weights[out] = replace(weights, probabilities=_or(weights.probabilities, source))
+                first = source if weights.probabilities is None else weights.probabilities
+                self._weights[out] = replace(weights, probabilities=first)
         elif _still_weights(func, source, out) and (weights.compared or func not in STARTS_ANEW):
             allowed = None
             if weights.allowed is not None and func not in RECOMBINES:
@@ -274,10 +275,6 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     given = (*args, *kwargs.values())
     listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
     return [value for values in listed for value in values if isinstance(value, Tensor)]
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
 
 
 def _activations(first: Tensor, second: Tensor) -> bool:

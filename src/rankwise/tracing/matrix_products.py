@@ -87,8 +87,10 @@ class Einsum(NamedTuple):
 
 def _einsum_products(args: tuple[Any, ...], out: Tensor) -> Iterator[MatrixProduct]:
     read = read_einsum(args)
-    for at in (0, 1) if read is not None else ():
-        (operand, other), (mine, theirs) = read.tensors[:: 1 - 2 * at], read.letters[:: 1 - 2 * at]
+    if read is None:
+        return
+    for step in (1, -1):
+        (operand, other), (mine, theirs) = read.tensors[::step], read.letters[::step]
         summed = [letter for letter in mine if letter in theirs and letter not in read.result]
         rows = [letter for letter in mine if letter in read.result and letter not in theirs]
         channels = [letter for letter in theirs if letter not in mine]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.torch_private import in_function_transform, without_torch_function, without_vmap
@@ -94,15 +94,12 @@ class Unfinished:
         factors = axes.to_heads(factor.detach().expand(output.shape))
         if not bool((factors == factors[..., :1]).all()):
             return False
-        if isinstance(operator, LinearAttentionMixing):
-            operator = LinearAttentionMixing(
-                operator.query_features * factors[..., :1], operator.key_features
-            )
-        elif isinstance(operator, DenseMixing):
-            operator = DenseMixing(operator.matrix * factors[..., :1], operator.allowed)
-        else:
-            operator = ProductMixing(DiagonalMixing(factors[..., 0]), operator)
-        self.mixing = replace(self.mixing, operator=operator, output=axes.to_heads(output.detach()))
+        self.mixing = replace(
+            self.mixing,
+            operator=ProductMixing(DiagonalMixing(factors[..., 0]), operator),
+            output=axes.to_heads(output.detach()),
+            kind=self.mixing.kind or operator.kind,
+        )
         return True
 
 
@@ -393,13 +390,14 @@ def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterato
 def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
     """Return True if a module received ``count`` vectors that are a weight of the model, as latents are."""
     given = [tensor for tensor in _plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
-    weights = [weight for weight in calls[0].module.parameters() if weight.shape[-2:-1] == (count,)]
     return any(
-        weight.shape[-1] == tensor.shape[-1]
-        and weight.numel() == tensor[0].numel()
-        and bool((tensor == weight.reshape(tensor.shape[1:])).all())
+        type(weight) is nn.Parameter
+        and not weight.is_meta
+        and weight.device == tensor.device
+        and weight.squeeze(0).shape == tensor.shape[1:]
+        and bool((tensor == weight).all())
         for tensor in given
-        for weight in weights
+        for weight in calls[0].module.parameters()
     )
 
 
