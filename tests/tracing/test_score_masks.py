@@ -20,6 +20,7 @@ from capture_zoo import (
 from experiments.zoo.transformers import FAMILIES
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankwise as rw
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, ProductMixing, SemiseparableMixing, SumMixing
@@ -324,3 +325,31 @@ def test_a_moderate_bias_between_regions_is_a_mask_but_a_slope_is_not():
 def test_large_scores_are_not_a_mask():
     for site in seen(stack_of(lambda q, k, v: (1e6 * scores(q, k)).softmax(-1) @ v, 2), hidden()).mixers:
         assert site.operator.support().all()
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that run, of the model and of the capture."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("join", [lambda s: s + s.mT.mT, lambda s: s + s[None][0]])
+def test_the_work_of_a_capture_grows_with_the_number_of_operations_and_not_of_paths(join):
+    keep, counts = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), []
+    for joins in (4, 8, 12):
+
+        def mix(q, k, v, joins=joins):
+            logits = scores(q, k).masked_fill(~keep, -torch.inf)
+            for _ in range(joins):
+                logits = join(logits)
+            return logits.softmax(-1) @ v
+
+        with Count() as work:
+            (site,) = seen(stack_of(mix, 1), hidden()).mixers
+        assert torch.equal(site.operator.support(), keep.expand(site.operator.shape))
+        counts.append(work.count)
+    assert counts[2] - counts[1] == counts[1] - counts[0]

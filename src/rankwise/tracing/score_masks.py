@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from numbers import Number
+from operator import or_
 from typing import Any
 
 import torch
@@ -37,17 +39,30 @@ ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
 CUTS = {Tensor.__getitem__}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entries:
     """Lazy boolean tensor: one boolean per entry of a tensor, computed only if `of` is called."""
 
     shape: torch.Size
-    make: Callable[[], Tensor]
-    """Function that computes the booleans, broadcastable to the shape."""
+    make: Callable[..., Tensor]
+    """Function that computes the booleans, broadcastable to the shape, from the booleans of the parts."""
+    parts: tuple["Entries", ...] = ()
 
     def of(self, shape: torch.Size) -> Tensor:
-        """Return the booleans, reshaped to another shape with the same number of entries."""
-        return self.make().expand(self.shape).reshape(shape)
+        """Return the booleans, reshaped to another shape with the same number of entries.
+
+        Many paths may lead to one part, as in a residual stream. Each part is computed once.
+        """
+        made: dict[Entries, Tensor] = {}
+        waiting = [self]
+        while waiting:
+            missing = [part for part in waiting[-1].parts if part not in made]
+            waiting += missing
+            if not missing:
+                entries = waiting.pop()
+                parts = [made[part] for part in entries.parts]
+                made[entries] = entries.make(*parts).expand(entries.shape)
+        return made[self].reshape(shape)
 
     def through(
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, out: Tensor
@@ -55,14 +70,14 @@ class Entries:
         """Return the booleans for ``out``, the result of a call on ``source``; None if shapes do not fit."""
         was, shape = source.shape, out.shape
         if func in MOVES_AXES or func in CUTS:
-            return Entries(shape, lambda: func(self.of(was), *args[1:], **kwargs))
+            return Entries(shape, lambda hidden: func(hidden.reshape(was), *args[1:], **kwargs), (self,))
         if out.numel() == math.prod(self.shape):
             return self
         try:
             fits = torch.broadcast_shapes(was, shape) == shape
         except RuntimeError:
             fits = False
-        return Entries(shape, lambda: self.of(was)) if fits else None
+        return Entries(shape, lambda hidden: hidden.reshape(was), (self,)) if fits else None
 
 
 class Masks:
@@ -81,17 +96,12 @@ class Masks:
     ) -> None:
         """Register a call that returned scores; arguments in ``compared`` are scores, others are masks."""
         sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
-        parts = [
-            moved
-            for source in sources
-            for entries in self._hidden.get(source, ())
-            if (moved := entries.through(func, args, kwargs, source, out)) is not None
-        ]
+        known = [(source, self._hidden[source]) for source in sources if source in self._hidden]
+        parts = [entries.through(func, args, kwargs, source, out) for source, entries in known]
         new = _newly_hidden(func, args, kwargs, compared)
         if new is not None:
             parts.append(Entries(out.shape, new))
-        if parts:
-            self._hidden[out] = tuple(dict.fromkeys(parts))
+        self._hide(out, *parts)
 
     def assigned(self, scores: Tensor, where: object, value: object) -> None:
         """Register an assignment ``scores[where] = value``, which may hide scores."""
@@ -99,19 +109,26 @@ class Masks:
             # The mask indexes the first axes; axes of length 1 are added so that it broadcasts to the scores.
             shape = (*where.shape, *[1] * (scores.dim() - where.dim()))
             added = Entries(scores.shape, lambda: where.reshape(shape))
-            self._hidden[scores] = (*self._hidden.get(scores, ()), added)
+            self._hide(scores, self._hidden.get(scores), added)
+
+    def _hide(self, scores: Tensor, *given: Entries | None) -> None:
+        """Register the scores that any part hides, as one object: a list would double where paths join."""
+        shape, parts = scores.shape, tuple(dict.fromkeys(part for part in given if part is not None))
+        if len(parts) > 1:
+            any_of = Entries(shape, lambda *made: reduce(or_, (one.reshape(shape) for one in made)), parts)
+            parts = (any_of,)
+        if parts:
+            self._hidden[scores] = parts[0]
 
     def allowed(self, scores: Tensor, compared: bool) -> Entries:
         """Return booleans, True at scores that no mask hides, so that their weight may be positive."""
-        parts = self._hidden.get(scores, ())
+        known = self._hidden.get(scores)
         # Products Q Kᵀ are never near the least number of their dtype. Other scores use a higher limit.
         least = torch.finfo(scores.dtype).min / 2 if compared else MASKED_BELOW
 
         def make() -> Tensor:
             hidden = scores.detach() <= least
-            for part in parts:
-                hidden = hidden | part.of(scores.shape)
-            return ~hidden
+            return ~(hidden if known is None else hidden | known.of(scores.shape))
 
         return Entries(scores.shape, make)
 
