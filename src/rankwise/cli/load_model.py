@@ -192,16 +192,14 @@ def _from_transformers(
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(config_value(config, "_commit_hash") or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
-    notes = _missing_weights(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
+    notes = _missing_notes(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
     return LoadedModel(
         model, spec, commit, source=spec, notes=notes, trust_remote_code=trust_remote_code,
         random_weights=missing, use_cache=use_cache,
     )  # fmt: skip
 
 
-def _missing_weights(
-    subject: str, model: nn.Module, missing: Sequence[str], unexpected: Iterable[str]
-) -> list[str]:
+def _missing_notes(subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]) -> list[str]:
     """Return notes on weights that a checkpoint lacks, with a warning if a block needs them.
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
@@ -212,7 +210,7 @@ def _missing_weights(
         return []
     name, kind = max(missing, key=len), type(model).__name__
     if {own for own, _ in model.named_parameters()} <= set(missing):
-        prefix = next((key.removesuffix(name) for key in unexpected if key.endswith(f".{name}")), "")
+        prefix = next((key.removesuffix(name) for key in extra if key.endswith(f".{name}")), "")
         got, fix = "none of them", "Check `architectures` in config.json."
         if prefix:
             got, fix = f"{prefix}{name}", f"Remove the prefix {prefix} from the names of all weights."
