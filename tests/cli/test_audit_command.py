@@ -280,6 +280,9 @@ def test_a_forward_that_fails_later_writes_the_batches_before_it(run: Run, tmp_p
 
 def test_ctrl_c_writes_the_finished_batches_but_not_over_a_finished_audit(run: Run, tmp_path: Path) -> None:
     assert run("audit", f"{NETS}:with_batches").exit_code == 0
+    record = json.loads((tmp_path / "rankwise-audit" / "audit.json").read_text())
+    assert record.pop("complete")  # older files lack it
+    (tmp_path / "rankwise-audit" / "audit.json").write_text(json.dumps(record))
     finished = {path: path.read_bytes() for path in (tmp_path / "rankwise-audit").iterdir()}
     result = run("audit", f"{NETS}:interrupted")
     assert result.exit_code == 130

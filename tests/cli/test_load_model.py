@@ -117,6 +117,27 @@ def test_a_model_of_transformers_is_loaded_without_cache_and_without_its_code(fo
     assert (loaded.notes, loaded.random_weights) == ([], ())
 
 
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        ("execute the code, set the option `trust_remote_code=True`", "pass --trust-remote-code"),
+        ("please provide an `offload_folder` for them", "pass --offload-folder DIR"),
+        ("401 Client Error: use a token with access", "Log in with `hf auth login`"),
+        ("gated repo, pass a token", "Log in with `hf auth login`"),
+        ("unexpected token in config.json", "Save the model again"),
+        ("401 entries expected, 12 found", "Save the model again"),
+        ("header too large", "Save the model again"),
+    ],
+)
+def test_the_fix_of_a_model_that_cannot_be_loaded_follows_from_its_error(folder, monkeypatch, error, fix):
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(error)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    with pytest.raises(InputError, match=re.escape(fix)):
+        load_model(str(folder / "tiny"))
+
+
 def test_a_factory_imports_its_neighbors_and_its_classes_can_be_pickled(tmp_path, monkeypatch) -> None:
     near = "WIDTH = 3\n"
     net = """
