@@ -129,12 +129,14 @@ def test_decided_counts_equal_the_svd(kind, shape):
         assert not (decided & undecidable(sigma, delta)).any()
 
 
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @every_shape
 @every_kind
-def test_eigenvalues_are_within_their_slack(kind, shape):
+def test_eigenvalues_are_within_their_slack(kind, shape, device):
     """Hoffman and Wielandt; the squares of the SVD's own errors, 2·16·n·ε·σ_1² of each, come on top."""
     m = family(kind, 100, shape, seed=sum(shape))
-    spectrum, sigma = gram_spectrum(m), svd(m)
+    spectrum, sigma = gram_spectrum(m.to(device)), svd(m)
+    spectrum = GramSpectrum(*(numbers.cpu() for numbers in spectrum))
     wanted = (sigma / spectrum.scale[:, None]).square()
     off = torch.linalg.vector_norm(spectrum.eigenvalues - wanted, dim=-1)
     assert (off <= spectrum.slack + 32 * len(sigma[0]) ** 1.5 * U * wanted[:, 0]).all()
