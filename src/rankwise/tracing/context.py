@@ -380,7 +380,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             if not hold:
                 return None
             held.call_id = number = self._call_counter.count(name)
-            return _Added(mixing, self._site(mixing, number)) if self._substitution.on else None
+            return (
+                _Added(mixing, self._site(mixing, number, self._calls.running))
+                if self._substitution.on
+                else None
+            )
         return self._add(mixing, calls=calls)
 
     def _add_unfinished(self, call: ModuleCall) -> None:
@@ -395,10 +399,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 self._add(one.mixing, call_id=one.call_id)
 
     def _add(
-        self,
-        mixing: MixingCall,
-        calls: Sequence[ModuleCall] | None = None,
-        call_id: CallId | None = None,
+        self, mixing: MixingCall, calls: Sequence[ModuleCall] | None = None, call_id: CallId | None = None
     ) -> _Added:
         around = calls or self._calls.running
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
@@ -411,10 +412,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._blocks.add(site)
         return _Added(mixing, site)
 
-    def _site(
-        self, mixing: MixingCall, number: CallId, around: Sequence[ModuleCall] | None = None
-    ) -> MixerSite:
-        calls = around or self._calls.running
+    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
         return mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
 
     def _emit_mixer(self, site: MixerSite) -> None:

@@ -119,14 +119,16 @@ class SoftmaxFollower:
             self._weights[out] = self._logarithms[args[0]]
             return []
         tensors = _tensors(args, kwargs)
-        products = matrix_products(func, args, kwargs, tensors, out)
+        products = matrix_products(func, args, tensors, out) if kwargs.get("alpha", 1) == 1 else []
         found = self._softmax_product(products, out) if self._weights else None
         if found is not None:
             mixed = [found]
         else:
             mixed = [] if out in self._weights else self._products_without_softmax(products)
-        self._note_comparison(func, tensors, args, out, products)
+        self._note_comparison(func, tensors, args, out)
         if out in self._compared:
+            if products and func not in ADDED_PRODUCTS:
+                self._sums[out] = replace(products[0], output=None)
             self._masks.observe(func, args, kwargs, out, self._compared)
         if not mixed and self._weights:
             self._follow(func, args, kwargs, out)
@@ -143,12 +145,7 @@ class SoftmaxFollower:
     # --- scores -------------------------------------------------------------------------------------------
 
     def _note_comparison(
-        self,
-        func: Function,
-        tensors: list[Tensor],
-        args: tuple[Any, ...],
-        out: Tensor,
-        products: list[MatrixProduct],
+        self, func: Function, tensors: list[Tensor], args: tuple[Any, ...], out: Tensor
     ) -> None:
         if func is torch.einsum:
             compared = compares(args)
@@ -161,8 +158,6 @@ class SoftmaxFollower:
             compared = False
         if compared:
             self._compared[out] = True
-            if products and (func is torch.einsum or func in PRODUCTS):
-                self._sums[out] = replace(products[0], output=None)
 
     def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, known: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -304,8 +299,7 @@ def _moved_axis(
 ) -> int | None:
     """Return where a call moves the axis along which weights sum to 1; None if it merges or splits the axis.
 
-    Rows (axis −1) keep their name: `v @ weights.mT` and `weights @ v` are told apart by the product. The
-    strides of a small test tensor show where axes go.
+    Axis −1 stays −1, because products read `weights.mT` too. Strides of a test tensor show where axes go.
     """
     if axis == -1:
         return axis

@@ -118,10 +118,7 @@ class AttentionMode(TorchFunctionMode):
                 self._depth, self.lifted = depth, True
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Remove the mode from the stack, even if another mode is on top."""
         pop_mode(self)

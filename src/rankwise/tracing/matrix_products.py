@@ -47,18 +47,14 @@ class MatrixProduct:
 
 
 def matrix_products(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Tensor],
-    out: Tensor,
+    func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
 ) -> list[MatrixProduct]:
     """Return the ways to read a call of a torch function as a matrix times values; [] for other functions."""
     if func is torch.einsum:
         return list(_einsum_products(args, out))
     if func in PRODUCTS:
         return _matmul_products(tensors, out)
-    if func in ADDED_PRODUCTS and kwargs.get("alpha", 1) == 1:
+    if func in ADDED_PRODUCTS:
         return [replace(product, output=None, axes=None) for product in _matmul_products(tensors[1:], out)]
     return []
 

@@ -336,11 +336,7 @@ def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def mixer_site(
-    mixing: MixingCall,
-    calls: Sequence[ModuleCall],
-    forward_pass: int,
-    values: bool,
-    call_id: CallId,
+    mixing: MixingCall, calls: Sequence[ModuleCall], forward_pass: int, values: bool, call_id: CallId
 ) -> MixerSite:
     """Return the `MixerSite` of a call, without stack and layer; ``values``: keep copies of V and M V."""
     operator = mixing.operator

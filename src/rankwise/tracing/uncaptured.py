@@ -247,8 +247,8 @@ def _outer_product(out: Tensor, equation: object, *operands: Any, **named: Any) 
     """Return {1} for an einsum that multiplies two vectors of each token to a matrix, K ⊗ V; else {}."""
     inputs, _, result = str(equation).replace(" ", "").partition("->")
     first, _, second = inputs.partition(",")
-    outer = set(first) ^ set(second) and set(first + second) == set(result) and not set(first) <= set(second)
-    return {1} if outer and not set(second) <= set(first) else set()
+    own = set(first) - set(second), set(second) - set(first)
+    return {1} if all(own) and set(first + second) == set(result) else set()
 
 
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
