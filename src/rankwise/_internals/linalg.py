@@ -1,5 +1,7 @@
 """Norms without overflow or underflow, and distances from a mean without cancellation."""
 
+from functools import cache
+
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
@@ -11,6 +13,21 @@ MATRIX = (-2, -1)
 
 SQUARES = 2.0**450
 """Norms between 1/SQUARES and SQUARES need no scaling: squares that underflow are below 2⁻¹²² · norm²."""
+
+
+@cache
+def float64_device(device: torch.device) -> torch.device:
+    """Return a device, or the CPU if the device does not have float64, as MPS."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except TypeError:  # as torch raises on MPS; other errors are errors of the device
+        return torch.device("cpu")
+    return device
+
+
+def as_float64(values: Tensor) -> Float64[Tensor, "..."]:
+    """Return a tensor in float64, on the CPU if its device does not have float64."""
+    return values.to(float64_device(values.device)).double()
 
 
 def unit_scale(values: Float64[Tensor, "..."], axes: tuple[int, ...]) -> Float64[Tensor, "..."]:

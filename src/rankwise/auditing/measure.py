@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rankwise import measures, operators
 from rankwise._internals.forward import Batch
+from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import TokenNames, image_size, patch_grid
@@ -64,8 +65,17 @@ class HeadBatch:
 
 
 def sampled(site: MixerSite) -> tuple[MixerSite, list[int]]:
-    """Return the site (one mixer call) restricted to the heads to measure, and the indices of these heads."""
-    heads = site.operator.shape[-3]
+    """Return the site (one mixer call) restricted to the heads to measure, and the indices of these heads.
+
+    The site is moved to the CPU if its device does not have float64.
+    """
+    home, heads = float64_device(site.operator.device), site.operator.shape[-3]
+    if home != site.operator.device:
+        moved: dict[str, Any] = {
+            name: None if (part := getattr(site, name)) is None else part.to(home)
+            for name in ("operator", "valid_tokens", "valid_sources", "projection")
+        }
+        site = replace(site, **moved)
     if heads <= MANY_HEADS or not mixer_kind(site.kind).state_space:
         return site, list(range(heads))
     channels = operators.sample_channels(site.operator, MAX_CHANNELS)
@@ -309,7 +319,8 @@ def _without_tokens(heads: int) -> HeadBatch:
 
 def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = True) -> StateStatistics:
     """Return statistics of token states. ``before``: states that the block read; ``ranks``: run an SVD."""
-    tokens, mask = state.tokens, state.mask
+    home = float64_device(state.tokens.device)
+    tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {
         row.name: measures.MEASURES[row.function].function(tokens, mask, **row.options)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rankwise._internals.forward import batch_size, device_of, run_model, to_device
+from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import Loss, LossBatch, ProbedLoss, SequenceLosses
 from rankwise.importance.settings import ImportanceSettings
@@ -32,14 +33,20 @@ class NotDifferentiableError(InputError):
     """Raised if no gradient flows from the loss of a model to its heads."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
+        fix = (
+            'Pass importance="exact" (or --importance exact), which removes heads one by one and needs '
+            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and "
+            "call outside of torch.inference_mode."
+        )
+        if "torch.utils.checkpoint" in why or any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
+        ):
+            why = f"gradient checkpointing, which runs layers again without gates ({why})"
+            fix = "Call `model.eval()`, which turns it off in transformers, or turn it off in the model."
         super().__init__(
             f"importance of {type(model).__name__}",
-            expected="a model through which gradients flow from its loss to its heads",
-            got=why,
-            fix='Pass importance="exact" (or --importance exact), which removes heads one by one and needs '
-            "no gradients; or load it unquantized, without torch.inference_mode or torch.no_grad inside, and "
-            "call outside of torch.inference_mode.",
-        )
+            expected="a model through which gradients flow from its loss to its heads", got=why, fix=fix,
+        )  # fmt: skip
 
 
 def quoted(sites: Sequence[str]) -> str:
@@ -117,7 +124,8 @@ class MeanRecorder(Intervention):
 
     def on_heads(self, heads: HeadOutputs) -> None:
         """Add the outputs of one mixer call to the sums."""
-        summed = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0).double().sum((0, 2))
+        real = torch.where(heads.valid_tokens[:, None, :, None], heads.values, 0)
+        summed = as_float64(real).sum((0, 2))
         before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
         self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
@@ -129,18 +137,17 @@ class Removal(Intervention):
         self, heads: Mapping[CallId, Iterable[int]], means: Mapping[CallId, Tensor], blocks: Iterable[str]
     ) -> None:
         self.blocks, self._means = frozenset(blocks), means
-        self._heads = {key: sorted(chosen) for key, chosen in heads.items()}
+        self._heads = {key: frozenset(chosen) for key, chosen in heads.items()}
 
     def on_heads(self, heads: HeadOutputs) -> Tensor | None:
         """Return the outputs with removed heads replaced; None if no head of this call is removed."""
         chosen = self._heads.get(heads.call_id)
         if not chosen:
             return None
-        values = heads.values.clone()
-        values[:, chosen] = 0
-        if self._means:
-            values[:, chosen] += self._means[heads.call_id][chosen].to(values)[:, None]
-        return values
+        values = heads.values
+        removed = torch.tensor([head in chosen for head in range(values.shape[1])])[:, None, None]
+        means = self._means[heads.call_id].to(values)[:, None] if self._means else 0.0
+        return torch.where(removed.to(values.device), means, values)
 
     def on_block(self, block: BlockOutput) -> Tensor:
         """Return the block's input, so that the block does nothing."""
@@ -217,6 +224,8 @@ class GatedPasses:
         self.ungated: dict[tuple[HeadId, int], None] = {}
         self.heads: dict[CallId, GateSums] = {}
         self.blocks: dict[CallId, GateSums] = {}
+        self._behind = False
+        """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
         recorder = MeanRecorder()
         for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
@@ -256,7 +265,8 @@ class GatedPasses:
                 sums.unreached = self.without({key: range(len(sums.gradient))})[0] != self.value
         unreached = [key.module for key, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
-            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}")
+            behind = ", behind torch.utils.checkpoint" if self._behind else ""
+            raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}{behind}")
 
     def _run_gated(
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
@@ -312,6 +322,8 @@ class GatedPasses:
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
             incomplete = incomplete_gates(scalar, every)
+            nodes = _graph_nodes([scalar.grad_fn])
+            self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
             gradients = iter(torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True))
             del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
@@ -387,7 +399,7 @@ class GatedPasses:
 
 def _by_sequence(gradient: Tensor, finite: Tensor) -> Floats:
     """Return gradients (B, gates) of sequences with a finite loss; one row if a gate has no batch axis."""
-    rows = gradient.detach().double().reshape(len(gradient), -1)
+    rows = as_float64(gradient.detach()).reshape(len(gradient), -1)
     if rows.shape[0] % len(finite) == 0:  # windows of a sequence are adjacent rows
         return rows.unflatten(0, (len(finite), -1)).sum(1)[finite.to(rows.device)].cpu().numpy()
     return rows.sum(0, keepdim=True).cpu().numpy()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankwise._internals.forward import Batch, tensors_of
+from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError
 
 IGNORE_INDEX = -100
@@ -213,8 +214,7 @@ class LabelLoss(ProbedLoss):
         # labels are extended, because a gradient of shorter logits would need a copy of all
         extended = F.pad(labels, (0, logits.shape[1] - labels.shape[1]), value=IGNORE_INDEX)
         lost = _by_tokens(_cross_entropy, logits, extended)[:, : labels.shape[1]]
-        total, count = lost.double().sum(1), (labels != IGNORE_INDEX).sum(1).double()
-        return SequenceLosses(total, count)
+        return SequenceLosses(as_float64(lost).sum(1), as_float64((labels != IGNORE_INDEX).sum(1)))
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return uᵀ · logits per sequence, for a random u with E u uᵀ = F, the Fisher matrix.
@@ -260,8 +260,8 @@ class DivergenceLoss(ProbedLoss):
         ours = _token_logits(output)
         whole = ours.detach() if batch.reference_output is None else batch.reference_output
         real = real_outputs(output, batch.batch, ours)
-        sums = torch.where(real[..., None], _by_tokens(_divergence, ours, whole), 0.0).double().sum(1)
-        return SequenceLosses(sums[:, 0], real.sum(1).double(), sums[:, 1].detach())
+        sums = as_float64(torch.where(real[..., None], _by_tokens(_divergence, ours, whole), 0.0)).sum(1)
+        return SequenceLosses(sums[:, 0], as_float64(real.sum(1)), sums[:, 1].detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
         """Return the projection of `LabelLoss`: KL ≈ ½ δᵀ F δ for a small change δ of logits."""
@@ -301,8 +301,8 @@ class StateLoss(ProbedLoss):
     @staticmethod
     def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the output, the whole model's output, a mask (1 at real tokens), and squared norms (B,)."""
-        ours = first_floating(output).double()
-        whole = ours.detach() if batch.reference_output is None else batch.reference_output.double()
+        ours = as_float64(first_floating(output))
+        whole = ours.detach() if batch.reference_output is None else as_float64(batch.reference_output)
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
             real = real_outputs(output, batch.batch, ours).to(ours)[..., None]
@@ -327,7 +327,7 @@ class FunctionLoss(Loss):
                 got=f"{tuple(lost.shape)} {lost.dtype}" if isinstance(lost, Tensor) else type(lost).__name__,
                 fix="Let it return the loss of each sequence.",
             )  # fmt: skip
-        total = lost.reshape(-1).double()
+        total = as_float64(lost.reshape(-1))
         return SequenceLosses(total, torch.ones_like(total))
 
 

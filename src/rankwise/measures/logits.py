@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.errors import in_range
 from rankwise.measures.registry import all_finite
@@ -119,6 +120,7 @@ def logit_moments(
         >>> moments.query.shape, moments.key.shape
         (torch.Size([2, 4, 3, 3]), torch.Size([2, 4, 3, 3]))
     """
+    op = op.to(float64_device(op.device))
     query = op.scale**2 * sum(part.mT @ part for part in _parts(op.query, rows))
     counted = _counted(op.key, columns)
     mean = sum(part.sum(-2, keepdim=True) for part in _parts(op.key, columns))
@@ -145,7 +147,7 @@ def _counted(vectors: Tensor, real: Tensor | None) -> Tensor:
     """Return the number of real tokens per sequence and head."""
     if real is None:
         return vectors.new_full(vectors.shape[:-2], vectors.shape[-2], dtype=torch.float64)
-    return real.sum(-1).double().to(vectors.device)[:, None].expand(vectors.shape[:-2])
+    return real.sum(-1).to(vectors.device).double()[:, None].expand(vectors.shape[:-2])
 
 
 def required_head_dim(

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float64, Shaped
 from torch import Tensor
 
+from rankwise._internals.linalg import as_float64, float64_device
 from rankwise.errors import ShapeError
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.shapes import TokenMask
@@ -68,7 +69,7 @@ def measure(
 
 
 def as_matrices(mixing: Mixing, subject: str) -> Float64[Tensor, "*batch T S"]:
-    """Return mixing matrices as a dense float64 tensor, on the CPU if the device is mps."""
+    """Return mixing matrices as a dense float64 tensor, on the CPU if the device has no float64."""
     if isinstance(mixing, MixingOperator):
         mixing = as_operator(mixing, subject).dense(torch.float64)
     check_matrices(mixing, subject)
@@ -80,7 +81,8 @@ def as_operator(mixing: Mixing, subject: str) -> MixingOperator:
     check_matrices(mixing, subject)
     if isinstance(mixing, Tensor):
         mixing = DenseMixing(mixing if mixing.is_floating_point() else to_float64(mixing, subject))
-    operator = mixing.to("cpu") if mixing.device.type == "mps" else mixing
+    home = float64_device(mixing.device)
+    operator = mixing if mixing.device == home else mixing.to(home)
     # Dense matrices are cast block by block when they are read, to avoid a second copy in memory.
     return operator if isinstance(operator, DenseMixing) else operator.to(torch.float64)
 
@@ -127,7 +129,7 @@ def as_tokens(
 
 
 def to_float64(tensor: Tensor, subject: str) -> Tensor:
-    """Return a tensor in float64, on the CPU if the device is mps; raise if the tensor is complex."""
+    """Return a tensor in float64, on the CPU if the device has no float64; raise if the tensor is complex."""
     if tensor.is_complex():
         raise ShapeError(
             subject,
@@ -135,7 +137,7 @@ def to_float64(tensor: Tensor, subject: str) -> Tensor:
             got=str(tensor.dtype),
             fix="Measure tensor.real, tensor.imag or tensor.abs().",
         )
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
+    return as_float64(tensor)
 
 
 def all_finite(matrices: Shaped[Tensor, "*batch T S"]) -> Bool[Tensor, "*batch"]:

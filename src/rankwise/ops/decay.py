@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from rankwise._internals.linalg import float64_device
 from rankwise.errors import InputError
 
 
@@ -58,5 +59,4 @@ def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64
         >>> decay_rates(torch.tensor([1.0, float("inf")]), torch.device("cpu")).tolist()
         [0.5, 1.0]
     """
-    home = torch.device("cpu") if device.type == "mps" else device
-    return torch.exp2(-1 / half_life.detach().to(home).double())
+    return torch.exp2(-1 / half_life.detach().to(float64_device(device)).double())

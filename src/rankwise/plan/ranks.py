@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import ROPE_BASE, apply_rope, rope_angles
 from rankwise.theory.random_heads import rank_of_stochastic
 
@@ -58,7 +59,7 @@ class RandomHead:
         """Return the number of hardmax winners (tokens) at temperature 0, else of singular values ≥ δ."""
         if self.temperature == 0:
             return _winners(query, key, self.mask)
-        scores = query.double() @ key.double().mT
+        scores = as_float64(query) @ as_float64(key).mT
         if self.mask == "causal":
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         scores -= scores.amax(-1, keepdim=True)

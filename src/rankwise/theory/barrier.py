@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from rankwise._internals.linalg import float64_device
 from rankwise.errors import InputError, ShapeError, one_of, whole_number
 
 MASKS = ("full", "causal")
@@ -144,7 +145,7 @@ def rank_barrier_of_rows(rows: Iterable[Bool[Tensor, "*batch _ S"]]) -> Float64[
     """
     log_missed: Tensor | None = None
     for block in rows:
-        block = block.cpu() if block.device.type == "mps" else block  # MPS has no float64
+        block = block.to(float64_device(block.device))
         seen = block.sum(-1, keepdim=True, dtype=torch.float64).clamp(min=1)
         part = torch.where(block, torch.log1p(-1 / seen), 0.0).sum(-2)
         log_missed = part if log_missed is None else log_missed + part

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from rankwise._internals.linalg import mean_distance
+from rankwise._internals.linalg import as_float64, mean_distance
 from rankwise._internals.linalg import norm as vector_norm
 from rankwise.errors import InputError, ShapeError, one_of
 from rankwise.theory.paper_bound import check_share
@@ -212,8 +212,8 @@ def _real_rows(rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
             got=f"{mask.dtype} of shape {tuple(mask.shape)}",
             fix="Cast the attention_mask of a tokenizer with .bool().",
         )
-    rows = rows.detach().double()
-    real = rows.new_ones(rows.shape[:-1], dtype=torch.bool) if mask is None else mask
+    rows = as_float64(rows.detach())
+    real = rows.new_ones(rows.shape[:-1], dtype=torch.bool) if mask is None else mask.to(rows.device)
     return rows.masked_fill(~real[..., None], 0), real
 
 

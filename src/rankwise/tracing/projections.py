@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rankwise._internals.linalg import as_float64
+
 CLOSE = 64
 """Largest allowed difference of heads and linear output, in units of eps times the largest entry."""
 
@@ -57,14 +59,14 @@ def find_projection(
         The projection. None if no output fits: for example, rotary positions or a norm follow the layer.
     """
     batch, count, tokens, width = heads.shape
-    flat = heads.transpose(1, 2).reshape(batch * tokens, count, width).double()
+    flat = as_float64(heads.transpose(1, 2).reshape(batch * tokens, count, width))
     for name, output in outputs.items():
         if output.numel() % (batch * tokens) or output.shape[-1] < count * width:
             continue
         rows = output.reshape(-1, output.shape[-1])
         if rows.shape[0] != flat.shape[0]:
             continue
-        rows = rows.double()
+        rows = as_float64(rows)
         for channels in head_layouts(count, width, rows.shape[-1]):
             factor = _factor(flat, rows[:, channels], output.dtype)
             if factor is not None:

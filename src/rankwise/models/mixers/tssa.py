@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from rankwise._internals.linalg import float64_device
 from rankwise.errors import InputError, one_of
 from rankwise.models.mixers.mixer import (
     Mixer,
@@ -195,7 +196,7 @@ class TokenStatisticsAttention(Mixer):
             features = features.masked_fill(~mask[..., None], 0.0)  # a product would give 0 · NaN = NaN
         decay = None
         if self.half_life is not None:
-            decay = torch.tensor(self.half_life, dtype=torch.float64, device=w.device)
+            decay = torch.tensor(self.half_life, dtype=torch.float64, device=float64_device(w.device))
         temperature = w.new_ones(self.num_heads) if self.temperature is None else self.temperature
         statistics = tssa(
             w, temperature, causal=self.causal, bias=self.position_bias, mask=mask, state=sums,

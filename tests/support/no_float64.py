@@ -1,0 +1,121 @@
+"""A stand-in for a device without float64, such as MPS: its tensors are on the CPU and say they are not.
+
+The device is registered for the whole process, so tests run this module in a process of its own.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map
+
+import rankwise as rw
+from rankwise.importance import ImportanceSettings
+from rankwise.models import ToSTConfig, ToSTForCausalLM
+
+MOVES = ("_to_copy", "copy_", "index.Tensor")
+"""Operations that accept tensors of two devices."""
+
+
+class There(Tensor):
+    """A tensor on the device; ``here`` has its numbers."""
+
+    here: Tensor
+
+    @staticmethod
+    def __new__(cls, here: Tensor) -> "There":
+        options: dict[str, Any] = {"strides": here.stride(), "dtype": here.dtype, "device": "other:0"}
+        there = Tensor._make_wrapper_subclass(cls, here.shape, **options)
+        there.here = here
+        return there
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(function, args, kwargs or {})
+
+
+def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU; raise as MPS does if its result is float64 or devices are mixed."""
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    there = any(isinstance(tensor, There) for tensor in given)
+    mixed = there and any(not isinstance(tensor, There) and tensor.dim() for tensor in given)
+    if mixed and not any(name in str(function) for name in MOVES):
+        raise RuntimeError(f"{function}: expected all tensors to be on the same device")
+    args, kwargs = tree_map(lambda leaf: leaf.here if isinstance(leaf, There) else leaf, (args, kwargs))
+    if kwargs.get("device") is not None:
+        there = torch.device(kwargs["device"]).type == "other"
+        kwargs["device"] = "cpu"
+
+    def move(result: Any) -> Any:
+        if not (there and isinstance(result, Tensor)):
+            return result
+        if result.dtype == torch.float64:
+            raise TypeError("Cannot convert a tensor to float64: the device does not have it")
+        return There(result)
+
+    return tree_map(move, function(*args, **kwargs))
+
+
+class Backend(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16]
+
+    def get_rng_state(self, device: int) -> None: ...
+
+    def set_rng_state(self, state: None, device: int) -> None: ...
+
+
+def cases() -> dict[str, tuple[nn.Module, Any, dict[str, Any]]]:
+    """Return models with a batch and importance settings."""
+    torch.manual_seed(0)
+    ids, mask = torch.randint(0, 24, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 5:] = 0
+    sizes = {"vocab_size": 24, "n_embd": 16, "n_layer": 1, "n_head": 2, "use_cache": False}
+    words = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, tie_word_embeddings=False))
+    tost = ToSTForCausalLM(ToSTConfig(**words, tie_word_embeddings=False, half_life=[2.0, float("inf")]))
+    states = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    exact = {"exact": True, "estimates": False}  # There has no backward pass of an embedding
+    return {
+        "states": (*states, {"exact": True, "ablation": "mean"}),
+        "next tokens": (gpt2, batch, {**exact, "tolerance": 0.1}),
+        "divergence": (gpt2, batch, {**exact, "loss": "output"}),
+        "function": (gpt2, batch, {**exact, "loss": lambda output, batch: output.logits.mean((1, 2))}),
+        "half-lives": (tost, batch, exact),
+    }
+
+
+def check() -> None:
+    """Raise if audits with importance and a baseline differ from audits on the CPU by more than rounding."""
+    backend_registration._setup_privateuseone_for_python_backend("other", Backend())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    for name, (model, batch, settings) in cases().items():
+        options: dict[str, Any] = {"importance": ImportanceSettings(**settings), "matrices": "all"}
+        options["baseline"] = name == "states"  # others would swap the data of tensors, which There cannot
+        for method in ("exact", "estimate"):
+            wanted, found = (
+                rw.audit(model.eval().to(device), [batch], method=method, **options)
+                for device in ("cpu", "other")
+            )
+            assert {parameter.device.type for parameter in model.parameters()} == {"other"}, name
+            assert len(found.heads) == len(wanted.heads) > 0, name
+            for one, other in zip(found.heads, wanted.heads, strict=True):
+                for of, ours, theirs in (
+                    ("rank", one.numerical_rank, other.numerical_rank),
+                    ("entropy", one.row_entropy, other.row_entropy),
+                    ("cost", one.importance.exact, other.importance.exact),
+                    ("estimate", one.importance.estimate, other.importance.estimate),
+                ):
+                    torch.testing.assert_close(
+                        ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True, msg=f"{name}: {of}"
+                    )
+        print(name)
+
+
+if __name__ == "__main__":
+    check()
