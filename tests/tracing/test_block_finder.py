@@ -145,15 +145,30 @@ def test_the_output_of_a_single_sublayer_is_not_a_state():
     assert "nothing read the output of its only block" in note
 
 
-def test_items_without_a_mixer_are_part_of_the_stream():
-    parts = [Residual(part) for _ in range(2) for part in (Attention(), linear())]
+def test_items_of_another_class_without_a_mixer_are_part_of_the_stream():
+    parts = [part() for _ in range(2) for part in (attention_block, lambda: Residual(linear()))]
     model, x = sequential(*parts).eval(), hidden()
     read, gave = calls_of(model, ["0", "2", "3"], x)
     trace = seen(model, x)
-    assert [site.name for site in trace.mixers] == ["0.inner", "2.inner"]
+    assert [(site.name, site.layer) for site in trace.mixers] == [("0.attention", 0), ("2.attention", 1)]
     for state, tokens in zip(trace.states, (read["0"], read["2"], gave["3"]), strict=True):
         assert torch.equal(state.tokens, tokens[0])
     assert trace.notes == []
+
+
+@pytest.mark.parametrize("kinds", ["amam", "mama", "mmam", "ammm"])
+def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds):
+    parts = {"a": Attention, "m": linear}
+    model, x = sequential(*(Residual(parts[one]()) for one in kinds)).eval(), hidden()
+    read, gave = calls_of(model, list("0123"), x)
+    for _ in range(2):
+        trace = seen(model, x)
+        assert [site.layer for site in trace.mixers] == [at for at, one in enumerate(kinds) if one == "a"]
+        assert all(site.name == f"{site.layer}.inner" for site in trace.mixers)
+        assert layers_of(trace.states) == [0, 1, 2, 3, 4]
+        for state, tokens in zip(trace.states, (*(read[at] for at in "0123"), gave["3"]), strict=True):
+            assert torch.equal(state.tokens, tokens[0])
+        assert trace.notes == []
 
 
 def test_changes_in_place_do_not_reach_states():

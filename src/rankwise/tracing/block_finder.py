@@ -80,7 +80,8 @@ class BlockFinder:
     and its output states have the shape of its input states. If such items are nested, the inner items are
     the blocks if each reads the output of the previous item, as in stages of blocks. The outer module is the
     block if it contains one item, or items that run in parallel, as heads do. An item with a module that
-    looks like a mixer is a block even if the operator of the mixer is not captured.
+    looks like a mixer is a block even if the operator of the mixer is not captured. An item without a mixer
+    is a block if other items of its class in the list are blocks, as the feed-forward blocks of a hybrid.
     """
 
     def __init__(
@@ -96,6 +97,12 @@ class BlockFinder:
         outer = (inner.split(".")[:at] for inner in self._expected for at in range(1, inner.count(".") + 1))
         self._around = {".".join(parts) for parts in outer}
         """Names of modules around possible blocks: they are no blocks if they read feature maps."""
+        kinds = {
+            name: (name.rpartition(".")[0], type(model.get_submodule(name))) for name in self._rank if name
+        }
+        mixing = {kinds[name] for name in self._expected - self._around}
+        self._alike = {name for name, kind in kinds.items() if kind in mixing and self._rank[name] == 0}
+        """Items of a list that also holds items of the same class with a mixer, such as blocks of hybrids."""
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
@@ -170,7 +177,9 @@ class BlockFinder:
 
     def _ended(self, candidate: BlockCandidate) -> None:
         call, outer = candidate.call, self._candidates[-1] if self._candidates else None
-        if not call.unplaced_mixers and not candidate.settled and call.name not in self._expected:
+        # Inside another candidate, items of one class with and without a mixer are sublayers.
+        listed = self._alike if outer is None or self._inner.get(candidate.stack) else self._expected
+        if not call.unplaced_mixers and not candidate.settled and call.name not in self._expected | listed:
             self._carry_on(candidate, outer)
             return
         candidate.block = self._block(candidate)
