@@ -15,7 +15,6 @@ from rankwise.tracing.module_calls import (
     ModuleCall,
     ModuleCalls,
     first_tokens,
-    holds,
     same,
     snapshot,
     tensors_of,
@@ -93,15 +92,13 @@ class BlockFinder:
         pattern: str | None,
     ) -> None:
         self._rank = block_ranks(model, pattern)
-        self._expected = {name for name in self._rank if name and any(holds(name, one) for one in mixer_like)}
-        outer = (inner.split(".")[:at] for inner in self._expected for at in range(1, inner.count(".") + 1))
-        self._around = {".".join(parts) for parts in outer}
+        self._expected = set(self._rank) & (mixer_like | _around(mixer_like)) - {""}
+        self._around = _around(self._expected)
         """Names of modules around possible blocks: they are no blocks if they read feature maps."""
-        kinds = {
-            name: (name.rpartition(".")[0], type(model.get_submodule(name))) for name in self._rank if name
-        }
-        mixing = {kinds[name] for name in self._expected - self._around}
-        self._alike = {name for name, kind in kinds.items() if kind in mixing and self._rank[name] == 0}
+        listed = [name for name, rank in self._rank.items() if name and rank == 0]
+        kinds = {name: (name.rpartition(".")[0], type(model.get_submodule(name))) for name in listed}
+        mixing = {kinds[name] for name in self._expected.intersection(kinds) - self._around}
+        self._alike = {name for name, kind in kinds.items() if kind in mixing}
         """Items of a list that also holds items of the same class with a mixer, such as blocks of hybrids."""
         self._calls, self._stacks = calls, stacks
         self._candidates: list[BlockCandidate] = []
@@ -298,6 +295,12 @@ class BlockFinder:
     def _owner(self) -> int:
         owning = self._owning()
         return BY_HAND if owning is None else owning.serial
+
+
+def _around(names: set[str]) -> set[str]:
+    """Return the names of the modules around modules: ``encoder`` and ``encoder.0`` for ``encoder.0.mlp``."""
+    parts = [name.split(".") for name in names]
+    return {".".join(outer[:at]) for outer in parts for at in range(1, len(outer))}
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:
