@@ -230,7 +230,7 @@ def _other_ways(model: nn.Module, batch: Any) -> dict[str, Callable[[nn.Module, 
 
     def eager(model: nn.Module, batch: Any) -> Tensor:
         inner = pretrained_models(model)
-        usual = [own.config._attn_implementation for own in inner]
+        usual = [config_value(own, "_attn_implementation") for own in inner]
         try:
             for own in inner:
                 own.set_attn_implementation("eager")
