@@ -6,6 +6,7 @@ The handler for Ctrl-C is defined before slow imports, because importing PyTorch
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -15,12 +16,18 @@ from rankwise.errors import INTERRUPTED
 _running = False
 """True while a command runs that can still save its results after Ctrl-C."""
 _presses = 0
+_last = -1.0
+TWICE = 0.25
+"""Signals within so many seconds are one press: `timeout -s INT` signals the process, then its group."""
 
 
 def _pressed(_: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C: the first lets the command save results, the second stops saving, the third exits."""
-    global _presses
-    _presses += 1
+    global _presses, _last
+    now = time.monotonic()
+    if _presses and now - _last < TWICE:
+        return
+    _presses, _last = _presses + 1, now
     if _running and _presses <= 2 and not _is_importing(frame):
         raise KeyboardInterrupt
     _leave()
@@ -29,6 +36,8 @@ def _pressed(_: int, frame: FrameType | None) -> None:
 def _leave() -> NoReturn:
     """End the process at once, because another Ctrl-C could interrupt Python's normal exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the module may not be imported yet
+    getattr(sys.modules.get("rankwise.cli.output"), "remove_empty_folders", list)()
     with suppress(OSError):  # standard error may be closed
         os.write(2, b"rankwise: interrupted\n")
     os._exit(INTERRUPTED)

@@ -88,16 +88,25 @@ def test_ctrl_c_during_imports_ends_in_one_line(
     assert not (tmp_path / "rankwise-audit" / "audit.json").exists()
 
 
-def test_ctrl_c_while_the_model_runs_writes_the_finished_batches(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_file_of_the_model_is_imported_leaves_no_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text('import os, time\nos.write(1, b"here" + bytes([10]))\ntime.sleep(60)\n')
+    (tmp_path / "slow.py").write_text("def build():\n    import late\n")
+    process = started(tmp_path, "audit", "slow.py:build", "--out", "new/folder")
+    assert pressed(process, [0.05])[::2] == (130, LINE)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("gaps", [[0.05], [0.05, 0.02]], ids=["once", "to process and group"])
+def test_ctrl_c_while_the_model_runs_writes_the_finished_batches(gaps: list[float], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    status, out, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05])
+    status, out, errors = pressed(started(tmp_path, "audit", "slow.py:build"), gaps)
     assert (status, errors) == (130, LINE)
     assert "INCOMPLETE" in out
     audit = Audit.load(tmp_path / "rankwise-audit")
     assert (audit.complete, audit.provenance.batches) == (False, 1)
 
 
-@pytest.mark.parametrize("gap", [0.005, 0.1])
+@pytest.mark.parametrize("gap", [0.005, 0.3])
 def test_five_times_while_the_model_runs_leaves_no_half_file(gap: float, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     status, _, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05, *[gap] * 4])

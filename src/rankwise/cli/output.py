@@ -19,19 +19,27 @@ if TYPE_CHECKING:
     from rankwise.auditing import Audit
     from rankwise.report.document import Document
 
+_new: list[Path] = []
+"""Folders that did not exist before the running command, from the innermost."""
+
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
     """Create a writable folder; if the command fails, remove all folders that are new and still empty."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    _new[:] = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         writable_folder(folder)
         yield
     except BaseException:
-        with suppress(OSError):  # a folder with files is kept
-            for path in new:
-                path.rmdir()
+        remove_empty_folders()
         raise
+
+
+def remove_empty_folders() -> None:
+    """Remove the folders that the running command created, from the innermost to the first that has files."""
+    with suppress(OSError):
+        for path in _new:
+            path.rmdir()
 
 
 def is_of_audit(file: Path) -> bool:
