@@ -48,6 +48,11 @@ def saved_gpt2(folder: Path, keep: dict[str, float]) -> Any:
     return model
 
 
+def test_saved_weights_have_the_mode_of_other_files(tmp_path: Path) -> None:
+    saved_gpt2(tmp_path / "one", {"qk": 0.5})
+    assert len({path.stat().st_mode for path in (tmp_path / "one").iterdir()}) == 1
+
+
 TOST = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -48,6 +48,13 @@ def check_unused(folder: Path, option: str = "--out", fix: str = "Choose another
         raise InputError(f"{option} {folder}", expected="a new or empty folder", got=got, fix=fix)
 
 
+def set_default_mode(file: Path) -> None:
+    """Set the mode of a new file by the umask: safetensors writes files that only their owner can read."""
+    umask = os.umask(0o077)  # the umask can only be read by setting it
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
 def write_file(
     path: str | Path, content: str | Callable[[Path], object], subject: str, in_folder: str = ""
 ) -> Path:
@@ -84,7 +91,7 @@ def write_file(
             partial.write_text(content, encoding="utf-8", errors="xmlcharrefreplace", newline="\n")
         else:
             content(partial)
-            partial.chmod(0o644)  # safetensors writes files that only their owner can read
+            set_default_mode(partial)
         partial.replace(path)
     except OSError as error:
         fix = f"Choose a folder you may write to and that has room, or make {path.parent} writable."
@@ -116,7 +123,7 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
             try:
                 for name in names:
                     if (new / name).is_file():
-                        (new / name).chmod(0o644)  # some libraries write files that only their owner can read
+                        set_default_mode(new / name)
                     if (folder / name).exists():
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)

@@ -29,7 +29,13 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from rankwise._internals.files import check_unused, parse_json, writable_folder, write_file
+from rankwise._internals.files import (
+    check_unused,
+    parse_json,
+    set_default_mode,
+    writable_folder,
+    write_file,
+)
 from rankwise._internals.forward import Change, config_value, preserve_random_state
 from rankwise.compression import heads_modules, kv_modules, qk_modules
 from rankwise.compression.heads_modules import RemovedHeads
@@ -217,6 +223,8 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
         if isinstance(model, PreTrainedModel):
             note_structure(model)
             model.save_pretrained(folder, state_dict=weights)
+            for file in folder.glob("*.safetensors"):
+                set_default_mode(file)
         else:
             write_file(folder / WEIGHTS, lambda partial: save_model(model, str(partial)), "weights")
             write_file(folder / STRUCTURE, structure.model_dump_json(), "structure")
