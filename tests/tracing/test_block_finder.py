@@ -157,18 +157,20 @@ def test_items_of_another_class_without_a_mixer_are_part_of_the_stream():
 
 
 @pytest.mark.parametrize("kinds", ["amam", "mama", "mmam", "ammm"])
-def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds):
+@pytest.mark.parametrize("wrap", ["{}", "1.{}"])
+def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds, wrap):
     parts = {"a": Attention, "m": linear}
     model, x = sequential(*(Residual(parts[one]()) for one in kinds)).eval(), hidden()
-    read, gave = calls_of(model, list("0123"), x)
-    for _ in range(2):
-        trace = seen(model, x)
-        assert [site.layer for site in trace.mixers] == [at for at, one in enumerate(kinds) if one == "a"]
-        assert all(site.name == f"{site.layer}.inner" for site in trace.mixers)
-        assert layers_of(trace.states) == [0, 1, 2, 3, 4]
-        for state, tokens in zip(trace.states, (*(read[at] for at in "0123"), gave["3"]), strict=True):
-            assert torch.equal(state.tokens, tokens[0])
-        assert trace.notes == []
+    model = model if wrap == "{}" else nn.Sequential(nn.Identity(), model, linear())
+    names = [wrap.format(at) for at in range(4)]
+    read, gave = calls_of(model, names, x)
+    trace = seen(model, x)
+    assert layers_of(trace.mixers) == [at for at, one in enumerate(kinds) if one == "a"]
+    assert all(site.name == f"{names[site.layer]}.inner" for site in trace.mixers)
+    assert layers_of(trace.states) == [0, 1, 2, 3, 4]
+    for state, tokens in zip(trace.states, (*(read[at] for at in names), gave[names[3]]), strict=True):
+        assert torch.equal(state.tokens, tokens[0])
+    assert trace.notes == []
 
 
 def test_changes_in_place_do_not_reach_states():

@@ -174,9 +174,10 @@ class BlockFinder:
 
     def _ended(self, candidate: BlockCandidate) -> None:
         call, outer = candidate.call, self._candidates[-1] if self._candidates else None
-        # Inside another candidate, items of one class with and without a mixer are sublayers.
-        listed = self._alike if outer is None or self._inner.get(candidate.stack) else self._expected
-        if not call.unplaced_mixers and not candidate.settled and call.name not in self._expected | listed:
+        # Inside an item of a list of equal modules, items with and without a mixer are sublayers.
+        outermost = all(around.rank for around in self._candidates) or self._inner.get(candidate.stack)
+        expected = call.name in self._expected or (outermost and call.name in self._alike)
+        if not call.unplaced_mixers and not candidate.settled and not expected:
             self._carry_on(candidate, outer)
             return
         candidate.block = self._block(candidate)
