@@ -227,6 +227,15 @@ def test_the_audit_of_one_model_is_not_replaced_by_a_history(net, tmp_path, opti
     assert (tmp_path / "built").read_text() == "x"
 
 
+@pytest.mark.parametrize("merge", [(), ("--merge",)])
+def test_the_audits_of_several_models_are_not_replaced_by_one(audited, run, home, merge) -> None:
+    before = {path: path.read_bytes() for path in (home / "audits").rglob("*") if path.is_file()}
+    model = "audits/checkpoint-90" if merge else CHECKPOINTS[0]
+    refused = run("audit", model, *merge, *(() if merge else DATA), "--out", "audits")
+    assert "a folder without other audits, got audits of several models" in str(refused.exception)
+    assert {path: path.read_bytes() for path in (home / "audits").rglob("*") if path.is_file()} == before
+
+
 def test_ctrl_c_in_an_audit_stops_all_and_writes_no_folder(net: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["audit", f"{net}:interrupted", f"{net}:counted", "--out", str(out)]

@@ -1,6 +1,7 @@
 """`rankwise plan`: plans from numbers, texts, pictures and models; refusals; Ctrl-C."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,13 @@ from transformers import (
     FalconConfig,
     FalconModel,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
 from typer.testing import Result
 
+import rankwise as rw
 from rankwise.cli.load_model import demo_model, demo_text, load_model
 from rankwise.cli.plan import model_states
 from rankwise.errors import InputError
@@ -197,6 +200,23 @@ def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) 
     done = run(*arguments, "--trials", 2)
     assert done.exit_code != 0
     assert said in f"{done.exception} {done.output}"
+
+
+def test_saved_skips_are_part_of_the_model(run: Run, tiny: Path) -> None:
+    def trained(model: Path) -> HeadDimPlan:
+        few = ("--tokens", 32, "--trials", 2, "--sequences", 2, "--tolerance", 1e-6)
+        assert run("--model", model, "--text", "text.txt", *few, "--out", model.name).exit_code == 0
+        return HeadDimPlan.load(model.name)
+
+    shutil.copytree(tiny, "models/skips")
+    model = LlamaForCausalLM.from_pretrained(tiny)
+    rw.add_lambda_skip(model, init=0.01)
+    rw.skips.save_skips(model, "models/skips")
+    with_skips, without = trained(Path("models/skips")), trained(tiny)
+    assert "with the 2 λ-skips saved beside the model" in with_skips.notes
+    first, second = with_skips.trained, without.trained
+    assert first[:2] == second[:2]  # λ has no effect on the first layer
+    assert first[2:] != second[2:]
 
 
 @pytest.mark.parametrize("before", ['{"complete": true}', "{", None])

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -327,6 +328,19 @@ def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path
         assert isinstance(result.exception, InputError)
         assert "Choose another name" in str(result.exception)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+
+
+@pytest.mark.parametrize("source", [None, "other"])
+def test_only_skips_that_the_command_wrote_for_this_model_are_replaced(run: Run, tiny: Path, source) -> None:
+    saved(tiny)
+    shutil.copytree(tiny, "other")
+    if source is not None:
+        assert run(source, *ON_TEXT, "--out", "new").exit_code == 0
+    out = Path("some" if source is None else "new")
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    result = run(tiny, *ON_TEXT, "--out", out)
+    assert "expected a new or empty folder, got a folder with files" in str(result.exception)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

@@ -225,6 +225,15 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(run, arguments, sa
     assert said in f"{done.exception} {done.output}"
 
 
+@pytest.mark.parametrize("name", ["skips.json", "skips.safetensors"])
+def test_a_folder_with_skips_is_refused_before_the_model_is_loaded(run: Run, name: str) -> None:
+    Path("skipped").mkdir()
+    Path("skipped", name).touch()
+    done = run("compress", "skipped", "--text", "text.txt", "--out", "new", works=False)
+    assert "model skipped: expected a model without λ-skips, got saved λ-skips" in str(done.exception)
+    assert not Path("new").exists()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_stopped_command_leaves_no_new_folder(
     run: Run, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

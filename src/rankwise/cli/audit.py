@@ -140,11 +140,11 @@ def command(
 ) -> None:
     """Audit one model or several models; `HELP` describes the command."""
     from rankwise.auditing import Audit, AuditSettings, check_codes
+    from rankwise.cli import output
     from rankwise.cli.audit_job import AuditJob, audit_shards
     from rankwise.cli.audit_many import audit_many, jobs_of, run_here
     from rankwise.cli.load_data import check_data
     from rankwise.cli.load_model import check_loading, demo_model, demo_text
-    from rankwise.cli.output import command_line, new_folder, quiet_libraries, show_progress, write_report
     from rankwise.cli.ray_jobs import run_on_ray
     from rankwise.cli.torchrun import from_environment
 
@@ -177,6 +177,11 @@ def command(
         raise InputError(f"--gpus {gpus:g}", expected="audits that use their GPUs", got=got, fix=fix)
     if not merge:
         check_data(models, text=text, images=images, dataset=dataset)
+    is_many, has_one = len(models) > 1 or resume or ray is not None, (out / "audit.json").exists()
+    if output.is_of_audit(out / "index.html") and (merge or not (is_many or has_one)):
+        expected, got = "a folder without other audits", "an audit" if has_one else "audits of several models"
+        fix = "Choose another folder: its page would be replaced."
+        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     error: Exception | None = None
     if merge:
         if options := [*job.options, *["--ray"] * (ray is not None), *["--resume"] * resume]:
@@ -184,17 +189,14 @@ def command(
             fix = "Leave it out: audits are merged as they were measured."
             raise InputError("--merge", expected=expected, got=got, fix=fix)
         parts = [Audit.load(path) for path in models]
-        if (out / "audit.json").exists():
-            expected, fix = "a folder without an audit", "Name another folder: it would be replaced."
-            raise InputError(f"--out {out}", expected=expected, got="an audit", fix=fix)
-        with new_folder(out):
+        with output.new_folder(out):
             audits = [Audit.merge(parts, models)]
-            write_report(audits[0], out)
-    elif len(models) > 1 or resume or ray is not None:
-        quiet_libraries()
+            output.write_report(audits[0], out)
+    elif is_many:
+        output.quiet_libraries()
         if gpus is None:
             gpus = float((device or "").startswith("cuda"))
-        with show_progress() as say:
+        with output.show_progress() as say:
             on_ray = partial(run_on_ray, address=ray or None, cpus=1 if cpus is None else cpus, gpus=gpus)
             runner = partial(run_here, say=say) if ray is None else on_ray
             jobs = jobs_of(job, models or [job.model])
@@ -204,10 +206,10 @@ def command(
             by_folder, error = audit_many(jobs, out, runner, resume=resume)
         audits = [*by_folder.values()]
     else:
-        quiet_libraries()
-        with new_folder(out) if processes.is_main else nullcontext(), processes.process_group():
+        output.quiet_libraries()
+        with output.new_folder(out) if processes.is_main else nullcontext(), processes.process_group():
             one = job.for_model(models[0]) if models else job
-            audit, error = audit_shards(one, out, processes, {"command": command_line()})
+            audit, error = audit_shards(one, out, processes, {"command": output.command_line()})
         audits = [audit]
     found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if found and isinstance(error, RankwiseError):

@@ -26,7 +26,7 @@ from rankwise.cli.output import is_of_audit, show_progress, write_report
 from rankwise.cli.torchrun import Processes, as_rankwise_error, first_error
 from rankwise.errors import INTERRUPTED, InputError, RankwiseError
 from rankwise.importance import ImportanceSettings
-from rankwise.skips import apply_saved_skips, recommend
+from rankwise.skips import recommend
 
 WHOLE = 1 << 26
 """Number of bytes up to which a digest reads a whole file; larger files are sampled in pieces."""
@@ -157,7 +157,6 @@ class LoadedJob(NamedTuple):
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     """Load the model of a job with its saved λ-skips, and open the data of one shard."""
     model = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
-    skipped = apply_saved_skips(model.model, Path(model.source)) if model.source else None
     data = load_data(
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
         sequences=job.sequences, batch_size=job.batch_size, shard=shard,
@@ -166,8 +165,7 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     if masks and getattr(data.tokenizer, "mask_token_id", None) is None:
         expected, fix = "a tokenizer with a mask token", "Use another loss, or another --tokenizer."
         raise InputError("--importance-loss masked", expected=expected, got="none", fix=fix)
-    skips = [] if skipped is None else [f"with the {len(skipped)} λ-skips saved beside the model"]
-    notes = [*model.notes, *skips, *data.notes]
+    notes = [*model.notes, *data.notes]
     if shard == ALL:
         return LoadedJob(job, model, data, notes, [])
     batches = iter(data.batches)

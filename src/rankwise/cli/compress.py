@@ -79,6 +79,7 @@ def command(
     from rankwise.compression.run import compress, part_targets
     from rankwise.compression.save import RECORD, loading_line, save_compressed, structure_of
     from rankwise.report.compression_report import compression_document
+    from rankwise.skips.store import FACTS, NUMBERS
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
     if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
@@ -88,6 +89,9 @@ def command(
     part_targets(names, shares, tolerances)
     check_data([model], text=text, images=images)
     check_unused(out)
+    if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
+        fix = "Compress the model without them, then run `rankwise skip` on the result."
+        raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     with output.new_folder(out):
         output.quiet_libraries()
         subject = load_model(

@@ -15,6 +15,7 @@ from torch import nn
 
 from rankwise._internals.files import writable_folder
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
+from rankwise.skips import apply_saved_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -84,8 +85,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a model in evaluation mode from a Hugging Face name, a folder or `module.py:factory`.
 
-    A factory takes no arguments. It returns a module, or a module and its batches. The default device is the
-    CPU. `device_map` is one of `DEVICE_MAPS`, a device, or JSON such as `{"module": "device", …}`.
+    λ-skips that are saved in the folder are applied. A factory takes no arguments. It returns a module, or a
+    module and its batches. The default device is the CPU. `device_map` is one of `DEVICE_MAPS`, a device, or
+    JSON such as `{"module": "device", …}`.
     """
     placement = check_loading(spec, revision, dtype, device, device_map, offload_folder, tokenizer)
     path, factory = split_factory(spec)
@@ -104,6 +106,8 @@ def load_model(
         fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
+    if loaded.source and (skips := apply_saved_skips(loaded.model, loaded.source)) is not None:
+        loaded.notes.append(f"with the {len(skips)} λ-skips saved beside the model")
     return loaded
 
 

@@ -1,7 +1,7 @@
 """Command `rankwise skip`: add, fit, save and certify λ-skips."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +70,6 @@ def command(
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
-    from rankwise.skips.store import NUMBERS
 
     in_range("--lr", lr, "(0, inf)", fix=RATE)
     check_share(share)
@@ -83,7 +82,7 @@ def command(
         if out.resolve() == Path(model).resolve():
             expected = "a folder other than that of the model"
             raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
-        if not (out / NUMBERS).is_file():  # a folder of earlier λ-skips may be written again
+        if _source_of(out) != model:  # a folder that this command wrote for the model may be written again
             check_unused(out)
     if init is not None:
         check_lambda("--init", init)
@@ -97,7 +96,7 @@ def command(
         inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
         learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites)
-        report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data}
+        report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         report["collapse"] = [spread_by_layer(loaded.model, held)]
@@ -133,6 +132,15 @@ def command(
     if out is not None:
         written = certificate.save(out / CERTIFICATE[0]), write_page(document, out / CERTIFICATE[1])
         output.print_results(None, [("wrote", path) for path in written])
+
+
+def _source_of(folder: Path) -> str | None:
+    """Return the model for which `rankwise skip` wrote a folder; None if the command did not write it."""
+    from rankwise.skips.store import FACTS, SkipFacts
+
+    with suppress(OSError, ValueError):
+        return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted.get("model")
+    return None
 
 
 def _split(
@@ -172,10 +180,10 @@ def _add_skips(
 
     λ is a mean over channels, before and after it is set to `init`; without a λ-skip it was 1.
     """
-    from rankwise.skips import add_lambda_skip, apply_saved_skips
+    from rankwise.skips import add_lambda_skip, skips_of
     from rankwise.skips.add import match_sites
 
-    skips = apply_saved_skips(loaded.model, loaded.source) if loaded.source else None
+    skips = (skips_of(loaded.model) or None) if loaded.source else None
     kind: Any = per or "layer"
     if skips is not None:
         kind = "channel" if any(value.numel() > 1 for value in skips.values()) else "layer"
