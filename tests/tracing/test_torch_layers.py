@@ -59,7 +59,8 @@ SELF_MASKS = {
     "none": {},
     "bool (T, S)": {"attn_mask": CAUSAL},
     "float (T, S)": {"attn_mask": torch.randn(T, T)},
-    "bool (B·H, T, S)": {"attn_mask": torch.rand(B * H, T, T) < 0.3},
+    # A row that hides all keys would be NaN, which equals nothing.
+    "bool (B·H, T, S)": {"attn_mask": (torch.rand(B * H, T, T) < 0.3) & ~torch.eye(T, dtype=torch.bool)},
     "float (B·H, T, S)": {"attn_mask": torch.randn(B * H, T, T)},
     "padding": {"key_padding_mask": PADDING},
     "float padding": {"key_padding_mask": torch.zeros(B, T).masked_fill(PADDING, -torch.inf)},
