@@ -146,6 +146,18 @@ def test_every_run_starts_from_the_same_batch(build: Callable[[], tuple[nn.Modul
         assert torch.equal(*(one if isinstance(one, Tensor) else one[0] for one in (first, other)))
 
 
+def test_a_second_item_that_would_be_read_as_a_mask_is_refused() -> None:
+    model = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        )
+    )
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(InputError, match=r"2 items without names, of which the second .* `attention_mask`"):
+        run_model(model, (ids, ids))
+    assert run_model(model, (ids,)).last_hidden_state.shape == (1, 4, 8)
+
+
 def test_a_tensor_that_is_in_a_batch_twice_is_one_tensor_in_the_call() -> None:
     x = torch.ones(2)
     (first, second, other), _ = run_model(Seen(), (x, x, x.clone()))
