@@ -63,8 +63,8 @@ def test_divergence_equals_dense_kl_and_ignores_shifts_of_a_row(seed: int, shift
     found = divergence(matrix, change)
     assert torch.allclose(found, terms.sum(-1), atol=1e-12)  # logits of 10: 1e3 roundings
     assert torch.allclose(divergence(matrix, change + shift), found, atol=1e-12)
-    assert bool((found >= -1e-14).all())
-    assert bool((divergence(matrix, torch.zeros_like(change)).abs() < 1e-14).all())
+    assert bool((divergence(matrix, 1e-9 * change) >= 0).all())  # true values of 1e-18: rounding alone
+    assert bool((divergence(matrix, torch.zeros_like(change)) < 1e-14).all())
 
 
 def test_divergence_holds_where_exponentials_overflow() -> None:
@@ -231,8 +231,8 @@ def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
 
 
 def test_calibration_without_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worse(layer: Any, start: Factors, steps: int, *_: Any) -> tuple[Factors, int]:
-        return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), steps
+    def worse(layer: Any, start: Factors, steps: int, *_: Any) -> tuple[Factors, int, bool]:
+        return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), steps, False
 
     monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", worse)
     plain = rw.compress(bert(), [ids()], keep=0.5)

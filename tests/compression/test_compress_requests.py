@@ -150,11 +150,25 @@ def test_each_model_decodes_from_its_own_cache(monkeypatch: pytest.MonkeyPatch) 
     assert {timing.phase for timing in done.latency} == {"prefill", "decode"}
 
 
-@pytest.mark.parametrize("target", [{"tolerance": 1e-12}, {"keep": 0.9999}])
-def test_a_target_that_removes_nothing_is_noted(target: dict[str, float]) -> None:
-    done = rw.compress(gpt2(), [ids()], **target)
-    assert done.parameters_after == done.parameters_before
-    assert any("qk: nothing was narrowed" in note for note in done.notes)
+@pytest.mark.parametrize(
+    ("make", "part", "target"),
+    [
+        (gpt2, "qk", {"tolerance": 1e-30}),
+        (gpt2, "qk", {"keep": 0.9999}),
+        (llama, "rotary", {"tolerance": 1e-30}),
+        (llama, "kv", {"tolerance": 1e-30}),
+    ],
+)
+def test_a_target_that_removes_nothing_changes_nothing(
+    make: Make, part: str, target: dict[str, float]
+) -> None:
+    model = make()
+    with untouched(model):
+        done = rw.compress(model, [ids()], parts=part, calibrate=1, **target)
+    assert done.output_kl == done.output_error == 0
+    assert part == "kv" or done.kl == 0
+    assert any(note.startswith(f"{part}: ") and "Lower `keep`" in note for note in done.notes)
+    assert not any("above the tolerance" in note for note in done.notes)
 
 
 def test_a_slower_model_is_noted_with_its_savings() -> None:

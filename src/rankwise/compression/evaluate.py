@@ -182,7 +182,7 @@ def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:
             return math.nan
         total += float(F.kl_div(after, before, reduction="sum", log_target=True))
         tokens += before.shape[0]
-    return total / max(tokens, 1e-300)
+    return max(total, 0.0) / max(tokens, 1e-300)  # a sum below 0 is rounding, by Gibbs' inequality
 
 
 def is_decoder(model: nn.Module) -> bool:

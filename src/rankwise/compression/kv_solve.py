@@ -63,9 +63,10 @@ def solve(job: Job) -> Solution:
     else:
         assert job.tolerance is not None, "`compress` gives a share or a tolerance"
         ranks = ranks_for_tolerance(nats, job.tolerance)
-    factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)]
+    changed = layers if any(rank < layer.full for layer, rank in zip(layers, ranks, strict=True)) else []
+    factors = [spectrum.factors(rank) for spectrum, rank in zip(spectra, ranks, strict=True)][: len(changed)]
     return Solution(
-        latent_change(job.model, layers, factors),
+        latent_change(job.model, changed, factors),
         latents=[
             LatentRank(
                 part="kv",

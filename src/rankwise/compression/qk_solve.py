@@ -120,12 +120,14 @@ def narrow_heads(
             curves = [_measured(layer, own, start) for layer, own in zip(layers, curves, strict=True)]
         else:
             aim *= 0.9 * job.tolerance / cost
+    if whole:  # the model keeps its projections: its costs are 0 rather than those of a change of basis
+        costs = [[0.0] * len(own) for own in costs]
     plan: list[tuple[Projections, Factors]] = []
     heads: list[HeadWidth] = []
     stopped = ""
     for layer, factors, before in zip(layers, starts, costs, strict=True):
         found, after = layer.projections, before
-        if job.calibrate and not stopped:
+        if job.calibrate and not stopped and not whole:
             factors, after, stopped = _calibrated(layer, factors, before, job)
         plan.append((found, factors))
         heads += [
@@ -145,13 +147,16 @@ def narrow_heads(
     factors_of = {found.name: factors for found, factors in plan}
     evaluated = collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step)
     names = [own.projections.name for own in evaluated]
-    kl = [layer_divergence(own.samples, factors_of[own.projections.name]).mean() for own in evaluated]
+    kl = [
+        0.0 if whole else float(layer_divergence(own.samples, factors_of[own.projections.name]).mean())
+        for own in evaluated
+    ]
     note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
     return Solution(
-        narrow_layers(job.model, plan),
+        narrow_layers(job.model, [] if whole else plan),
         heads,
         curves=[budget_curve(method, [*chain.from_iterable(curves)])],
-        kl=dict(zip(names, map(float, kl), strict=True)),
+        kl=dict(zip(names, kl, strict=True)),
         notes=[note] if stopped else [],
         complete=not stopped,
     )

@@ -188,7 +188,8 @@ def divergence(
     away = (change - mean).masked_fill(~seen, -torch.inf)  # around the mean: no cancellation in the logarithm
     top = away.amax(-1, keepdim=True).clamp(min=0)
     whole = (matrix * (away - top).exp()).sum(-1)
-    return whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
+    kl = whole.clamp(min=torch.finfo(matrix.dtype).tiny).log() + top.squeeze(-1)
+    return kl.clamp(min=0)  # below 0 only by rounding, by Jensen's inequality
 
 
 def layer_divergence(samples: list[Sample], factors: Factors) -> Float64[Tensor, "H"]:
