@@ -55,10 +55,10 @@ class Study:
         """Return the report that is kept, with its settings and origin; raise `RecordError` before a run."""
         runs = read_runs(self.path, dict)
         if not runs:
-            fix = f"Run it first: `{self.command}`."
-            raise RecordError(str(self.path), expected="the report of a study", got="none", fix=fix)
-        [run] = runs
-        return {**run["values"], "settings": run["settings"], **run["provenance"]}
+            raise RecordError(
+                str(self.path), expected="a report", got="none", fix=f"Run it first: `{self.command}`."
+            )
+        return {**runs[0]["values"], "settings": runs[0]["settings"], **runs[0]["provenance"]}
 
     def run(self, data: Path) -> Report:
         """Measure, and keep the report with its origin."""

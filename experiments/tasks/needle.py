@@ -25,16 +25,10 @@ def needle(path: Path, *, train: int = 10_000, test: int = 1_000, length: int = 
         for part, (rows, passage) in enumerate(passages)
     ]
     return make_task(
-        "needle",
-        "language",
-        *splits,
-        length=length,
-        source=path.name,
-        seed=seed,
+        "needle", "language", *splits, length=length, source=path.name, seed=seed,
         options={"length": length, "depth": None, "validation_share": TEST_SHARE},
-        vocab_size=BYTE_VOCABULARY,
-        pad_token_id=0,
-    )
+        vocab_size=BYTE_VOCABULARY, pad_token_id=0,
+    )  # fmt: skip
 
 
 def _sequences(draw: np.random.Generator, rows: int, hay: np.ndarray, length: int) -> Examples:

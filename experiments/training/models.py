@@ -86,10 +86,8 @@ def _make_config(config: TrainingConfig, task: Task, feed_forward: int | None) -
     kind: Any = ToSTConfig
     if config.model != "transformer":
         content |= MODELS[config.model](config)
-        mixer = MIXERS.get(str(content["layer_types"]))
-        content["causal"] = task.kind == "language" or (
-            mixer is not None and issubclass(mixer, RecurrentMixer)
-        )
+        recurrent = issubclass(MIXERS.get(str(content["layer_types"]), object), RecurrentMixer)
+        content["causal"] = task.kind == "language" or recurrent
         content["pooling"] = None if task.kind == "language" else "mean"
     elif task.kind == "image":
         kind = ViTConfig
