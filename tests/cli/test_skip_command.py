@@ -15,10 +15,12 @@ from tests.support.nets import NETS
 from torch import Tensor, nn
 from typer.testing import Result
 
+import rankwise as rw
 from rankwise import skips
 from rankwise.cli import load_data, load_model, skip
 from rankwise.cli.load_data import LoadedData
 from rankwise.cli.load_model import LoadedModel
+from rankwise.compression import save_compressed
 from rankwise.errors import InputError, RankwiseError
 from rankwise.skips import (
     SkipError,
@@ -328,6 +330,22 @@ def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path
         assert isinstance(result.exception, InputError)
         assert "Choose another name" in str(result.exception)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+
+
+def test_a_compressed_model_keeps_its_record(run: Run, tiny: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.arange(96).reshape(4, 24) % 50
+    record = rw.compress(model, [{"input_ids": ids}], keep=0.5, parts="kv")
+    save_compressed(model, "narrow", record)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained("narrow")
+    assert run("narrow", "--init", 2, *ON_TEXT, "--out", "new").exit_code == 0
+    for name in ("README.md", "compression.json"):
+        assert Path("new", name).read_bytes() == Path("narrow", name).read_bytes()
+    again = rw.load_compressed("new")
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+    assert apply_saved_skips(again, "new") is not None
 
 
 @pytest.mark.parametrize("source", [None, "other"])

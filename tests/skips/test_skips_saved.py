@@ -14,6 +14,8 @@ from tests.skips.cases import FOUND, outputs, same
 from tests.support.untouched import untouched
 from torch import nn
 
+import rankwise as rw
+from rankwise.compression import save_compressed
 from rankwise.errors import InputError
 from rankwise.skips import (
     SkipError,
@@ -38,6 +40,21 @@ def saved(tmp_path: Path) -> Path:
 def save_skips_of(model: nn.Module, folder: Path, **arguments: Any) -> None:
     add_lambda_skip(model, init=0.5, **arguments)
     save_skips(model, folder)
+
+
+def test_skips_of_a_compressed_model_are_saved_in_the_documented_order(tmp_path: Path) -> None:
+    model, batch = bert(), {"input_ids": torch.arange(96).reshape(4, 24) % 50}
+    rw.compress(model, [batch], keep=0.5)
+    save_skips_of(model, tmp_path / "skips")
+    with pytest.raises(rw.RankwiseError, match="λ-skips by `save_skips` and `remove_lambda_skip`"):
+        save_compressed(model, tmp_path / "folder")
+    rw.remove_lambda_skip(model)
+    save_compressed(model, tmp_path / "folder")
+    load_skips(model, tmp_path / "skips")
+    save_skips(model, tmp_path / "folder")
+    again = rw.load_compressed(tmp_path / "folder")
+    assert apply_saved_skips(again, tmp_path / "folder") is not None
+    assert same(outputs(again, batch), outputs(model, batch))
 
 
 @pytest.mark.parametrize("name", ["BERT", "T5", "ALBERT", "Mamba-2"])

@@ -1,5 +1,6 @@
 """Command `rankwise skip`: add, fit, save and certify λ-skips."""
 
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -206,6 +207,7 @@ def _add_skips(
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
     from rankwise._internals.files import write_files
+    from rankwise.compression.save import RECORD, structure_of
     from rankwise.skips import remove_lambda_skip, save_skips
 
     def write(new: Path) -> None:
@@ -216,6 +218,9 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
             loaded.restore_use_cache()
             model.save_pretrained(new)
             inputs.tokenizer.save_pretrained(new)
+            for name in ("README.md", RECORD) if structure_of(model).changes else ():
+                with suppress(FileNotFoundError):  # a compressed model may be saved without them
+                    shutil.copyfile(Path(loaded.source, name), new / name)
 
     written = write_files(out, write, "skips")
     older = {out / name for name in CERTIFICATE}  # they are for other λ
