@@ -139,6 +139,13 @@ def test_a_stack_that_the_model_does_not_have_is_refused() -> None:
             choose_lambda(model, START, "others")
 
 
+def test_a_model_without_a_stack_is_refused() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 8)
+    for model, stack in ((layer, "layers"), (Apply(layer), "function")):  # with a site under the name
+        with untouched(model), pytest.raises(InputError, match="expected a stack of blocks, got none"):
+            choose_lambda(model, x, stack)
+
+
 def test_states_that_are_not_finite_are_refused() -> None:
     model = averaging()
     with torch.no_grad():

@@ -26,6 +26,7 @@ from rankwise.skips import (
     SkipError,
     add,
     add_lambda_skip,
+    apply_saved_skips,
     certify_skip,
     choose_lambda,
     load_skips,
@@ -274,6 +275,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "number as a site": (bert, "`sites`: expected names of modules, got int", {"sites": 3}),
     "number among sites": (bert, "`sites`: expected names of modules, got int", {"sites": [3]}),
     "unknown site": (bert, "'encoder.layer.7'.*Did you mean", {"sites": ["encoder.layer.7"]}),
+    "a word as learnable": (bert, "`learnable`: expected one of True, False", {"learnable": "no"}),
     "no site": (bert, "expected the name of a residual mixer", {"sites": []}),
     "no residual mixer": (Plain, "expected residual connections around mixers, got none", {"example": X}),
     "one token": (nano, "have two tokens or more", {"example": ONE}),
@@ -296,6 +298,17 @@ def test_a_refused_call_does_not_change_the_model(name: str) -> None:
     with untouched(model), unchecked(), pytest.raises(SkipError, match=message):
         add_lambda_skip(model, **arguments)
     assert not skips_of(model)
+
+
+@pytest.mark.parametrize("call", [save_skips, load_skips, apply_saved_skips])
+def test_what_is_not_a_path_is_refused(call: Any) -> None:
+    model = bert()
+    with (
+        untouched(model),
+        unchecked(),
+        pytest.raises(InputError, match="`folder`: expected a path, got None"),
+    ):
+        call(model, None)
 
 
 LOADER = torch.utils.data.DataLoader([1])

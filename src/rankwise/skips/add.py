@@ -107,6 +107,7 @@ def add_lambda_skip(
         check_batch(example, "`example`")
     check_lambda("`init`", init)
     one_of("`per`", per, ("layer", "channel"), error=SkipError)
+    one_of("`learnable`", learnable, (True, False), error=SkipError)
     subject = f"model {type(model).__name__}"
     before = skips_of(model)
     kept = dict(before)

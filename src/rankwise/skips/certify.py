@@ -131,10 +131,8 @@ def check_tokens(batch: Batch) -> None:
 
 def _check_several(several: bool) -> None:
     if not several:
-        expected, fix = (
-            "two real tokens in a sequence, or more",
-            "One token is its own mean: μ = 0 with any λ.",
-        )
+        expected = "two real tokens in a sequence, or more"
+        fix = "One token is its own mean: μ = 0 with any λ."
         raise SkipError("`batch`", expected=expected, got="one at most", fix=fix)
 
 

@@ -127,11 +127,10 @@ def skip_parameter_groups(
     """
     scales = [scale for scale in skips_of(model).values() if scale.requires_grad]
     if not scales:
-        subject, fix = (
-            f"model {type(model).__name__}",
-            "Add them by `rw.add_lambda_skip(model, learnable=True)`.",
+        fix = "Add them by `rw.add_lambda_skip(model, learnable=True)`."
+        raise SkipError(
+            f"model {type(model).__name__}", expected="λ-skips that can learn", got="none", fix=fix
         )
-        raise SkipError(subject, expected="λ-skips that can learn", got="none", fix=fix)
     rate = {} if lr is None else {"lr": lr}
     known = {id(scale) for scale in scales}
     others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]

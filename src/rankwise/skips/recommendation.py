@@ -85,7 +85,7 @@ def _sites_of(
     if inside := [site for site in sites if site.name.startswith(f"{stack}.")]:
         return sites, inside
     stacks = {layer.stack for layer in _layers(model, [batch])}
-    one_of("`stack`", stack, stacks)
+    _check_stack(model, stack, stacks)
     if skip_sites(model):
         with plain_skips(model):
             found, _ = find_sites(model, batch)
@@ -94,6 +94,13 @@ def _sites_of(
     # names of sites may lack the stack's name: take all sites that belong to no other stack
     others = tuple(f"{other}." for other in stacks - {stack})
     return sites, [site for site in sites if not site.name.startswith(others)]
+
+
+def _check_stack(model: nn.Module, stack: str, known: set[str]) -> None:
+    if not known:
+        fix = "`rw.certify_skip` shows the bounds of single layers."
+        raise InputError(f"model {type(model).__name__}", expected="a stack of blocks", got="none", fix=fix)
+    one_of("`stack`", stack, known)
 
 
 def _choose(
@@ -111,7 +118,7 @@ def _choose(
     for value in TRIED:
         with with_lambdas(model, sites, _raised(current, value)):
             layers = _layers(model, [batch])
-        one_of("`stack`", stack, {layer.stack for layer in layers})
+        _check_stack(model, stack, {layer.stack for layer in layers})
         own = [layer for layer in layers if layer.stack == stack]
         lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
         tried.append((value, lowest))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
-from rankwise.errors import SkipError, first_line
+from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
 from rankwise.tracing.model_checks import is_distributed
@@ -64,6 +64,7 @@ def save_skips(
         ...     rw.skips.load_skips(layer, folder, example=x)
         Skips({dropout1: 2})
     """
+    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     check_skips(model)
     model = _unwrapped(model)
     skips = skips_of(model)
@@ -77,11 +78,8 @@ def save_skips(
         frozen=[name for name, value in skips.items() if not value.requires_grad],
         parameters=_digest(model), fitted=fitted or {},
     )  # fmt: skip
-
-    described = write_file(Path(folder) / FACTS, facts.model_dump_json(indent=1), "skips")
-    return write_file(
-        Path(folder) / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"
-    ), described
+    described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
+    return write_file(folder / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"), described
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
@@ -98,7 +96,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     if skips := skips_of(model):
         got, fix = f"one with {len(skips)}", "Call `rw.remove_lambda_skip(model)` first."
         raise SkipError(f"model {type(model).__name__}", expected="a model without λ-skips", got=got, fix=fix)
-    folder = Path(folder)
+    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     path = folder / FACTS
     try:
         facts = SkipFacts.model_validate(parse_json(path.read_text("utf-8")))
@@ -143,7 +141,8 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
 def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
     """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub."""
-    saved = any((Path(folder) / name).is_file() for name in (FACTS, NUMBERS))
+    folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
+    saved = any((folder / name).is_file() for name in (FACTS, NUMBERS))
     return load_skips(model, folder, example) if saved else None
 
 
