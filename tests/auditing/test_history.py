@@ -2,6 +2,7 @@
 
 import csv
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,21 @@ def test_a_name_does_not_leave_the_folder(name: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "run").glob("*/audit.json"))) == 1
 
 
+def test_incomplete_audits_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    cut = moved(2).model_copy(update={"complete": False})
+    History([(1, moved(1)), (2, cut)]).save(tmp_path)
+    with pytest.warns(UserWarning, match="left out: step-2"):
+        assert History.load(tmp_path).steps == [1]
+    shutil.rmtree(tmp_path / "step-1")
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(InputError, match="complete audit"),
+    ):
+        History.load(tmp_path)
+
+
 def test_a_folder_without_audits_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected a folder that holds folders with an audit.json"):
+    with pytest.raises(InputError, match=r"expected a folder that holds folders with a complete audit.json"):
         History.load(tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "audit.json").write_text("{}")

@@ -231,7 +231,7 @@ def test_a_merge_replaces_no_audit(out, shards, tmp_path) -> None:
     before = [file.read_bytes() for file in files]
     words = ["audit", "--merge", str(tmp_path / "a"), str(files[1]), "--out", str(tmp_path / out)]
     merged = CliRunner().invoke(app, words)
-    assert "expected a folder without other audits, got an audit" in str(merged.exception)
+    assert "expected a folder without other audits, got the audit of one model" in str(merged.exception)
     assert [file.read_bytes() for file in files] == before
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path not in files] == []
 

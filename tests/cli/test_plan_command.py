@@ -192,6 +192,7 @@ def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
         (("--out", "text.txt"), "a file"),
         (("--model", f"{NETS}:linear", "--text", "text.txt"), "attention heads"),
         (("--model", demo_model(), "--text", "short.txt", "--tokens", 64), "longer text"),
+        (("--model", f"{NETS}:few_words", "--text", "text.txt", "--tokens", 32), "model's own tokenizer"),
     ],
 )
 def test_bad_input_is_named(run: Run, arguments: tuple[object, ...], said: str) -> None:
@@ -217,6 +218,16 @@ def test_saved_skips_are_part_of_the_model(run: Run, tiny: Path) -> None:
     first, second = with_skips.trained, without.trained
     assert first[:2] == second[:2]  # λ has no effect on the first layer
     assert first[2:] != second[2:]
+
+
+def test_the_number_of_heads_with_nan_is_noted(run: Run, tiny: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(tiny)
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
+    model.save_pretrained("nan")
+    shutil.copytree(tiny, "nan", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    few = ("--text", "text.txt", "--tokens", 32, "--trials", 2, "--sequences", 2)
+    assert run("--model", "nan", *few).exit_code == 0
+    assert "NaN or infinity in 1 of 4 heads" in HeadDimPlan.load("rankwise-plan").notes[-1]
 
 
 @pytest.mark.parametrize("before", ['{"complete": true}', "{", None])

@@ -304,6 +304,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
         (f"{NETS}:plain", (*ON_TEXT, "--certify"), InputError, "a model that takes its inputs by name"),
         (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
+        (f"{NETS}:few_words", (*FIT, "--certify"), InputError, "`batch`: expected a batch that Llama"),
     ],
 )
 def test_wrong_options_are_refused_before_the_model_is_loaded_if_possible(

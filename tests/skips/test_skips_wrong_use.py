@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,3 +389,17 @@ def test_weights_on_a_mesh_are_refused_although_one_process_has_all(tmp_path: Pa
         fully_shard(model, mesh=mesh)
         with pytest.raises(SkipError, match="got one with an adapter or shards"):
             save_skips(model, tmp_path)
+
+
+def with_example(model: nn.Module, batch: Any) -> None:
+    add_lambda_skip(model, example=batch, exist_ok=True)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("call", [certify_skip, partial(choose_lambda, stack="decoder.block"), with_example])
+def test_a_batch_on_which_the_model_fails_is_refused(call: Callable[..., Any], skipped: bool) -> None:
+    model, batch = FOUND["T5"][0]()
+    if skipped:
+        add_lambda_skip(model, example=batch)
+    with pytest.raises(InputError, match="`batch`: expected a batch that T5Model runs on, got Value"):
+        call(model, {"input_ids": batch["input_ids"]})

@@ -153,6 +153,14 @@ def named() -> nn.Module:
     return LlamaForCausalLM.from_pretrained(os.environ["FOLDER"])
 
 
+def few_words() -> nn.Module:
+    """Return a language model whose vocabulary is smaller than the number of bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8, pad_token_id=0, **sizes))
+
+
 def masked() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 

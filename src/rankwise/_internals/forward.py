@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.torch_private import set_attribute
-from rankwise.errors import InputError, first_line
+from rankwise.errors import InputError, RankwiseError, first_line
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 
 LABELS = ("labels", "label", "targets", "target", "y")
 """Names by which data sets and models pass labels."""
+TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def config_value(source: Any, *names: str, default: Any = None) -> Any:
@@ -59,6 +60,25 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             "label per token, `'attention_mask': y` for a mask.",
         )
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def batch_errors(
+    model: nn.Module, batch: Any, fix: Callable[[nn.Module, Any, Exception], str] | None = None,
+    subject: str = "`batch`",
+) -> Iterator[None]:  # fmt: skip
+    """Context manager that raises `InputError` if a model does not run on a batch; `fix` returns the fix."""
+    try:
+        yield
+    except RankwiseError:
+        raise
+    except Exception as error:
+        raise InputError(
+            subject,
+            expected=f"a batch that {type(model).__name__} runs on",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            fix=TRACEBACK if fix is None else fix(model, batch, error),
+        ) from error
 
 
 def _fresh(batch: Any) -> Any:

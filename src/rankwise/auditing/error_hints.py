@@ -5,7 +5,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rankwise._internals.forward import LABELS, argument_names, config_value, tensors_in, tensors_of
+from rankwise._internals.forward import (
+    LABELS,
+    TRACEBACK,
+    argument_names,
+    config_value,
+    tensors_in,
+    tensors_of,
+)
 from rankwise._internals.torch_private import original_of
 from rankwise.auditing.batches import PASS_TEXTS
 from rankwise.auditing.text_inputs import positions_of
@@ -13,7 +20,6 @@ from rankwise.errors import InputError, did_you_mean
 from rankwise.importance.losses import IGNORE_INDEX, invalid_label
 
 _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))`"
-_TRACEBACK = "Run the model on this batch alone to see the whole traceback."
 
 
 def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
@@ -50,13 +56,13 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
                 "It is a row of plain Python numbers or lists: a batch is a tensor (B, T), "
                 "`[torch.tensor([row]) for row in rows]`, or padded rows with their attention_mask."
             )
-        return f"A batch is a dict of tensors, a tuple of tensors or a tensor. {_TRACEBACK}"
+        return f"A batch is a dict of tensors, a tuple of tensors or a tensor. {TRACEBACK}"
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         return (
             f"The model was called with all {len(batch)} items of it: if the last are labels, pass "
-            f"`[(x,) for x, *labels in batches]`. {_TRACEBACK}"
+            f"`[(x,) for x, *labels in batches]`. {TRACEBACK}"
         )
-    return _TRACEBACK + _hint_from_message(model, batch, str(error))
+    return TRACEBACK + _hint_from_message(model, batch, str(error))
 
 
 def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> InputError | None:

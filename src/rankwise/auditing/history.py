@@ -1,6 +1,7 @@
 """Several audits in the order of training, and `compare`, which compares two audits or more."""
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -173,15 +174,19 @@ class History:
     def load(cls, folder: str | Path) -> "History":
         """Return the audits that `save`, or `rankwise audit` of several models, wrote as ``*/audit.json``.
 
-        Raise `InputError` if the folder has no audits, and `RecordError` if an audit is damaged.
+        Incomplete audits, of runs that failed, are left out with a warning. Raise `InputError` if the folder
+        has no other audits, and `RecordError` if an audit is damaged.
         """
         folder = Path(folder)
-        found = sorted(path.parent for path in folder.glob("*/audit.json"))
-        if not found:
-            expected = "a folder that holds folders with an audit.json"
+        found = {path.parent.name: Audit.load(path) for path in sorted(folder.glob("*/audit.json"))}
+        complete = {name: audit for name, audit in found.items() if audit.complete}
+        if left_out := ", ".join(name for name in found if name not in complete):
+            warnings.warn(f"incomplete audits in {folder} left out: {left_out}", UserWarning, stacklevel=2)
+        if not complete:
+            expected = "a folder that holds folders with a complete audit.json"
             fix = "Write one: `rankwise audit run/checkpoint-* --text FILE --out DIR`."
             raise InputError(f"history {folder}", expected=expected, got="none", fix=fix)
-        return cls.of([Audit.load(path) for path in found], [path.name for path in found])
+        return cls.of(list(complete.values()), list(complete))
 
     def to_html(self, path: str | Path) -> Path:
         """Write an HTML page: curves over the steps, changes of findings, last audit compared with the first.

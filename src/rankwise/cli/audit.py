@@ -178,9 +178,9 @@ def command(
     if not merge:
         check_data(models, text=text, images=images, dataset=dataset)
     is_many, has_one = len(models) > 1 or resume or ray is not None, (out / "audit.json").exists()
-    if output.is_of_audit(out / "index.html") and (merge or not (is_many or has_one)):
-        expected, got = "a folder without other audits", "an audit" if has_one else "audits of several models"
-        fix = "Choose another folder: its page would be replaced."
+    if output.is_of_audit(out / "index.html") and (merge or is_many == has_one):
+        expected, fix = "a folder without other audits", "Choose another folder: its page would be replaced."
+        got = "the audit of one model" if has_one else "audits of several models"
         raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     error: Exception | None = None
     if merge:

@@ -65,10 +65,6 @@ def audit_many(
     finished audits. Audits of other models stay. With `resume`, a job is skipped if any folder in `out` has
     its finished audit.
     """
-    if (out / "audit.json").exists():
-        expected, got = "a folder for one audit per model", "the audit of one model"
-        fix = "Choose another folder, or audit one model without --resume and --ray."
-        raise InputError(f"--out {out}", expected=expected, got=got, fix=fix)
     saved: dict[str, Audit] = {}
     for path in sorted(out.glob("*/audit.json")):
         try:

@@ -145,7 +145,7 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
         notes = [*plan.notes, "Interrupted before the trained heads were measured."]
         return plan.model_copy(update={"complete": False, "notes": notes})
     required = [head.required for head in trained if head.required >= 0]  # not NaN
-    note = "No softmax attention was captured in the model: the width its heads require is unknown."
+    note = "" if trained else "No softmax attention was captured: the width that heads require is unknown."
     if required:
         wider, average = sum(width > plan.head_dim for width in required), fmean(required)
         note = (
@@ -153,7 +153,9 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
             f"at {plan.tolerance:g} nats, {average:.1f} on average. K* is where random heads stop gaining "
             "rank; the required width is what these heads have learned to use."
         )
-    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note]})
+    if broken := len(trained) - len(required):
+        note += f" NaN or infinity in {broken} of {len(trained)} heads: the width they require is unknown."
+    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note.strip()]})
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
@@ -209,7 +211,8 @@ def model_states(
     """Return the states that the first block reads: real tokens of the longest sequences only."""
     import torch
 
-    from rankwise._internals.forward import device_of, run_model, to_device
+    from rankwise._internals.forward import batch_errors, device_of, run_model, to_device
+    from rankwise.auditing.error_hints import fix_hint
     from rankwise.cli.load_data import load_data
     from rankwise.tracing import capture
 
@@ -218,7 +221,8 @@ def model_states(
     for given in inputs.batches:
         batch = to_device(given, device_of(loaded.model))
         batches.append(batch)
-        with torch.no_grad(), capture(loaded.model) as trace:
+        failures = batch_errors(loaded.model, batch, fix_hint)
+        with failures, torch.no_grad(), capture(loaded.model) as trace:
             run_model(loaded.model, batch)
         if not trace.mixers:
             expected, fix = "a captured mixer, to read its mask and its states", "Pass --width and --heads."

@@ -71,6 +71,7 @@ def command(
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
+    from rankwise.skips.store import fit_notes
 
     in_range("--lr", lr, "(0, inf)", fix=RATE)
     check_share(share)
@@ -79,12 +80,9 @@ def command(
     if out is None and not certify:
         expected, fix = "--out DIR, --certify, or both", "Add one of them."
         raise InputError("what to do", expected=expected, got="neither", fix=fix)
-    if out is not None:
-        if out.resolve() == Path(model).resolve():
-            expected = "a folder other than that of the model"
-            raise InputError(f"--out {out}", expected=expected, got="the same", fix="Choose another name.")
-        if _source_of(out) != model:  # a folder that this command wrote for the model may be written again
-            check_unused(out)
+    # a folder that this command wrote for the model may be written again
+    if out is not None and (out.resolve() == Path(model).resolve() or fit_notes(out).get("model") != model):
+        check_unused(out)
     if init is not None:
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on)
@@ -133,15 +131,6 @@ def command(
     if out is not None:
         written = certificate.save(out / CERTIFICATE[0]), write_page(document, out / CERTIFICATE[1])
         output.print_results(None, [("wrote", path) for path in written])
-
-
-def _source_of(folder: Path) -> str | None:
-    """Return the model for which `rankwise skip` wrote a folder; None if the command did not write it."""
-    from rankwise.skips.store import FACTS, SkipFacts
-
-    with suppress(OSError, ValueError):
-        return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted.get("model")
-    return None
 
 
 def _split(

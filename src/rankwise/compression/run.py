@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.forward import (
+    batch_errors,
     batch_size,
     config_value,
     device_of,
@@ -29,7 +30,6 @@ from rankwise.compression.record import Compression, Latency, LayerPrice
 from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
 from rankwise.errors import (
     CompressionError,
-    InputError,
     RankwiseError,
     first_line,
     in_range,
@@ -155,7 +155,7 @@ def compress(
         except BaseException as error:
             for solution in reversed(solutions.values()):
                 solution.change.undo()
-            if out_of_memory(error):
+            if out_of_memory(error.__cause__ or error):
                 raise CompressionError(
                     f"model {type(model).__name__}",
                     expected=f"memory for {step}",
@@ -251,18 +251,9 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
     total = 0
     for number, batch in enumerate(batches, start=1):
         sites: list[MixerSite] = []
-        try:
-            with torch.no_grad(), capture(model, on_mixer=sites.append):
-                run_model(model, to_device(batch, device_of(model)))
-        except Exception as error:
-            if isinstance(error, RankwiseError) or out_of_memory(error):
-                raise
-            raise InputError(
-                f"`{name}`, batch {number}",
-                expected=f"a batch that {type(model).__name__} runs on",
-                got=f"{type(error).__name__}: {first_line(error)}",
-                fix=fix_hint(model, batch, error),
-            ) from error
+        failures = batch_errors(model, batch, fix_hint, f"`{name}`, batch {number}")
+        with failures, torch.no_grad(), capture(model, on_mixer=sites.append):
+            run_model(model, to_device(batch, device_of(model)))
         total += int(sites[0].valid_tokens.sum()) if sites else 0
     return total
 

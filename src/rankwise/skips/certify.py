@@ -61,7 +61,7 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
 
     Raises:
         SkipError: if a sequence is all padding, no sequence has two tokens, or λ or a state is not finite.
-        InputError: if a is not in (0, 1).
+        InputError: if a is not in (0, 1), or the model does not run on the batch.
 
     Examples:
         >>> import torch, rankwise as rw

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch
+from rankwise._internals.forward import Batch, batch_errors
 from rankwise.errors import SkipError, instance_of
 from rankwise.skips.find import ForwardRecord, Passage, Residual, Sum, SumName, Version, find_residuals
 from rankwise.skips.hooks import Port, items
@@ -97,7 +97,8 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
     the norm of the site only if every sum has a reader; otherwise it is the final norm of a stack.
     """
-    residuals, record = find_residuals(model, example)
+    with batch_errors(model, example):
+        residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:
         sum_, drops = residual.sum, False

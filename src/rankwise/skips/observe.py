@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, Change, run_model
+from rankwise._internals.forward import Batch, Change, batch_errors, run_model
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
@@ -85,8 +85,8 @@ def observe(
         seen.append(ObservedSkip(site, x, branch, total, mask, Norm("none")))
 
     norms = {site.norm for site in sites} - {""}
-    recording = record_calls(model, norms, copy=True)
-    with with_lambdas(model, sites, lambdas, note), recording as calls, probe_mode(model), torch.no_grad():
+    recording, scaled = record_calls(model, norms, copy=True), with_lambdas(model, sites, lambdas, note)
+    with batch_errors(model, batch), scaled, recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
     by_site = grouped(seen, lambda added: added.site.name)
     if missing := {site.name for site in sites} - set(by_site):

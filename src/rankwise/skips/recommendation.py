@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import Batch, check_batch, each_batch, run_model
+from rankwise._internals.forward import Batch, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
@@ -16,7 +16,7 @@ from rankwise.auditing.measure import measure_states
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
-from rankwise.errors import InputError, RankwiseError, instance_of, one_of
+from rankwise.errors import InputError, instance_of, one_of
 from rankwise.skips.add import check_traceable, skips_of
 from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_sites, check_tokens
@@ -175,15 +175,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     collapsed = any(finding.code == "COLLAPSE" for finding in found)
     skips = bool(skip_sites(model) or _own(model))
     if collapsed or skips:
-        try:
-            with probe_mode(model), torch.no_grad():
-                run_model(model, sample)
-        except RankwiseError:
-            raise
-        except Exception as error:  # the batch is at fault; errors after this check have other causes
-            expected, got = f"a batch that {type(model).__name__} runs on", f"{type(error).__name__}: {error}"
-            fix = fix_hint(model, sample, error)
-            raise InputError("`batch`", expected=expected, got=got, fix=fix) from error
+        with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
+            run_model(model, sample)
         check_traceable(model)
         sites, _ = sites_in(model, sample)
         looked_at = [*["suppressed mixers"] * skips, *["λ against COLLAPSE"] * collapsed]
@@ -226,7 +219,8 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
 
     with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
         for batch in each_batch(batches):
-            run_model(model, batch)
+            with batch_errors(model, batch, fix_hint):
+                run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
 
 

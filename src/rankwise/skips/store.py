@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ class SkipFacts(BaseModel, extra="forbid"):
     frozen: list[str] = []
     """Sites whose λ receives no gradients."""
     fitted: dict[str, Any] = {}
-    """Notes on how λ was found; Rankwise does not use them."""
+    """Notes on how λ was found; `rankwise skip` replaces a folder only if they name its model."""
 
 
 def save_skips(
@@ -144,6 +145,13 @@ def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | Non
     folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     saved = any((folder / name).is_file() for name in (FACTS, NUMBERS))
     return load_skips(model, folder, example) if saved else None
+
+
+def fit_notes(folder: Path) -> dict[str, Any]:
+    """Return the notes on how the λ in a folder was found; empty if the folder has no readable λ-skips."""
+    with suppress(OSError, ValueError):
+        return SkipFacts.model_validate_json((folder / FACTS).read_text("utf-8")).fitted
+    return {}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
