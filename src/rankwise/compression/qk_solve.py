@@ -112,7 +112,8 @@ def narrow_heads(
         starts = [start(layer, next(widths)) for layer in layers]
         costs = [_by_key(layer, factors) for layer, factors in zip(layers, starts, strict=True)]
         cost = mean(chain.from_iterable(costs))
-        whole = all(len(kept) == len(own.key[0]) for own in starts for kept in own.kept)
+        # a share of 1, which `compress` refuses, is a change of basis
+        whole = job.keep != 1 and all(len(kept) == len(own.key[0]) for own in starts for kept in own.kept)
         if job.tolerance is None or aim is None or cost <= job.tolerance or whole:
             break
         if attempt == 0:
