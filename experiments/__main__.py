@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "list":
         for one in EXPERIMENTS.values():
-            print(f"{one.name:22} {one.title}: {', '.join(one.rows)}")
+            print(f"{one.name:22} {one.title}: {'; '.join(one.rows)}")
             for label, config in one.large.items():
                 print(f"{'':22} not run here: {label}, {gpu_hours(config):.1f} hours on one GPU")
         for study in STUDIES.values():
@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "render":
             return _render(check=given.check)
         if given.name in STUDIES:
+            usual = vars(run.parse_args([given.name, "--data", str(given.data)]))
+            if unused := [f"--{name}" for name, value in usual.items() if getattr(given, name) != value]:
+                parser.error(f"{given.name}: expected no option but --data, got {', '.join(unused)}")
             _run_study(STUDIES[given.name], given.data)
             return 0
         experiment = EXPERIMENTS[given.name]
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             experiment, given.data, rows, seeds, folder=given.folder, results=given.results
         )
         return 0 if succeeded else 1
-    except RankwiseError as error:
+    except (RankwiseError, FileNotFoundError) as error:
         parser.error(str(error))
 
 
@@ -95,7 +98,7 @@ def _render(*, check: bool) -> int:
     for study in STUDIES.values():
         files |= study.files(study.kept())
     if check:
-        stale = [path for path, text in files.items() if path.read_text(encoding="utf-8") != text]
+        stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
         for path in stale:
             print(f"{path} does not agree with the results: python -m experiments render", file=sys.stderr)
         return 1 if stale else 0

@@ -1,11 +1,13 @@
 """An experiment on training: one claim, its rows, its expectations; its missing runs are measured here."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 from experiments.results import RESULTS, append_run, changed_fields, check_same_data, read_runs
 from experiments.training.config import TrainingConfig
@@ -86,6 +88,7 @@ def run_missing(
         for label in rows:
             config = {**experiment.rows, **experiment.large}[label]
             command = f"python -m experiments run {experiment.name} --rows '{label}' --seeds {seed}"
+            command += " --large" * (label in experiment.large)
             kept = [run for run in read_runs(path) if (run["row"], run["seed"]) == (label, seed)]
             if kept and (changed := changed_fields(kept[0], config)):
                 print(f"{command}: {path} has a run with another {', '.join(changed)}", file=sys.stderr)
@@ -94,10 +97,15 @@ def run_missing(
                 continue
             print(command, flush=True)
             try:  # a fresh process, so that its peak memory is due to the run
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
                     arguments = (config, label, seed, data, folder / experiment.name, command)
                     append_run(path, pool.submit(train_row, *arguments).result())
             except Exception as error:  # the other rows run all the same
                 print(f"{command}: {type(error).__name__}: {error}", file=sys.stderr)
                 succeeded = False
     return succeeded
+
+
+def end_with_parent() -> None:
+    """End this process if the process that started it is killed, so that the run can be resumed."""
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # type: ignore[union-attr]

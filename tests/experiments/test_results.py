@@ -190,6 +190,9 @@ def test_a_study_keeps_its_report_and_writes_its_page(
     assert "got none. Run it first: `python -m experiments run tiny`" in capsys.readouterr().err
     assert command.main(["run", "tiny", "--data", "somewhere"]) == 0
     assert "found\n\nsomewhere" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["run", "tiny", "--results", str(tmp_path / "other"), "--seeds", "1"])
+    assert "expected no option but --data, got --seeds, --results" in capsys.readouterr().err
     kept = study.kept()
     assert (kept["found"], kept["command"]) == ("somewhere", "python -m experiments run tiny")
     assert kept["versions"]["torch"]

@@ -82,6 +82,26 @@ def test_a_run_that_was_killed_and_resumed_has_the_same_bits(tmp_path: Path) -> 
     assert_same_run((folder, resumed), (tmp_path / "straight", straight), step)
 
 
+def test_the_process_of_a_run_ends_with_the_command_that_is_killed() -> None:
+    """The pipe ends once no process holds it, and the process of the run inherits it."""
+    script = """if __name__ == "__main__":
+    import os, time
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+    from experiments.experiment import end_with_parent
+    with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
+        pool.submit(os.getpid).result()
+        print("started", flush=True)
+        pool.submit(time.sleep, 600).result()
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    process.kill()
+    process.communicate(timeout=120)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
