@@ -54,18 +54,10 @@ def listops(
         for part, rows in ((1, test), (0, train))
     )
     return make_task(
-        "listops",
-        "sequence",
-        trained,
-        tested,
-        length=length,
+        "listops", "sequence", trained, tested, length=length,
         source=SOURCE + (LENGTHS if (min_length, length) == PUBLISHED else ""),
-        seed=seed,
-        options=rule._asdict(),
-        vocab_size=len(TOKENS),
-        num_labels=10,
-        pad_token_id=0,
-    )
+        seed=seed, options=rule._asdict(), vocab_size=len(TOKENS), num_labels=10, pad_token_id=0,
+    )  # fmt: skip
 
 
 class Level(NamedTuple):

@@ -36,15 +36,9 @@ def mqar(
         for part, rows in enumerate((train, test))
     ]
     return make_task(
-        "mqar",
-        "language",
-        *splits,
-        length=length,
-        source=SOURCE,
-        seed=seed,
-        options=options,
+        "mqar", "language", *splits, length=length, source=SOURCE, seed=seed, options=options,
         vocab_size=vocab_size,
-    )
+    )  # fmt: skip
 
 
 def _sequences(
