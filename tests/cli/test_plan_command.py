@@ -214,7 +214,7 @@ def test_saved_skips_are_part_of_the_model(run: Run, tiny: Path) -> None:
     rw.add_lambda_skip(model, init=0.01)
     rw.skips.save_skips(model, "models/skips")
     with_skips, without = trained(Path("models/skips")), trained(tiny)
-    assert "with the 2 λ-skips saved beside the model" in with_skips.notes
+    assert "with the 2 λ-skips saved next to the model" in with_skips.notes
     first, second = with_skips.trained, without.trained
     assert first[:2] == second[:2]  # λ has no effect on the first layer
     assert first[2:] != second[2:]

@@ -404,3 +404,10 @@ def test_a_batch_on_which_the_model_fails_is_refused(call: Callable[..., Any], s
         add_lambda_skip(model, example=batch)
     with pytest.raises(InputError, match="`batch`: expected a batch that T5Model runs on, got Value"):
         call(model, {"input_ids": batch["input_ids"]})
+
+
+def test_a_model_without_an_implementation_gets_its_own_reason() -> None:
+    """The advice on attention is for FlexAttention alone, which has no derivative on a CPU."""
+    with pytest.raises(InputError, match="NotImplementedError") as raised:
+        add_lambda_skip(nn.Sequential(nn.Module()), example=torch.ones(1, 4, 8))
+    assert "sdpa" not in str(raised.value)

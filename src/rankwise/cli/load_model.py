@@ -107,7 +107,7 @@ def load_model(
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
     if loaded.source and (skips := apply_saved_skips(loaded.model, loaded.source)) is not None:
-        loaded.notes.append(f"with the {len(skips)} λ-skips saved beside the model")
+        loaded.notes.append(f"with the {len(skips)} λ-skips saved next to the model")
     return loaded
 
 

@@ -317,6 +317,8 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
         with probe_mode(model), calls.following(), SumRecorder(calls.running, record):
             output = run_model(model, map_tensors(example, learning))
     except NotImplementedError as error:
+        if "FlexAttention" not in str(error):
+            raise
         raise SkipError(
             f"model {type(model).__name__}", expected="operations with a derivative", got=str(error),
             fix="Load it with attention in PyTorch: `model.set_attn_implementation('sdpa')`.",
