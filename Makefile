@@ -53,4 +53,4 @@ build: $(STAMP)  ## Build the wheel into dist/.
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## Remove what the targets made.
-	rm -rf $(VENV) .venv-torch-* build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist site rankwise-audit .pytest_cache .mypy_cache .ruff_cache

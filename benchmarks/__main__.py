@@ -19,10 +19,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
 from benchmarks.harness import machine, positive
 
 from rankwise._internals.files import write_file
+from rankwise.cli.load_model import check_device
+from rankwise.errors import InputError
 
 NAMES = ("audit", "language", "monitor_skip", "rank", "state_space", "tssa")
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -67,9 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     benchmark.options(parser)
     given = parser.parse_args(words[1:])
+    try:
+        device = check_device(given.device)
+    except InputError as error:
+        parser.error(str(error))
     settings = {key: value for key, value in vars(given).items() if key != "out"}
     report: dict[str, Any] = {
-        "machine": machine(torch.device(given.device)),
+        "machine": machine(device),
         "command": f"python -m benchmarks {shlex.join(words)}",
         "settings": settings | {"freed_memory_is_kept": os.environ.items() >= KEPT.items()},
         "rows": [],

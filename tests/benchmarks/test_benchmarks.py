@@ -142,3 +142,11 @@ def test_a_wrong_option_is_refused(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["tssa", *wrong])
     assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rank", "tssa"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_missing_is_one_line(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([name, "--device", "cuda"])
+    assert "--device cuda: expected a device that torch sees" in capsys.readouterr().err.splitlines()[-1]

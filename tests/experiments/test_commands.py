@@ -71,3 +71,10 @@ def test_every_measured_row_of_the_readme_names_its_command() -> None:
     rows = [line for line in part.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 5
     assert all(re.search(r"`(python -m|pytest) ", row) for row in rows)
+
+
+def test_make_clean_removes_every_folder_that_git_ignores_but_data_and_runs() -> None:
+    ignored = re.findall(r"^/(.+)/$", (ROOT / ".gitignore").read_text(encoding="utf-8"), re.MULTILINE)
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("clean:")[2]
+    removed = {*recipe.replace("$(VENV)", ".venv").split()}
+    assert {*ignored} - removed == {".cache", "data", "runs"}
