@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 from tests.measures.measure_cases import normal
+from threadpoolctl import ThreadpoolController
 
 import rankwise as rw
-from rankwise._internals import threads as parallel
 from rankwise._internals.threads import map_threads, numpy_is_on_one_thread, one_thread
 from rankwise.auditing.measure import measure_heads, sampled
 from rankwise.measures import estimate_spectrum, evaluate, rank_summary
@@ -25,9 +25,11 @@ def _settings():
     torch.set_num_threads(before)
 
 
-def numpy_threads() -> int | None:
-    found = parallel._openblas()
-    return None if found is None else found[0]()
+BLAS = ThreadpoolController().select(user_api="blas")
+
+
+def numpy_threads() -> list[int]:
+    return [library["num_threads"] for library in BLAS.info()]
 
 
 def test_results_are_in_order_and_torch_sets_the_number_of_threads():
@@ -111,23 +113,18 @@ def test_settings_are_restored_after_an_error(error):
 
 
 def test_the_limit_of_numpy_ends_with_the_last_map():
-    if numpy_threads() is None:
-        pytest.skip("numpy has another library than OpenBLAS")
-    _, limit = parallel._openblas()
-    before = numpy_threads()
-    limit(2)
-    try:
+    if not BLAS.lib_controllers:
+        pytest.skip("the BLAS of numpy is not known to threadpoolctl")
+    with BLAS.limit(limits=2):
         assert not numpy_is_on_one_thread()
         with one_thread():
-            assert numpy_threads() == 1
+            assert set(numpy_threads()) == {1}
             assert numpy_is_on_one_thread()
             other = threading.Thread(target=lambda: map_threads(lambda _: None, range(2)))
             other.start()
             other.join()
-            assert numpy_threads() == 1  # the other map was not the last
-        assert numpy_threads() == 2
-    finally:
-        limit(before)
+            assert set(numpy_threads()) == {1}  # the other map was not the last
+        assert set(numpy_threads()) == {2}
 
 
 def test_gradient_and_inference_modes_are_passed_to_threads():

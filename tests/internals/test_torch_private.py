@@ -1,12 +1,10 @@
-"""Private names of torch and numpy still do what `rankwise._internals.torch_private` takes them for.
+"""Private names of torch still do what `rankwise._internals.torch_private` takes them for.
 
-Needs nothing but torch, numpy and pytest. `make torch TORCH=2.9.0` runs it against a version of torch.
+Needs nothing but torch and pytest. `make torch TORCH=2.9.0` runs it against a version of torch.
 """
 
-import ctypes
 import importlib
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -270,13 +268,6 @@ def test_reset() -> None:
     nn.init.constant_(attention.in_proj_weight, 7.0)
     getattr(attention, torch_private.RESET)()
     assert not (attention.in_proj_weight == 7).any(), "MultiheadAttention draws its weights by another method"
-
-
-def test_numpy_linalg_file() -> None:
-    file = torch_private.numpy_linalg_file()
-    assert file is not None, "numpy.linalg._umath_linalg is no longer where numpy calls LAPACK"
-    ctypes.CDLL(file)
-    assert np.linalg.svd(np.eye(2))[1].tolist() == [1, 1]
 
 
 def test_without_vmap_puts_mapped_axes_first() -> None:

@@ -5,7 +5,6 @@ other programs use the cores, this takes up to a hundred times as long. With one
 never wait, and results do not depend on the number of threads. Decision 004 reports both.
 """
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +13,13 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-
-from rankwise._internals.torch_private import numpy_linalg_file
+from threadpoolctl import ThreadpoolController
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 PARALLEL_BYTES = 2**29
 """Total bytes of float64 matrices processed in parallel; a larger matrix is processed alone."""
-OPENBLAS = "{}openblas_{}_num_threads{}"
-"""Names of OpenBLAS functions, with placeholders for prefix, "get" or "set", and suffix; builds differ."""
-NAMES = [("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", "")]
 
 
 class _Inside(threading.local):
@@ -35,8 +30,8 @@ class _Inside(threading.local):
 
 _inside = _Inside()
 _lock = threading.Lock()
-_limits: list[int] = []
-"""OpenBLAS's original number of threads; the list has one entry per active `one_thread` of the process."""
+_limits: list[Any] = []
+"""One limit of numpy's BLAS per active `one_thread` of the process; the first knows the original number."""
 
 
 @contextmanager
@@ -102,38 +97,24 @@ def map_threads(
 
 def numpy_is_on_one_thread() -> bool:
     """Return True if numpy's LAPACK is limited to one thread; numpy is then faster than torch."""
-    return torch.get_num_threads() == 1 and bool(_limits)
+    return torch.get_num_threads() == 1 and bool(_limits) and bool(_blas().lib_controllers)
 
 
 @contextmanager
 def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit numpy's OpenBLAS, if present, to one thread; when the last active block ends, undo the limit."""
-    functions = _openblas()
-    if functions is None:
-        yield
-        return
-    tell, limit = functions
+    """Limit numpy's BLAS to one thread; when the last active block of the process ends, undo the limit."""
     with _lock:
-        _limits.append(_limits[0] if _limits else tell())
-        limit(1)
+        _limits.append(_blas().limit(limits=1))
     try:
         yield
     finally:
         with _lock:
-            before = _limits.pop()
+            last = _limits.pop()
             if not _limits:
-                limit(before)
+                last.restore_original_limits()
 
 
 @lru_cache(maxsize=1)
-def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """Return the OpenBLAS functions that get and set its number of threads; None if numpy does not use it."""
-    file = numpy_linalg_file()
-    if file is None:
-        return None
-    library = ctypes.CDLL(file)
-    for before, after in NAMES:
-        tell, limit = (getattr(library, OPENBLAS.format(before, do, after), None) for do in ("get", "set"))
-        if tell is not None and limit is not None:
-            return tell, limit
-    return None
+def _blas() -> ThreadpoolController:
+    """Return the BLAS libraries of the process; the search for them takes milliseconds."""
+    return ThreadpoolController().select(user_api="blas")

@@ -1,4 +1,4 @@
-"""Wrappers of private names of torch and numpy, so that a new version affects only this file.
+"""Wrappers of private names of torch, so that a new version affects only this file.
 
 ``test_torch_private.py`` tests each function, ``test_private_names.py`` that no other file uses such names.
 """
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -247,11 +246,3 @@ def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) ->
         for hooks, before in kept:
             hooks.clear()
             hooks.update(before)
-
-
-# --- numpy -------------------------------------------------------------------------------------------------
-
-
-def numpy_linalg_file() -> str | None:
-    """Return the path of the library behind `numpy.linalg`, which is linked to LAPACK; None if not found."""
-    return getattr(getattr(np.linalg, "_umath_linalg", None), "__file__", None)
