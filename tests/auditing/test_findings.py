@@ -81,7 +81,7 @@ def test_a_finding_of_a_layer_appears_at_its_threshold(
 
 def test_every_rule_has_a_case() -> None:
     codes = {code for code, *_ in (*CASES.values(), *LAYER_CASES)}
-    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "REMOVABLE"} == set(RULES)
+    assert codes | {"DUPLICATE_HEADS", "NOT_CAPTURED", "RANDOM_WEIGHTS", "REMOVABLE"} == set(RULES)
 
 
 def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,16 +138,29 @@ def raised(finding: Finding) -> None:
     assert "COLLAPSE" not in codes(rw.audit(averages(skip=2), [tokens()]))
 
 
+def renamed(finding: Finding) -> None:
+    model = bert()
+    others = {name.replace("self.query", "self.q"): weight for name, weight in model.state_dict().items()}
+    model.save_pretrained("others", state_dict={**others})
+    _, loading = type(model).from_pretrained("others", output_loading_info=True)
+    assert loading["missing_keys"]
+    names = dict(zip(sorted(loading["unexpected_keys"]), sorted(loading["missing_keys"]), strict=True))
+    model.save_pretrained("renamed", state_dict={names.get(at, at): one for at, one in others.items()})
+    assert not type(model).from_pretrained("renamed", output_loading_info=True)[1]["missing_keys"]
+
+
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "set the weights of the output projection that read this head to 0, and compare the loss": without_head,
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
     "give both the query and key weights of one of them, and compare the loss": merged,
+    ", and save it under the names of the model": renamed,
     "raise λ in the config or the skip connections of the model, if it has λ": raised,
     "or take the block out of its list and compare the loss": without_block,
     "or set the weights of its output projection to 0 and compare the loss": without_mixer,
 }
 LEADS = (
+    "see which names the checkpoint has instead, ",
     "see whether half precision overflowed, ",
     "if a number is not finite in float32 either, its cause is in the inputs or in the weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
@@ -266,7 +279,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
     "NOT_CAPTURED": (unseen, tokens),
+    "RANDOM_WEIGHTS": (bert, ids),
 }
+LACKS = {"model": "lacks", "random_weights": ["bert.encoder.layer.0.attention.self.query.weight"]}
+"""Provenance of a model from a checkpoint that lacks a weight."""
 
 
 @pytest.fixture
@@ -298,7 +314,9 @@ def run(command: str, model: nn.Module, folder: Path) -> None:
 def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
     made, inputs = CASES[case]
     model, batch = made(), inputs()
-    audit = rw.audit(model, [batch], importance=case == "REMOVABLE")
+    about = LACKS if case == "RANDOM_WEIGHTS" else None
+    bert().save_pretrained(LACKS["model"])
+    audit = rw.audit(model, [batch], importance=case == "REMOVABLE", provenance=about)
     if " " in case:
         audit = rw.skips.recommend(audit, model, batch)
     names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}

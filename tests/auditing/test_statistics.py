@@ -309,6 +309,14 @@ def test_a_module_is_never_called_if_no_shard_called_it(shards) -> None:
     assert [finding.code for finding in both.findings].count("NOT_CAPTURED") == 1
 
 
+def test_weights_that_are_random_in_a_shard_are_a_finding_of_the_merged_audit(shards) -> None:
+    names = {"random_weights": ["blocks.0.weight"]}
+    lacks = changed(shards[1], provenance=shards[1].provenance.model_copy(update=names))
+    for audits in ([shards[0], lacks], [lacks, shards[0]]):
+        found = [finding for finding in rw.Audit.merge(audits).findings if finding.code == "RANDOM_WEIGHTS"]
+        assert [finding.evidence for finding in found] == [{"weights": 1}]
+
+
 def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
     """Whoever changes the number reads only these files, from the captured mixer to the record."""
     from rankwise._internals.statistics import Moments

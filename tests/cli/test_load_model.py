@@ -201,12 +201,31 @@ def test_every_command_warns_of_weights_that_blocks_lack(run, tiny, command) -> 
     )
     assert warning in done.stderr
     assert "1 weights are not in the checkpoint and random, among them" in " ".join(done.stdout.split())
+    assert ("RANDOM_WEIGHTS" in done.stdout) == (command == "audit")
+
+
+@pytest.mark.parametrize("models", [["changed"], ["changed", "tiny"]], ids=["one", "several"])
+def test_weights_that_blocks_lack_are_a_finding(run, tiny, models) -> None:
+    save_changed(tiny, lambda name: None if "layers.1." in name else name)
+    shutil.copytree(tiny, "tiny", dirs_exist_ok=True)
+    done = run("audit", *models, *COMMANDS["audit"][2:], "--fail-on", "RANDOM_WEIGHTS", "--out", "new")
+    assert done.exit_code == 3, done.output
+    audits = [Audit.load(path) for path in sorted(Path("new").rglob("audit.json"))]
+    assert len(audits) == len(models)
+    found = [[one for one in audit.findings if one.code == "RANDOM_WEIGHTS"] for audit in audits]
+    assert [len(some) for some in found] == [1, 0][: len(models)]
+    [finding] = found[0]
+    missing = audits[0].provenance.random_weights
+    assert finding.severity == "warning"
+    assert finding.evidence == {"weights": len(missing)}
+    assert missing == sorted(name for name in load_file(tiny / "model.safetensors") if "layers.1." in name)
 
 
 def test_a_new_head_is_no_error_and_no_warning(run, tiny) -> None:
     save_changed(tiny, lambda name: None if "lm_head" in name else name)
     done = run(*COMMANDS["audit"])
     assert (done.exit_code, done.stderr) == (0, "")
+    assert "RANDOM_WEIGHTS" not in done.stdout
 
 
 # --- answers of the Hub ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from rankwise.auditing.records import (
     Finding,
     HeadRecord,
     LayerRecord,
+    Provenance,
     Severity,
     Unseen,
 )
@@ -67,6 +68,7 @@ class Measured(NamedTuple):
     importance: ImportanceRecord | None
     mixers: Collection[list[HeadRecord]]
     """Heads grouped by mixer."""
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +115,11 @@ def diagnose(
     layers: Sequence[LayerRecord],
     uncaptured: Sequence[Unseen],
     importance: ImportanceRecord | None = None,
+    provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
-    measured = Measured(heads, layers, uncaptured, importance, mixers)
+    measured = Measured(heads, layers, uncaptured, importance, mixers, provenance)
     subjects = {rule.find: rule.about for rule in RULES.values()}
     found: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
@@ -154,6 +157,20 @@ def removable(measured: Measured) -> Iterator[Finding]:
         }  # fmt: skip
         words = describe_removable(importance, found)
         yield _finding("REMOVABLE", HeadId() if others else first, evidence, words, tolerance=found.tolerance)
+
+
+@rule(
+    "RANDOM_WEIGHTS", about="model", decided_by="weights", worse="higher",
+    remedy="see which names the checkpoint has instead, `type(model).from_pretrained({name!r}, "
+    "output_loading_info=True)[1]`, and save it under the names of the model",
+)  # fmt: skip
+def random_weights(measured: Measured) -> Iterator[Finding]:
+    """Find weights of blocks that the checkpoint does not have."""
+    about = measured.provenance
+    if about is not None and (names := about.random_weights):
+        words = f"{len(names)} weights of blocks are not in the checkpoint and random, such as {names[0]}."
+        evidence = {"weights": len(names)}
+        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", name=about.model)
 
 
 @rule(

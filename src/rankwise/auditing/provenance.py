@@ -188,8 +188,9 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     fields: dict[str, Any] = {
         "advised": False, "sources": {}, "versions": versions,
         "parts": sorted(part for about in both for part in about.parts),
-        "notes": list(dict.fromkeys(note for about in both for note in about.notes)),
     }  # fmt: skip
+    for name in ("notes", "random_weights"):
+        fields[name] = list(dict.fromkeys(item for about in both for item in getattr(about, name)))
     fields |= {name: max(getattr(about, name) for about in both) for name in LATEST}
     fields |= {name: sum(getattr(about, name) for about in both) for name in SUMS}
     fields |= {name: _joined([getattr(about, name) for about in both], by) for name, by in JOINED.items()}

@@ -166,7 +166,7 @@ class Audit(Record):
             provenance=about.model_copy(update={"method": describe_method(heads)}),
             heads=heads,
             layers=layers,
-            findings=diagnose(heads, layers, statistics.uncaptured, importance),
+            findings=diagnose(heads, layers, statistics.uncaptured, importance, about),
             uncaptured=statistics.uncaptured,
             texts=statistics.texts,
             importance=importance,

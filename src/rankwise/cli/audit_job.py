@@ -201,6 +201,7 @@ def run(
         "command": job.command,
         "notes": loaded.notes,
         "weights": weights_digest(model.model, model.random_weights),
+        "random_weights": model.random_blocks,
     }
     settings = AuditSettings.of(
         delta=job.delta, method=job.method, matrices=job.matrices, baseline=job.baseline,

@@ -57,6 +57,8 @@ class LoadedModel:
     """Folder or name of a tokenizer that is not saved with the model."""
     random_weights: tuple[str, ...] = ()
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
+    random_blocks: list[str] = field(default_factory=list)
+    """Those of them that are in blocks."""
     use_cache: bool | None = None
     """Setting of the checkpoint; `load_model` turns the cache off."""
 
@@ -196,15 +198,20 @@ def _from_transformers(
         model.config.use_cache = False  # a cache is useless for one pass over whole texts
     commit = str(config_value(config, "_commit_hash") or revision or "")
     missing = tuple(sorted(loading.get("missing_keys", ())))
-    notes = _missing_notes(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
+    inside = _missing_in_blocks(f"model {spec}", model, missing, loading.get("unexpected_keys", ()))
+    notes = []
+    if missing:
+        notes.append(f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}")
     return LoadedModel(
         model, spec, commit, source=spec, notes=notes, trust_remote_code=trust_remote_code,
-        random_weights=missing, use_cache=use_cache,
+        random_weights=missing, random_blocks=inside, use_cache=use_cache,
     )  # fmt: skip
 
 
-def _missing_notes(subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]) -> list[str]:
-    """Return notes on weights that a checkpoint lacks, with a warning if a block needs them.
+def _missing_in_blocks(
+    subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]
+) -> list[str]:
+    """Return the weights of blocks that a checkpoint lacks, with a warning if there are any.
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """
@@ -223,7 +230,7 @@ def _missing_notes(subject: str, model: nn.Module, missing: Sequence[str], extra
     if inside := [weight for weight in missing if weight.startswith(blocks)]:
         said = f"{len(inside)} weights of blocks are not in the checkpoint and random, such as {inside[0]}"
         print(f"rankwise: warning: {subject}: {said}", file=sys.stderr)
-    return [f"{len(missing)} weights are not in the checkpoint and random, among them {missing[0]}"]
+    return inside
 
 
 def _loading_fix(spec: str, error: str) -> str:
