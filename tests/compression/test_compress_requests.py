@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.compression.compression_cases import GPT, SIZES, Make, bert, deberta, gpt2, ids, llama, made, qwen3
+from tests.compression.compression_cases import (
+    GPT,
+    SIZES,
+    Make,
+    bert,
+    deberta,
+    gpt2,
+    ids,
+    llama,
+    made,
+    mpnet,
+    qwen3,
+)
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
@@ -249,17 +261,113 @@ def test_the_name_of_a_model_is_refused() -> None:
         rw.compress("gpt2", [ids()])
 
 
+class Adapter(nn.Module):
+    """A linear layer with low-rank adapters, as peft builds it."""
+
+    def __init__(self, base_layer: Any, size: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        outputs = base_layer.out_features if isinstance(base_layer, nn.Linear) else base_layer.nf
+        inputs = base_layer.weight.numel() // outputs
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs, bias=False)})
+        nn.init.normal_(self.lora_B["default"].weight, std=size)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def adapted(make: Make, *layers: str, size: float = 1.0) -> Make:
+    """Models with adapters on the layers whose names end as given."""
+
+    def build() -> nn.Module:
+        model = make()
+        for name, module in list(model.named_modules()):
+            if name.endswith(layers):
+                model.set_submodule(name, Adapter(module, size))
+        return model.eval()
+
+    return build
+
+
+class OwnWeights(nn.Module):
+    """Attention whose weights (heads, width, D) lie in no linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(3, 4, 8, 32) / 5)
+        self.output = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, k, v = torch.einsum("btd,nhkd->nbhtk", x, self.qkv)
+        return self.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def own_weights() -> nn.Module:
+    return nn.Sequential(nn.Embedding(61, 32), OwnWeights())
+
+
+def torch_layer() -> nn.Module:
+    return nn.Sequential(nn.Embedding(61, 32), nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)).eval()
+
+
+MERGE = "whose adapter is not merged: `merge_and_unload"
 REFUSED_MODELS = [
     (deberta, "qk", "plus terms that all sequences share"),
-    (qwen3, "rotary", "a norm comes between"),
+    (qwen3, "rotary", "queries come from .*q_norm', which is of class Qwen3RMSNorm, not nn.Linear"),
+    (qwen3, "qk", "queries come from .*q_norm', which is of class Qwen3RMSNorm"),
+    (llama, "qk", "positions are rotated into its queries. Where"),
+    (gpt2, "rotary", "positions are not rotated into its queries and keys[.;]"),
+    (adapted(gpt2, "c_attn"), "heads", MERGE),
+    (adapted(gpt2, "c_attn"), "qk", f"its queries come from .*c_attn', {MERGE}"),
+    (adapted(gpt2, "c_attn", size=0), "qk", MERGE),
+    (adapted(gpt2, "c_attn"), "kv", f"its values come from .*c_attn', {MERGE}"),
+    (adapted(gpt2, "attn.c_proj"), "heads", MERGE),
+    (lambda: attention(adapted(gpt2, "c_attn")(), "eager"), "qk", MERGE),
+    (adapted(bert, "attention.output.dense"), "heads", f"output.dense., {MERGE}"),
+    (adapted(llama, "q_proj"), "rotary", f"its queries come from .*q_proj', {MERGE}"),
+    (adapted(llama, "k_proj"), "rotary", f"its keys come from .*k_proj', {MERGE}"),
+    (adapted(llama, "k_proj"), "kv", f"its keys come from .*k_proj', {MERGE}"),
+    (own_weights, "qk", r"not from an nn.Linear: 'qkv' \(3, 4, 8, 32\)"),
+    (own_weights, "rotary", r"not from an nn.Linear: 'qkv' \(3, 4, 8, 32\)"),
+    (own_weights, "heads", r"not from an nn.Linear: 'qkv' \(3, 4, 8, 32\)"),
+    (torch_layer, "qk", r"'self_attn.in_proj_weight' \(96, 32\)|'in_proj_weight' \(96, 32\)"),
 ]
 
 
 @pytest.mark.parametrize(("make", "part", "said"), REFUSED_MODELS)
 def test_models_that_a_part_cannot_change_are_refused(make: Make, part: str, said: str) -> None:
     model = make()
+    batch = ids() if hasattr(model, "config") else ids()["input_ids"]
     with untouched(model), pytest.raises(CompressionError, match=said):
+        rw.compress(model, [batch], keep=0.5, parts=part)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"input_ids": ids(1)["input_ids"]}, "the first batch has one sequence: begin with two"),
+        ({"input_ids": ids(1)["input_ids"].repeat(2, 1)}, "the first two sequences are equal"),
+    ],
+)
+def test_an_explicit_softmax_needs_two_different_sequences(batch: dict[str, Any], said: str) -> None:
+    with pytest.raises(CompressionError, match=said):
+        rw.compress(mpnet(), [batch, ids()], keep=0.5)
+
+
+def test_the_part_kv_names_batches_without_names() -> None:
+    with pytest.raises(CompressionError, match=r"got a tuple as batch. Pass a dict: .{'input_ids': ids}"):
+        rw.compress(gpt2(), [(ids()["input_ids"],)], keep={"kv": 0.5})
+
+
+@pytest.mark.parametrize("part", ["heads", "qk", "kv"])
+def test_adapters_of_peft_are_compressed_after_their_merge(part: str) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["c_attn"], r=2, init_lora_weights=False)
+    model = peft.get_peft_model(gpt2(), options).eval()
+    with pytest.raises(CompressionError, match=MERGE):
         rw.compress(model, [ids()], keep=0.5, parts=part)
+    assert not rw.compress(model.merge_and_unload(), [ids()], keep=0.5, parts=part).left_out
 
 
 def test_a_model_without_data_or_compression_is_refused() -> None:

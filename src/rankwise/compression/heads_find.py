@@ -25,10 +25,14 @@ from rankwise._internals.forward import (
 from rankwise.compression.evaluate import is_decoder
 from rankwise.compression.heads_modules import CutLinear, RemovedHeads, build
 from rankwise.compression.layers import (
+    Nearby,
     at_once_and_in_halves,
     check_finite,
     check_some,
+    is_adapter,
     main_output,
+    nearby,
+    not_linear,
     relative_error,
 )
 from rankwise.compression.qk_modules import runs_of
@@ -41,9 +45,7 @@ from rankwise.tracing.projections import (
     Projection,
     each_once,
     find_projection,
-    is_linear,
     linear_parts,
-    names_below,
 )
 
 SIZE_RULES = 4
@@ -288,37 +290,39 @@ def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjec
     """Return the linear layers around the heads of each layer, and why each other layer is left out."""
     sites: dict[str, MixerSite] = {}  # the last call of each layer, as in `inputs` and `outputs`
     watching = capture(model, on_mixer=lambda site: sites.update({site.name: site}), values=True)
-    with record_calls(model, is_linear) as calls, torch.no_grad(), watching:
+    with record_calls(model, lambda *_: True) as calls, torch.no_grad(), watching:
         run_model(model, batch)
-    inputs = {call.name: call.args[0] for call in calls if call.args}
-    outputs = {call.name: call.output for call in calls if call.args}
-    found = {name: _layer(model, site, inputs, outputs) for name, site in sites.items()}
+    inputs = {call.name: call.args[0] for call in calls if call.args and isinstance(call.args[0], Tensor)}
+    outputs = {call.name: call.output for call in calls if call.name in inputs}
+    found = {name: _layer(site, inputs, nearby(model, name, outputs)) for name, site in sites.items()}
     layers = [layer for layer in found.values() if isinstance(layer, HeadProjections)]
     return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}
 
 
-def _layer(
-    model: nn.Module, site: MixerSite, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> HeadProjections | str:
+def _layer(site: MixerSite, inputs: dict[str, Tensor], near: Nearby) -> HeadProjections | str:
     if site.kind != "softmax":
         return f"its mixing is {site.kind}: only heads of softmax attention are removed"
     if site.values is None or site.output is None:
         return "the outputs of its heads are not seen"
     if not bool(site.output.isfinite().all()):
         return "the outputs of its heads hold NaN or infinity"
-    output = _output_projection(site.name, site.output, inputs)
+    if adapted := [name for name in near.others if is_adapter(near.model, name)]:
+        return f"it has {adapted[0]!r}, {not_linear(near.model, adapted[0])}"
+    output = _reader(near, site.output, inputs)
     if output is None:
-        return "no linear layer reads its concatenated heads: a norm, a gate or a fused module follows"
-    near = {name: outputs[name] for name in names_below(list(outputs), site.name) if name != output}
+        return "no module reads its concatenated heads: its code changes them before"
+    if reason := not_linear(near.model, output):
+        return f"its concatenated heads are read by {output!r}, {reason}"
+    linear = {name: own for name, own in near.linear.items() if name != output}
     values = each_once(site.values)
     shape = values.shape[0], values.shape[2]
-    value = find_projection(values, {name: own for name, own in near.items() if own.shape[:2] == shape})
+    value = find_projection(values, {name: own for name, own in linear.items() if own.shape[:2] == shape})
     if value is None:
-        return "its values are the output of no linear layer"
+        return near.reason("values", values)
     heads, value_heads, width = site.output.shape[1], values.shape[1], values.shape[3]
     if heads % value_heads:
         return f"{heads} query heads do not share {value_heads} value heads evenly"
-    sizes = {name: linear_parts(model.get_submodule(name))[0].shape[0] for name in near}  # type: ignore[index]
+    sizes = {name: linear_parts(near.model.get_submodule(name))[0].shape[0] for name in linear}  # type: ignore[index]
     widths = {width} | (
         {site.operator.query.shape[-1]} if isinstance(site.operator, SoftmaxMixing) else set()
     )
@@ -360,14 +364,15 @@ def _fused_blocks(
     return None
 
 
-def _output_projection(name: str, heads: Tensor, inputs: dict[str, Tensor]) -> str | None:
-    """Return the linear layer that reads the concatenated heads, inside the attention layer or next to it."""
+def _reader(near: Nearby, heads: Tensor, inputs: dict[str, Tensor]) -> str | None:
+    """Return the module that reads the concatenated heads, a linear layer if one does."""
     joined = heads.transpose(1, 2).flatten(2)
     bound = CLOSE * torch.finfo(joined.dtype).eps * float(joined.abs().max())
-    parent = name.rpartition(".")[0]
-    inside = [other for other in inputs if other.startswith(f"{name}.") or not name]
+    parent = near.name.rpartition(".")[0]
+    inside = [other for other in inputs if other.startswith(f"{near.name}.") or not near.name]
     around = [other for other in inputs if other.startswith(f"{parent}.") or not parent]
-    for other in dict.fromkeys([*inside, *around]):
+    names = sorted(dict.fromkeys([*inside, *around]), key=lambda name: bool(not_linear(near.model, name)))
+    for other in names:
         given = inputs[other]
         if given.numel() != joined.numel() or given.shape[-1] != joined.shape[-1]:
             continue

@@ -56,6 +56,9 @@ class RemovedHeads(BaseModel, extra="forbid"):
 class EmptyLinear(ReplacedLinear):
     """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
 
+    reason = "from which all heads were removed"
+    """Why it cannot be changed as a linear layer."""
+
     def __init__(self, in_features: int, out_features: int, bias: bool, **options: Any) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, config_value, device_of, first_sequences, run_model, to_device
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
-from rankwise.compression.layers import at_once_and_in_halves, keep_passing
+from rankwise.compression.layers import Nearby, at_once_and_in_halves, keep_passing, not_linear
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
@@ -102,24 +102,24 @@ def _run_with_cache(model: nn.Module, batch: Any) -> tuple[_Observed, Any]:
     config, can = getattr(model, "config", None), getattr(model, "can_generate", None)
     if config_value(config, "is_encoder_decoder"):
         raise _no_cache(model, "an encoder-decoder, whose decoder caches two kinds of keys")
-    if config is None or can is None or not can() or not isinstance(batch, Mapping):
+    if config is None or can is None or not can():
         raise _no_cache(model, "a model that does not generate: only a cache gains from a latent")
+    if not isinstance(batch, Mapping):
+        raise _no_cache(model, f"a {type(batch).__name__} as batch", "Pass a dict: `{'input_ids': ids}`.")
     with record_calls(model, lambda *_: True) as calls, torch.no_grad():
         out = run_model(model, {**batch, "use_cache": True})
     seen = _observed(calls)
     cache = getattr(out, "past_key_values", None)
-    if not getattr(cache, "layers", None) or not seen.attention:
+    if not getattr(cache, "layers", None):
         raise _no_cache(model, "a model whose outputs contain no such cache")
+    if not seen.attention:
+        raise _no_cache(model, "a model none of whose modules has a `layer_idx` and receives the cache")
     return seen, cache
 
 
-def _no_cache(model: nn.Module, got: str) -> CompressionError:
-    return CompressionError(
-        f"model {type(model).__name__}",
-        expected="a decoder that caches keys and values",
-        got=got,
-        fix="Remove `kv` from the parts.",
-    )
+def _no_cache(model: nn.Module, got: str, fix: str = "Remove `kv` from the parts.") -> CompressionError:
+    expected = "a decoder that caches keys and values"
+    return CompressionError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 
 
 def _observed(calls: Iterable[RecordedCall]) -> _Observed:
@@ -162,9 +162,10 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
     if keys.shape[1] != values.shape[1]:
         return "it has different numbers of heads for keys and values"
     linear = {module: seen.outputs[module] for module in below if _is_linear(model, module)}
+    near = Nearby(model, name, linear, {own: seen.outputs[own] for own in below if own not in linear})
     value = find_projection(values, linear)
     if value is None:
-        return "its values are the output of no linear layer"
+        return near.reason("values", values)
     unrotated = _unrotated(model, name, keys, seen)
     if isinstance(unrotated, str):
         return unrotated
@@ -174,10 +175,7 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
         for error, key, norm in _key_sources(before, name, linear, below, seen)
     ]
     if not candidates:
-        return (
-            "its keys are not the output of a linear layer, with or without a norm and rotation by the "
-            "position embeddings that the layer receives"
-        )
+        return near.reason("keys", keys)
     _, _, key, fields = min(candidates, key=lambda candidate: candidate[:2])
     key_input, value_input = seen.inputs[key.module], seen.inputs[value.module]
     if key_input is not value_input and not torch.equal(key_input, value_input):
@@ -206,7 +204,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
     """Return True for a linear layer; True for the outer module of a narrow layer, which has all channels."""
     inside = isinstance(model.get_submodule(name.rpartition(".")[0]), NarrowProjection)
     module = model.get_submodule(name)
-    return not inside and (isinstance(module, NarrowProjection) or linear_parts(module) is not None)
+    return not inside and (isinstance(module, NarrowProjection) or not not_linear(model, name))
 
 
 def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, list[int], list[int]]:

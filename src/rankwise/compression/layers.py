@@ -1,24 +1,27 @@
 """Shared by several parts: projections of attention layers, factors, trials, outputs and checks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change, device_of, first_sequences, run_model, tensors_in, to_device
+from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
-from rankwise.tracing.projections import Projection, is_linear, names_below
+from rankwise.tracing.projections import Projection, find_projection, head_layouts, linear_parts, names_below
 
 Layer = TypeVar("Layer", bound=Any)
 """Type of an attention layer with its `name` in the model."""
 Step = Callable[[str], None]
+FIT = 16
+"""Maximum relative error of a rotation, in norms of heads and in fits, as a multiple of the dtype's eps."""
 LEAST_TOKENS = 0.5
 """Minimum number of calibration tokens per channel of the widest head or latent."""
 
@@ -100,17 +103,18 @@ def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
 
 
 def find_layers(
-    model: nn.Module, batch: Any, read: Callable[[MixerSite, dict[str, Tensor]], Projections | str]
+    model: nn.Module, batch: Any, read: Callable[[MixerSite, "Nearby"], Projections | str]
 ) -> tuple[list[Projections], dict[str, str]]:
     """Run two sequences; return the layers that `read` recognizes, and why each other layer is left out.
 
-    `read` receives a mixer and the outputs of the linear layers near it in the same call.
+    `read` receives a mixer and the outputs of the modules near it in the same call.
     """
     sites: list[MixerSite] = []
     short = to_device(first_sequences(batch, 2), device_of(model))
-    with record_calls(model, is_linear) as linear, torch.no_grad(), capture(model, on_mixer=sites.append):
+    recording = record_calls(model, lambda *_: True)
+    with recording as records, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
-    outputs = outputs_by_name(linear)
+    outputs = outputs_by_name(records)
     found: dict[str, Projections] = {}
     skipped: dict[str, str] = {}
     calls: dict[str, int] = {}
@@ -118,8 +122,8 @@ def find_layers(
         call = calls[site.name] = calls.get(site.name, -1) + 1
         if site.name in skipped:
             continue
-        near = names_below(list(outputs), site.name)
-        layer = read(site, {name: outputs[name][min(call, len(outputs[name]) - 1)] for name in near})
+        now = {name: own[min(call, len(own) - 1)] for name, own in outputs.items()}
+        layer = read(site, nearby(model, site.name, now))
         if isinstance(layer, str):
             skipped[site.name] = layer
             found.pop(site.name, None)
@@ -132,6 +136,85 @@ def find_layers(
             skipped[site.name] = "its calls read different projections"
             del found[site.name]
     return list(found.values()), skipped
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """Outputs of the modules near an attention layer in one of its calls."""
+
+    model: nn.Module
+    name: str
+    linear: dict[str, Tensor]
+    """Outputs of linear layers, which compression can change."""
+    others: dict[str, Tensor]
+
+    def source(self, what: str, name: str) -> str:
+        """Return the reason that queries, keys or values come from one of the other modules."""
+        return f"its {what} come from {name!r}, {not_linear(self.model, name)}"
+
+    def reason(self, what: str, heads: Float[Tensor, "B H T K"]) -> str:
+        """Return why queries, keys or values are the output of no linear layer."""
+        batch, count, tokens, width = heads.shape
+        outputs = {}
+        for name, output in {**self.others, **self.linear}.items():
+            output = output.transpose(1, 2) if output.shape == heads.shape else output
+            if output.shape[:2] == (batch, tokens):
+                outputs[name] = output.flatten(2)
+        same = find_projection(heads, outputs)
+        for side in [same] if same else equal_norms(heads, outputs):
+            if side.module in self.linear:
+                return f"positions are rotated into its {what}"
+            return self.source(what, side.module)
+        own: dict[str, torch.Size] = {}
+        for name, layer in self.model.get_submodule(self.name).named_modules():
+            if linear_parts(layer) is None and not isinstance(layer, nn.Embedding):
+                weights = layer.named_parameters(name, recurse=False)
+                own |= {at: x.shape for at, x in weights if x.dim() > 1 and not x.numel() % (count * width)}
+        if own:
+            listed = ", ".join(f"{at!r} {tuple(shape)}" for at, shape in [*own.items()][:3])
+            return f"its {what} come from parameters of its own, not from an nn.Linear: {listed}"
+        return f"its {what} are the output of no module: its code changes them after its linear layers"
+
+
+def nearby(model: nn.Module, name: str, outputs: Mapping[str, Any]) -> Nearby:
+    """Return the outputs of the modules near an attention layer, from those of all modules in one call."""
+    tensors = {own: output for own, output in outputs.items() if isinstance(output, Tensor) and output.dim()}
+    linear = [own for own in tensors if not not_linear(model, own)]
+    others = [own for own in tensors if not_linear(model, own)]
+    near = ({own: tensors[own] for own in names_below(names, name)} for names in (linear, others))
+    return Nearby(model, name, *near)
+
+
+def not_linear(model: nn.Module, name: str) -> str:
+    """Return why a module cannot be changed as a linear layer, as a relative clause; "" if it can."""
+    outer = name.rpartition(".")[0]
+    if any(is_adapter(model, own) for own in (name, outer, outer.rpartition(".")[0])):
+        return "whose adapter is not merged: `merge_and_unload()` of peft merges it"
+    module = model.get_submodule(name)
+    if linear_parts(module) is not None:
+        return ""
+    return getattr(module, "reason", f"which is of class {type(module).__name__}, not nn.Linear")
+
+
+def is_adapter(model: nn.Module, name: str) -> bool:
+    """Return True for a module of peft, in which other layers add to the output of a linear layer."""
+    return hasattr(model.get_submodule(name), "base_layer")
+
+
+def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) -> list[Projection]:
+    """Return the layers with heads of the same norms as in attention: rotations keep norms."""
+    batch, count, tokens, width = heads.shape
+    wanted = as_float64(heads.transpose(1, 2)).norm(dim=-1)
+    bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
+    found = []
+    for name, output in outputs.items():
+        if output.shape[:-1] != (batch, tokens) or output.shape[-1] < count * width:
+            continue
+        for channels in head_layouts(count, width, output.shape[-1]):
+            norms = as_float64(output[..., channels.to(output.device)]).norm(dim=-1)
+            if float((norms - wanted).norm()) <= bound:
+                found.append(Projection(name, channels))
+    return found
 
 
 def _same(first: Projections, other: Projections) -> bool:
@@ -210,7 +293,7 @@ def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
 
 def relative_error(after: Tensor, before: Tensor) -> float:
     """Return ‖after − before‖/‖before‖ in float64."""
-    after, before = after.double(), before.double()
+    after, before = as_float64(after), as_float64(before)
     return float((after - before).norm() / before.norm().clamp(min=1e-300))
 
 

@@ -9,17 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression.layers import Projections, find_layers, keep_passing, random_bases
+from rankwise._internals.linalg import as_float64
+from rankwise.compression.layers import Nearby, Projections, find_layers, keep_passing, random_bases
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite
 from rankwise.tracing.projections import Projection, each_once, find_projection, head_layouts
 
-EXPLICIT = (
-    "its softmax is written out by hand, and its logits are not scaled inner products of two projections "
-    "plus terms that all sequences share, or the first batch has no two different sequences; "
-    "attn_implementation='sdpa' may show more"
-)
 SMALLEST = 1e-12
 """Smaller entries of an attention matrix are ignored: masked, or too imprecise for their logarithm."""
 
@@ -50,7 +46,7 @@ def find_projections(model: nn.Module, batch: Any) -> tuple[list[Projections], d
     return find_layers(model, batch, _projections)
 
 
-def _projections(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | str:
+def _projections(site: MixerSite, near: Nearby) -> Projections | str:
     """Return the projections behind queries and keys, or the reason why there are none."""
     operator = site.operator
     if site.cross:
@@ -58,56 +54,58 @@ def _projections(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | s
     if isinstance(operator, DenseMixing):
         if not bool(operator.matrix.isfinite().all()):
             return "its attention holds NaN or infinity"
-        explicit = find_explicit_softmax(operator.matrix, outputs)
-        if explicit is None:
-            return EXPLICIT
+        explicit = find_explicit_softmax(operator.matrix, near)
+        if isinstance(explicit, str):
+            return f"its softmax is written out by hand, and {explicit}"
         return Projections(site.name, site.stack, site.layer, *explicit)
     if not isinstance(operator, SoftmaxMixing):
         return f"its mixing is {operator.kind}, not softmax attention"
     if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
         return "its queries or keys hold NaN or infinity"
-    sides = []
-    for what, heads in (("queries", operator.query), ("keys", operator.key)):
-        side = find_projection(heads, outputs)
-        if side is None and what == "keys":
-            side = find_projection(each_once(heads), outputs)
-        if side is None:
-            return (
-                f"its {what} are the output of no linear layer: positions are rotated in, a norm follows, or "
-                "their weights lie in no nn.Linear"
-            )
-        sides.append(side)
-    return Projections(site.name, site.stack, site.layer, sides[0], sides[1])
+    keys = operator.key
+    query = find_projection(operator.query, near.linear)
+    key = find_projection(keys, near.linear) or find_projection(keys := each_once(keys), near.linear)
+    if query is None or key is None:
+        return near.reason("queries", operator.query) if query is None else near.reason("keys", keys)
+    return Projections(site.name, site.stack, site.layer, query, key)
 
 
 def find_explicit_softmax(
-    matrix: Float[Tensor, "B H T S"], outputs: Mapping[str, Float[Tensor, "B T O"]]
-) -> tuple[Projection, Projection, float] | None:
+    matrix: Float[Tensor, "B H T S"], near: Nearby
+) -> tuple[Projection, Projection, float] | str:
     """Find two linear layers whose outputs, as queries and keys, have the logits of an attention matrix.
 
-    Return the query projection, the key projection and the scale of their inner products; None if no pair
-    fits. Masks and position biases are equal in all sequences. So the logarithms of the attention of two
-    sequences differ only by their scaled inner products, up to one number per row.
+    Return the query projection, the key projection and the scale of their inner products, or the reason why
+    no pair fits. Masks and position biases are equal in all sequences. So the logarithms of the attention of
+    two sequences differ only by their scaled inner products, up to one number per row.
     """
-    if matrix.shape[0] < 2 or matrix.shape[-2] != matrix.shape[-1]:
-        return None
-    pair = matrix[:2].double()
+    if matrix.shape[-2] != matrix.shape[-1]:
+        return "its queries and keys are of different tokens"
+    if matrix.shape[0] < 2:
+        return "the first batch has one sequence: begin with two"
+    pair = as_float64(matrix[:2])
     seen = (pair > SMALLEST).all(0)
     target = _centred(pair.clamp(min=1e-300).log(), seen)
     size = float(target.norm())
     if size == 0:
-        return None
+        return "the first two sequences are equal, or their logits do not depend on them"
     bound = torch.finfo(matrix.dtype).eps ** 0.5
     heads = matrix.shape[1]
-    sides = list(_candidates(heads, matrix.shape[2], outputs))
+    sides = list(_candidates(heads, matrix.shape[2], {**near.linear, **near.others}))
     for (name_q, q, at_q), (name_k, k, at_k) in permutations(sides, 2):
         if q.shape != k.shape:
             continue
         found = _centred(q @ k.mT, seen)
         scale = float((found * target).sum()) / max(float((found * found).sum()), 1e-300)
         if scale != 0 and float((target - scale * found).norm()) <= bound * size:
+            for what, name in (("queries", name_q), ("keys", name_k)):
+                if name in near.others:
+                    return near.source(what, name)
             return Projection(name_q, at_q), Projection(name_k, at_k), scale
-    return None
+    return (
+        "its logits are not scaled inner products of two projections plus terms that all sequences share; "
+        "attn_implementation='sdpa' may show more"
+    )
 
 
 def _centred(logits: Float[Tensor, "2 H T S"], seen: Tensor) -> Float[Tensor, "H T S"]:
@@ -129,4 +127,4 @@ def _candidates(
             if rest or not width:
                 continue
             for channels in head_layouts(heads, width, output.shape[-1]):
-                yield name, output[:2, :, channels].permute(0, 2, 1, 3).double(), channels
+                yield name, as_float64(output[:2, :, channels].permute(0, 2, 1, 3)), channels

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.rotary import fit_rotation
-from rankwise.compression.layers import Projections, find_layers, keep_passing
+from rankwise.compression.layers import FIT, Nearby, Projections, equal_norms, find_layers, keep_passing
 from rankwise.compression.qk_find import turned
 from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite
-from rankwise.tracing.projections import Projection, each_once, head_layouts, side_of
-
-FIT = 16
-"""Maximum relative residual of a fitted rotation (Frobenius norm), as a multiple of the dtype's eps."""
-NO_ROTATION = (
-    "its queries and keys are not the rotated output of linear layers: positions are not rotated in, or a "
-    "norm comes between, which reads all pairs of a head"
-)
+from rankwise.tracing.projections import each_once, find_projection, side_of
 
 
 def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
@@ -43,7 +36,7 @@ def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dic
     return find_layers(model, batch, _rotary_layer)
 
 
-def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | str:
+def _rotary_layer(site: MixerSite, near: Nearby) -> Projections | str:
     operator = site.operator
     if isinstance(operator, DenseMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
@@ -54,31 +47,19 @@ def _rotary_layer(site: MixerSite, outputs: dict[str, Tensor]) -> Projections | 
     if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
         return "its queries or keys hold NaN or infinity"
     keys = each_once(operator.key)
-    query, key = _of_equal_norms(operator.query, outputs), _of_equal_norms(keys, outputs)
+    query, key = equal_norms(operator.query, near.linear), equal_norms(keys, near.linear)
+    if not query or not key:
+        return near.reason("keys", keys) if query else near.reason("queries", operator.query)
     bound = FIT * torch.finfo(operator.query.dtype).eps
     for q in query:
         for k in key:
-            before = [side_of(outputs[side.module], side) for side in (q, k)]
+            before = [side_of(near.linear[side.module], side) for side in (q, k)]
             pairs = _pairs(before, [operator.query, keys], bound)
             if pairs is not None:
                 return Projections(site.name, site.stack, site.layer, q, k, pairs=pairs)
-    return NO_ROTATION
-
-
-def _of_equal_norms(heads: Tensor, outputs: dict[str, Tensor]) -> list[Projection]:
-    """Return the linear layers with heads of the same norms as in attention: rotations keep norms."""
-    batch, count, tokens, width = heads.shape
-    wanted = heads.transpose(1, 2).double().norm(dim=-1)
-    bound = FIT * torch.finfo(heads.dtype).eps * float(wanted.norm())
-    found = []
-    for name, output in outputs.items():
-        if output.shape[:-1] != (batch, tokens) or output.shape[-1] < count * width:
-            continue
-        for channels in head_layouts(count, width, output.shape[-1]):
-            norms = output[..., channels.to(output.device)].double().norm(dim=-1)
-            if float((norms - wanted).norm()) <= bound:
-                found.append(Projection(name, channels))
-    return found
+    if find_projection(operator.query, near.linear) and find_projection(keys, near.linear):
+        return "positions are not rotated into its queries and keys"
+    return "its queries and keys are not rotated by one angle per pair of channels, equal for all heads"
 
 
 def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | None:
