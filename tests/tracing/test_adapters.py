@@ -265,8 +265,10 @@ def test_layers_without_an_adapter_are_described(model_type, what):
     assert any(one.reason.startswith(what) for one in trace.uncaptured)
 
 
-def test_a_class_of_equal_name_in_another_library_is_not_described():
+def test_classes_are_described_by_name_and_library():
     assert not NoOperatorAdapter().reads(type("MraSelfAttention", (nn.Module,), {})())
+    kernels = type("mLSTMBackend", (nn.Module,), {"__module__": "mlstm_kernels.torch.backend_module"})
+    assert NoOperatorAdapter().reads(kernels())
 
 
 class PlainMamba(nn.Module):
@@ -310,7 +312,11 @@ def test_mamba_of_another_library_is_read_by_its_parts(normed):
     assert max(output_error(site, outputs) for site in trace.mixers) < 64 * 9 * EPS32
 
 
-def test_mamba_with_more_parts_is_not_read_by_its_parts():
+@pytest.mark.parametrize("more", ["x_proj_back", "A_log_b"])
+def test_mamba_with_more_parts_is_not_read_by_its_parts(more):
     two_ways = PlainMamba()
-    two_ways.x_proj_back = nn.Linear(12, 10)
-    assert adapter_of(two_ways) is None
+    setattr(two_ways, more, nn.Linear(12, 10) if "proj" in more else nn.Parameter(torch.rand(12, 4)))
+    trace = seen(nn.Sequential(two_ways, PlainMamba()).eval(), torch.randn(2, 9, 8))
+    assert [site.name for site in trace.mixers] == ["1"]
+    reasons = {one.name: one.reason for one in trace.uncaptured}
+    assert reasons["0"].startswith(f"next to the parts of a Mamba layer it has {more}, such as a second scan")

@@ -37,6 +37,7 @@ from torch import nn
 
 import rankwise as rw
 from rankwise.errors import InputError
+from rankwise.tracing import Intervention
 from rankwise.tracing.block_finder import block_ranks, matches
 from rankwise.tracing.block_finder import stack_of as stack_name
 
@@ -240,6 +241,29 @@ def test_a_model_may_have_no_batch_axis(mix):
     assert {tuple(site.operator.shape) for site in trace.mixers} == {(1, HEADS, TOKENS, TOKENS)}
     assert layers_of(trace.states) == [0, 1, 2, 3]
     assert torch.equal(trace.states[0].tokens, x[None])
+
+
+def test_states_may_be_in_a_tuple_inside_the_tuple_that_a_block_returns():
+    """As blocks with experts and a cache do: ((states, scores of experts), cache)."""
+    block = kind(lambda self, x: ((self.inner(x), x.mean(2)), (None, x[:, :1])), inner=attention_block)
+
+    def forward(self, x):
+        for one in self.blocks:
+            (x, _), _ = one(x)
+        return x
+
+    class Out(Intervention):
+        blocks = frozenset({"blocks.0"})
+
+        def on_block(self, block):
+            return block.input
+
+    model, x = kind(forward, blocks=lambda: nn.ModuleList([block(), block()]))().eval(), hidden()
+    trace = seen(model, x)
+    assert [state.name for state in trace.states] == ["blocks.0", "blocks.0", "blocks.1"]
+    with torch.no_grad(), rw.capture(model, intervention=Out()):
+        without = model(x)
+    assert torch.equal(without, model.blocks[1](x)[0][0])
 
 
 # --- lists in lists, towers, one block called twice ---------------------------------------------------------

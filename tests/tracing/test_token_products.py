@@ -239,6 +239,16 @@ def induced(self, x):
     return self.spread(x, self.gather(points, x))
 
 
+def with_learned_keys(self, x):
+    q, k, v = map(heads_of, self.qkv(x).chunk(3, -1))
+    more = self.more.expand(x.shape[0], -1, -1, -1)
+    return merged(self.attend(q, torch.cat([more, k], 2), torch.cat([more, v], 2)))
+
+
+def normed_points(self, x):
+    return self.gather(F.layer_norm(self.points, [WIDTH])[None].expand(x.shape[0], -1, -1), x)[:, :1] + x
+
+
 def pooling(self, x):
     seeds = heads_of(self.seeds.expand(x.shape[0], -1, -1))
     return x + merged(plain(seeds, heads_of(x), heads_of(x))).mean(1, keepdim=True)
@@ -272,6 +282,19 @@ NAMED = {
         "gather: the 5 rows of its matrices are learned vectors",
     ),
     "seeds": (kind(pooling, seeds=learned(5)), [(5, TOKENS)], "the 5 rows of its matrices are vectors"),
+    "learned keys next to tokens, in a module of queries, keys and values": (
+        kind(
+            with_learned_keys,
+            qkv=qkv,
+            more=lambda: nn.Parameter(torch.randn(HEADS, 2, WIDTH // HEADS)),
+            attend=kind(lambda self, q, k, v: plain(q, k, v)),
+        ),
+        [(TOKENS, TOKENS + 2)],
+        "attend: the 14 columns of its matrices hold vectors of the layer next to tokens",
+    ),
+    "latents after a norm": (
+        kind(normed_points, points=learned(5), gather=Cross), [(5, TOKENS)], "the 5 rows .* learned vectors"
+    ),
 }  # fmt: skip
 
 
@@ -313,6 +336,34 @@ def test_registers_are_named():
     model = kind(forward, registers=lambda: nn.Parameter(torch.randn(1, 3, WIDTH)), inner=stack_of)
     trace = seen(model().eval(), hidden(tokens=TOKENS))
     assert "3 of 15 tokens are learned vectors, such as class tokens or registers" in trace.notes
+
+
+def test_tokens_that_a_layer_pads_are_named():
+    def forward(self, x):
+        q, k, v = (heads_of(F.pad(part, (0, 0, 0, 3))) for part in self.qkv(x).chunk(3, -1))
+        return merged(plain(q, k, v))[:, : x.shape[1]]
+
+    trace = seen(Stack(lambda: Block(kind(forward, qkv=qkv)())).eval(), hidden(tokens=TOKENS))
+    assert "the 15 rows and columns of its matrices hold vectors of the layer next to tokens" in str(
+        trace.notes
+    )
+
+
+@pytest.mark.parametrize("tokens", [4, 7])
+def test_heads_times_tokens_are_no_places_of_a_map(tokens):
+    """Products within chunks, of as many tokens as heads times tokens, are part of a matrix at most."""
+
+    def in_chunks(self, q, k, v):
+        q, k, v = (F.pad(part, (0, 0, 0, chunk - tokens)) for part in (q, k, v))
+        return ((q @ k.mT).tril() @ v)[:, :, :tokens]
+
+    def forward(self, x):
+        return merged(self.attend(*map(heads_of, self.qkv(x).chunk(3, -1))))
+
+    chunk = HEADS * tokens
+    layer = kind(forward, "ChunkedAttention", qkv=qkv, attend=kind(in_chunks))
+    with pytest.raises(CaptureError, match="expected at least one mixing operator, got none"):
+        seen(Stack(lambda: Block(layer())).eval(), hidden(tokens=tokens))
 
 
 def test_no_axis_of_plain_attention_is_named():

@@ -276,7 +276,7 @@ MIXERS = [
 ]
 OTHER_MODULES = [
     *("FunnelAttentionStructure", "BertSelfOutput", "AttentionDropout", "AttentionBlock"),
-    *("AttentionPooling", "LayerNorm", "MixerMlp"),
+    *("AttentionPooling", "LayerNorm", "MixerMlp", "xLSTMBlockStack", "MambaStack"),
 ]
 
 

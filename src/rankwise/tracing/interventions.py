@@ -136,6 +136,6 @@ def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:
         changed = {name: in_place_of(value, old, new) for name, value in values.items()}
         return changed if type(values) is dict else type(values)(**changed)
     if isinstance(values, tuple | list):
-        items = [new if value is old else value for value in values]
+        items = [in_place_of(value, old, new) for value in values]
         return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
     return values

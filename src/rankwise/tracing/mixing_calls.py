@@ -316,8 +316,9 @@ def _lengths(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
 
 
 def _areas(calls: Sequence[ModuleCall]) -> set[int]:
-    """Return the numbers of places in the feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
-    shapes = (tensor.shape for tensor in _plain_tensors(calls) if tensor.dim() == 4)
+    """Return the numbers of places in feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
+    given = ([tensor.shape for tensor in _plain_tensors([call]) if tensor.dim() == 4] for call in calls)
+    shapes = (shape for each in given if len(each) < 3 for shape in each)  # three are queries, keys, values
     return {prod(places) for shape in shapes for places in (shape[1:3], shape[2:])}
 
 
@@ -366,17 +367,22 @@ def mixer_site(
 
 
 def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterator[str]:
-    """Yield notes on the rows and the columns of a rectangular operator, if they are not tokens."""
+    """Yield notes on the rows and the columns of an operator, if they are not tokens."""
     batch, _, rows, columns = operator.shape
-    if rows == columns or has_cache(calls) or batch > sequences_behind(calls, operator):
+    # Queries and keys (B, H, T, K) that inner modules receive may hold other vectors than tokens.
+    lengths = _lengths(calls[:1]) | _lengths(calls, most_axes=3) | _areas(calls)
+    most = max(lengths, default=rows)
+    # Fewer rows and columns than tokens are a window, or one of several packed sequences.
+    if has_cache(calls) or batch > sequences_behind(calls, operator) or rows == columns <= most:
         return
-    name, lengths = re.sub(r"\b\d+\b", "*", calls[-1].name), _lengths(calls) | _areas(calls)
-    for axis, count, other in (("rows", rows, columns), ("columns", columns, rows)):
+    name = re.sub(r"\b\d+\b", "*", calls[-1].name)
+    axes = [("rows", rows, columns), ("columns", columns, rows)]
+    for axis, count, other in axes if rows != columns else [("rows and columns", rows, most)]:
         if _learned(count, calls):
             what = "are learned vectors (weights of the model)"
         elif count == 1 or count in lengths:
             continue
-        elif count < other:
+        elif count < (other if other in lengths else most):
             what = "are vectors that the layer makes of tokens, such as landmarks, pooled or projected tokens"
         else:
             what = "hold vectors of the layer next to tokens"
@@ -384,8 +390,14 @@ def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterato
 
 
 def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if a module received ``count`` vectors that are a weight of the model, as latents are."""
+    """Return True if a module received ``count`` vectors that are a weight of the model, as latents are.
+
+    Vectors that are expanded over the sequences inside the model are made of weights too.
+    """
     given = [tensor for tensor in _plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
+    expanded = any(tensor.shape[0] > 1 and tensor.stride(0) == 0 for tensor in given)
+    if expanded and count not in _lengths(calls[:1]):
+        return True
     return any(
         type(weight) is nn.Parameter
         and not weight.is_meta

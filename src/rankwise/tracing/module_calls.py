@@ -102,11 +102,13 @@ def first_tokens(values: object, axes: int = 3) -> Tensor | None:
 
 
 def tensors_of(output: object) -> list[Tensor]:
-    """Return the tensors in the output of a module."""
+    """Return the tensors in the output of a module; those in nested tuples come last."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     values = output if isinstance(output, tuple | list) else (output,)
-    return [value for value in values if isinstance(value, Tensor)]
+    nested = [value for value in values if isinstance(value, tuple | list | Mapping)]
+    own = [value for value in values if isinstance(value, Tensor)]
+    return own + [tensor for value in nested for tensor in tensors_of(value)]
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ NO_OPERATOR = {
         "its weights are probabilities that hashes of queries and keys collide, and its output rows are "
         "scaled to norm 1; no adapter forms its matrix"
     ),
-    "^xLSTMBackend$": (
+    "^[xm]LSTMBackend$": (
         "the memory of an mLSTM: products of queries and keys that decay, with each row divided by its sum "
         "if the sum is large enough; no adapter forms its matrix"
     ),
@@ -63,10 +63,11 @@ NO_OPERATOR = {
         "matrix of this assignment"
     ),
 }
-"""By pattern of transformers class names, the reason why the token mixing of such layers is not read."""
+"""By pattern of class names in `PACKAGES`, the reason why the token mixing of such layers is not read."""
+PACKAGES = ("transformers.models.", "mlstm_kernels.")
 NOT_A_MIXER = re.compile(
     r"(Output|Dropout|Norm|Mask|Embedding|Bias|Config|Pool(ing|er)|Mlp|MLP|FeedForward|Block|Layer|Model"
-    r"|Structure|Patchify|Scaler)$"
+    r"|Stack|Structure|Patchify|Scaler)$"
     r"|Channel_?Mix|C[Mm]ix"
 )
 EMBEDS = re.compile(r"Embed(ding|der)?s?$")
@@ -91,9 +92,9 @@ def looks_like_mixer(module: nn.Module) -> bool:
 
 
 def why_no_operator(module: nn.Module) -> str | None:
-    """Return why a transformers layer with its own way to mix tokens cannot be read; None if it can."""
+    """Return why a layer of a known package with its own way to mix tokens cannot be read; None if it can."""
     kind = type(module)
-    if not kind.__module__.startswith("transformers.models."):
+    if not kind.__module__.startswith(PACKAGES):
         return None
     return next((why for pattern, why in NO_OPERATOR.items() if re.search(pattern, kind.__name__)), None)
 

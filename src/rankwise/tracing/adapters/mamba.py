@@ -22,13 +22,21 @@ class MambaAdapter(StateSpaceAdapter):
     classes = frozenset({"MambaMixer", "FalconMambaMixer", "JambaMambaMixer"})
     norms = ("dt_layernorm", "b_layernorm", "c_layernorm"), ("dt_layernorm", "B_layernorm", "C_layernorm")
     inner = ("in_proj", "x_proj", "dt_proj", *norms[0], *norms[1])
+    parts = frozenset({"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj", "A_log", "D"})
 
     def reads(self, module: nn.Module) -> bool:
-        """Return True also for layers of other libraries that have the same parts, and no other parts."""
-        parts = {name for name, _ in module.named_children()} - {"act", *self.norms[0], *self.norms[1]}
-        weights = {name for name, _ in module.named_parameters(recurse=False)}
-        alike = parts == {"in_proj", "conv1d", "x_proj", "dt_proj", "out_proj"} and weights == {"A_log", "D"}
-        return super().reads(module) or alike
+        """Return True also for layers of other libraries that have the same parts."""
+        return super().reads(module) or self.parts <= _parts(module)
+
+    def why_not(self, call: ModuleCall) -> str | None:
+        """Return a reason also if a layer of another library has further parts."""
+        others = _parts(call.module) - {*self.parts, *self.inner, "act"}
+        if others and not super().reads(call.module):
+            return (
+                f"next to the parts of a Mamba layer it has {', '.join(sorted(others))}, such as a second "
+                "scan from the end, which no adapter reads"
+            )
+        return super().why_not(call)
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
         """Return the operator: one selective scan per channel."""
@@ -52,6 +60,11 @@ class MambaAdapter(StateSpaceAdapter):
         channels = inner["x_proj"].args[0].transpose(1, 2)
         gate = output_of(inner, "in_proj").transpose(1, 2).chunk(2, dim=1)[1]
         return _gated_channels(mixer, operator, channels, gate, mixer.D)
+
+
+def _parts(module: nn.Module) -> set[str]:
+    """Return the names of a module's own submodules and weights."""
+    return {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
 
 
 def _step(mixer: Any, time_step: Tensor, inner: InnerCalls) -> Tensor:
