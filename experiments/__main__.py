@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import measures
-from experiments.experiment import gpu_hours, run_missing
+from experiments.experiment import run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
 from experiments.render import PAGE, fill_page, page
 from experiments.results import RESULTS
 from experiments.study import DOCS, Study
+from experiments.training.cost import needs
 from rankwise._internals.files import write_file
 from rankwise.errors import RankwiseError
 
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "list":
         for one in EXPERIMENTS.values():
             print(f"{one.name:22} {one.title}: {'; '.join(one.rows)}")
-            for label, config in one.large.items():
-                print(f"{'':22} not run here: {label}, {gpu_hours(config):.1f} hours on one GPU")
+            if one.large:
+                print(f"{'':22} not run here: {'; '.join(one.large)}: {needs(one.large.values())}")
         for study in STUDIES.values():
             print(f"{study.name:22} {study.claim}")
         return 0
@@ -67,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown := [label for label in rows if label not in {**experiment.rows, **experiment.large}]:
             parser.error(f"no rows {', '.join(unknown)}; see `python -m experiments list`")
         if not given.large and (large := [label for label in rows if label in experiment.large]):
-            hours = sum(gpu_hours(experiment.large[label]) for label in large)
+            required = "; ".join(f"{label}: {needs([experiment.large[label]])}" for label in large)
             parser.error(
-                f"{', '.join(large)}: expected a row that runs on a CPU, got the size of the paper, about "
-                f"{hours:.1f} hours per seed on one GPU at 10 TFLOP/s. Pass --large to run it."
+                f"{', '.join(large)}: expected rows that run on a CPU, got rows at the size of the paper. "
+                f"Estimate of experiments/training/cost.py: {required}. Pass --large to run them."
             )
         seeds = experiment.seeds if given.seeds is None else given.seeds
         succeeded = run_missing(

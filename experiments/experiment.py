@@ -4,15 +4,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from experiments.results import RESULTS, append_run, changed_fields, check_same_data, read_runs
-from experiments.training.config import TrainingConfig
+from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Expectation, Row, Table
 from rankwise.errors import RecordError
+
+PAPER_SIZE = ", paper size"
+"""End of the labels of rows at the size of the paper."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Experiment:
     tables: Callable[[Table], str] | None = None
     """Markdown after the table, from the runs."""
     large: Mapping[str, TrainingConfig] = field(default_factory=dict)
-    """Rows at the size of the paper; they have no run here, and require `--large`."""
+    """Rows of `at_paper_size`; they have no run here, and require `--large`."""
 
     def path(self, folder: Path = RESULTS) -> Path:
         return folder / f"{self.name}.jsonl"
@@ -61,10 +65,15 @@ class Experiment:
         }
 
 
-def gpu_hours(config: TrainingConfig) -> float:
-    """Estimate the hours of a training on one GPU at 10 TFLOP/s, from 6 FLOP per weight and token."""
-    weights = config.parameters or 12 * config.layers * config.width**2
-    return 6 * weights * config.steps * config.batch * config.tokens / 1e13 / 3600
+def at_paper_size(rows: Mapping[str, TrainingConfig], **sizes: Any) -> dict[str, TrainingConfig]:
+    """Return rows with the sizes of a paper; initial weights keep their rule if it depends on the width."""
+    found = {}
+    for label, row in rows.items():
+        options = dict(row.model_options)
+        if options.get("initializer_range") == unit_variance_std(row.width):
+            options["initializer_range"] = unit_variance_std(sizes["width"])
+        found[f"{label}{PAPER_SIZE}"] = replace(row, **{"model_options": options, **sizes})
+    return found
 
 
 def run_missing(

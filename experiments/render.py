@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from experiments.experiment import Experiment
 from experiments.results import RESULTS, Run
+from experiments.training.cost import needs
 from experiments.verdicts import BYTE_LOSS, Row, Table, bytes_per_token, evaluated_examples
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -53,7 +54,9 @@ def section(experiment: Experiment, table: Table) -> str:
     if missing := [label for label in experiment.rows if label not in table]:
         lines += [f"Without a run: {'; '.join(missing)}.", ""]
     if experiment.large:
-        lines += [f"Not run here (`--large`): {'; '.join(experiment.large)}.", ""]
+        some, required = next(iter(experiment.large)), needs(experiment.large.values())
+        said = f"{len(experiment.large)} rows at the size of the paper, such as “{some}”, {required}"
+        lines += [f"Not run here (`--large`): {said}.", ""]
     if experiment.tables is not None and (more := experiment.tables(table)):
         lines += [more, ""]
     return "\n".join(lines)

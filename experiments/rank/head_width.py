@@ -2,10 +2,11 @@
 
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from experiments.audits import by_layer
-from experiments.experiment import Experiment
+from experiments.experiment import Experiment, at_paper_size
 from experiments.render import markdown_table
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Expectation, Row, Table, Verdict, has_learned, margin
@@ -28,6 +29,10 @@ TASKS: dict[str, dict[str, Any]] = {
         "task_options": {"train_examples": None, "test_examples": 1000},
         "batch": 16,
     },
+}
+PAPER_SIZES: dict[str, dict[str, Any]] = {
+    "images": {"task_options": {"augment": True}},
+    "text": {"tokens": 4096, "task_options": {}},
 }
 
 
@@ -55,6 +60,24 @@ def config(task: str, head_dim: int, tied: bool) -> TrainingConfig:
 
 def label(width: int, tied: bool) -> str:
     return f"{TIED[tied]}, K={width}"
+
+
+def paper_sizes(task: str) -> dict[str, TrainingConfig]:
+    """Return the rows at the size of the paper: 6 layers of width 192."""
+    found: dict[str, TrainingConfig] = {}
+    for tied, width in product(TIED, WIDTHS):
+        found |= at_paper_size(
+            {label(width, tied): config(task, width, tied)},
+            width=192,
+            layers=6,
+            heads=192 // width if tied else 4,
+            warmup=500,
+            steps=40_000,
+            evaluate_every=2000,
+            monitor_every=10_000,
+            **PAPER_SIZES[task],
+        )
+    return found
 
 
 def saturated(values: list[float]) -> int:
@@ -119,6 +142,7 @@ def experiment(task: str, title: str) -> Experiment:
         source="“On the Limitation and Redundancy of Transformers”: accuracy and rank saturate at one K, "
         "CIFAR-10 and IMDB, D = H·K and D ≠ H·K",
         rows={label(width, tied): config(task, width, tied) for tied in TIED for width in WIDTHS},
+        large=paper_sizes(task),
         expectations=[same_place(tied) for tied in TIED],
         notes="D = HK: 64 / K heads of width K. D ≠ HK: K is the width of queries and keys, 4 heads and "
         "their values stay. Initial weights have the scale D^−1/2; at 0.02, the usual value for wide models, "

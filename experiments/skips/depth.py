@@ -3,7 +3,7 @@
 from itertools import product
 
 from experiments.audits import collapse
-from experiments.experiment import Experiment
+from experiments.experiment import Experiment, at_paper_size
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import below
 
@@ -47,19 +47,30 @@ def scaled(layers: int, norm: str) -> str:
     return f"{label(layers, norm, 1.0)} LayerScale"
 
 
+ROWS = {
+    label(layers, norm, skip): config(layers, norm, skip)
+    for layers, norm, skip in product(LAYERS, ("pre", "post"), SKIPS)
+} | {
+    scaled(layers, norm): config(layers, norm, layer_scale=SCALE)
+    for layers, norm in product((6, 48), ("pre", "post"))
+}
 DEPTH = Experiment(
     name="depth",
     title="Depth, norm and λ",
     source="“Lambda-Skip Connections”, ICLR 2025, Theorem 4.1; reviewers asked for μ during training and "
     "other norms",
-    rows={
-        label(layers, norm, skip): config(layers, norm, skip)
-        for layers, norm, skip in product(LAYERS, ("pre", "post"), SKIPS)
-    }
-    | {
-        scaled(layers, norm): config(layers, norm, layer_scale=SCALE)
-        for layers, norm in product((6, 48), ("pre", "post"))
-    },
+    rows=ROWS,
+    large=at_paper_size(
+        ROWS,
+        width=256,
+        tokens=512,
+        warmup=500,
+        steps=10_000,
+        batch=32,
+        evaluate_every=1000,
+        evaluate_on=None,
+        monitor_every=1000,
+    ),
     expectations=(
         below(label(48, "post", 2.0), label(48, "post", 1.0), by=0.1),
         below(label(48, "post", 1.0), label(48, "post", 0.5), by=0.1),

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from experiments.audits import collapse, learned
-from experiments.experiment import Experiment
+from experiments.experiment import Experiment, at_paper_size
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import below, close_to
 
@@ -17,6 +17,21 @@ FROM = -1.0
 """Initial value of the paper's learned λ."""
 WIDTH = 64
 PAPER = {-2: "0.386", -1: "0.359", 0: "0.100", 1: "0.402", 2: "0.389"}
+COMMON: dict[str, Any] = {
+    "width": 128,
+    "heads": 8,
+    "learning_rate": 1e-3,
+    "warmup": 1000,
+    "steps": 50_000,
+    "batch": 64,
+    "evaluate_every": 2000,
+    "evaluate_on": None,
+    "monitor_every": 5000,
+}
+PAPER_SIZES: dict[str, dict[str, Any]] = {
+    "image": {**COMMON, "tokens": 1024, "task_options": {}},
+    "recall": {**COMMON, "layers": 4, "tokens": 128, "task_options": {"vocab_size": 8192, "pairs": 8}},
+}
 FLOOR = {"recall": 0.6}
 """Accuracy of a model that has learned nothing of the task, if it is above the most common answer."""
 NOTES = {
@@ -69,16 +84,17 @@ def gated(mixer: str, skip: Any) -> str:
 
 def experiment(task: str, title: str, published: dict[str, str]) -> Experiment:
     floor = FLOOR.get(task, -math.inf)
+    rows = {label(mixer, skip): config(task, mixer, skip) for mixer, skip in product(COMPARED, SKIPS)} | {
+        gated(mixer, skip): config(task, mixer, skip, gate=True)
+        for mixer, skip in product(("softmax", "mamba2"), (0, 1))
+    }
     return Experiment(
         name=f"skips-{task}",
         title=title,
         source="“Lambda-Skip Connections”, ICLR 2025: table of λ, a transformer of 8 layers on LRA Image; "
         "reviewers asked for learned λ by depth, μ during training, and gates",
-        rows={label(mixer, skip): config(task, mixer, skip) for mixer, skip in product(COMPARED, SKIPS)}
-        | {
-            gated(mixer, skip): config(task, mixer, skip, gate=True)
-            for mixer, skip in product(("softmax", "mamba2"), (0, 1))
-        },
+        rows=rows,
+        large=at_paper_size(rows, **PAPER_SIZES[task]),
         published=published,
         expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, floor) for mixer in COMPARED]
         + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, floor)]

@@ -4,16 +4,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from experiments.experiment import Experiment
+from experiments.experiment import Experiment, at_paper_size
 from experiments.render import markdown_table
 from experiments.results import RESULTS, read_runs
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Table, below, exceeds, within
 
 MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
-PARAMETERS, PAPER_PARAMETERS = 120_000, 1_300_000
-"""Parameters of every model; learned positions of Text are 524,288 of the latter."""
-WIDTH, PAPER_WIDTH = 64, 128
+PARAMETERS = 120_000
+"""Parameters of every model."""
+WIDTH = 64
 SMALL: dict[str, dict[str, Any]] = {
     "listops": {
         "task": "listops",
@@ -37,6 +37,17 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Sequences and steps that take minutes on a CPU core."""
 PAPER_TOKENS = {"listops": 2000, "text": 4096, "image": 1024, "pathfinder": 1024}
+PAPER: dict[str, Any] = {
+    "width": 128,
+    "layers": 6,
+    "heads": 8,
+    "parameters": 1_300_000,  # learned positions of Text are 524,288 of them
+    "task_options": {},
+    "warmup": 1000,
+    "steps": 30_000,
+    "batch": 64,
+    "evaluate_every": 2000,
+}
 
 
 def config(task: str, model: str) -> TrainingConfig:
@@ -50,23 +61,6 @@ def config(task: str, model: str) -> TrainingConfig:
         evaluate_every=SMALL[task]["steps"] // 2,
         metric="accuracy",
         **SMALL[task],
-    )
-
-
-def paper_size(task: str, model: str) -> TrainingConfig:
-    return replace(
-        config(task, model),
-        width=PAPER_WIDTH,
-        layers=6,
-        heads=8,
-        parameters=PAPER_PARAMETERS,
-        model_options={"initializer_range": unit_variance_std(PAPER_WIDTH)},
-        tokens=PAPER_TOKENS[task],
-        task_options={},
-        warmup=1000,
-        steps=30_000,
-        batch=64,
-        evaluate_every=2000,
     )
 
 
@@ -112,19 +106,19 @@ def best_rates(table: Table) -> str:
 
 
 def experiment(task: str, name: str) -> Experiment:
-    rates = RATES if task == TUNED else ()
+    rates, rows = RATES if task == TUNED else (), {model: config(task, model) for model in MODELS}
     return Experiment(
         name=f"long-range-{task}",
         title=f"Long Range Arena, {name}",
         source="Wu et al., “Token Statistics Transformer”, ICLR 2025; reviewers asked for baselines of equal "
         "size, uniform memberships, time and memory",
-        rows={model: config(task, model) for model in MODELS}
+        rows=rows
         | {
-            at_rate(model, rate): replace(config(task, model), learning_rate=rate)
-            for model in MODELS
+            at_rate(model, rate): replace(row, learning_rate=rate)
+            for model, row in rows.items()
             for rate in rates
         },
-        large={f"{model}, paper size": paper_size(task, model) for model in MODELS},
+        large=at_paper_size(rows, tokens=PAPER_TOKENS[task], **PAPER),
         expectations=(
             *(within("tost", one, 0.03, "accuracy", COUNTING.get(task, -math.inf)) for one in BASELINES),
             below("tost-uniform", "tost", "accuracy", by=0.01, floor=COUNTING.get(task, -math.inf)),

@@ -1,13 +1,11 @@
 """ToST against a ViT on CIFAR-10."""
 
-from dataclasses import replace
-
-from experiments.experiment import Experiment
+from experiments.experiment import Experiment, at_paper_size
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import below, close_to
 
 MODELS = ("transformer", "softmax", "tost", "tost-uniform")
-WIDTH, PAPER_WIDTH = 96, 192
+WIDTH = 96
 
 
 def config(model: str) -> TrainingConfig:
@@ -28,28 +26,24 @@ def config(model: str) -> TrainingConfig:
     )
 
 
-def paper_size(model: str) -> TrainingConfig:
-    return replace(
-        config(model),
-        width=PAPER_WIDTH,
-        layers=12,
-        parameters=5_800_000,
-        model_options={"initializer_range": unit_variance_std(PAPER_WIDTH)},
-        warmup=1000,
-        steps=60_000,
-        batch=128,
-        evaluate_every=2000,
-        evaluate_on=None,
-    )
-
-
+ROWS = {model: config(model) for model in MODELS}
 VISION = Experiment(
     name="vision",
     title="CIFAR-10 by mixer",
     source="Wu et al., “Token Statistics Transformer”, ICLR 2025: ToST next to XCiT and ViT, ImageNet and "
     "fine-tuning",
-    rows={model: config(model) for model in MODELS},
-    large={f"{model}, paper size": paper_size(model) for model in MODELS},
+    rows=ROWS,
+    large=at_paper_size(
+        ROWS,
+        width=192,
+        layers=12,
+        parameters=5_800_000,
+        warmup=1000,
+        steps=60_000,
+        batch=128,
+        evaluate_every=2000,
+        evaluate_on=None,
+    ),
     expectations=(
         close_to("tost", "softmax", 0.02),
         below("transformer", "tost", "accuracy"),

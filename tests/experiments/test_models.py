@@ -7,8 +7,13 @@ import torch
 from experiments.registry import EXPERIMENTS
 from experiments.tasks.mqar import mqar
 from experiments.tasks.task import Task, collate
+from experiments.training import cost
 from experiments.training.config import TrainingConfig
+from experiments.training.cost import weights_of
 from experiments.training.models import MODELS, _count, build_model, model_config
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 PLACE = {"task": "mqar", "tokens": 16, "width": 16, "heads": 2}
 
@@ -50,29 +55,81 @@ def test_models_are_what_their_names_say(name: str, task: Task) -> None:
     assert {field: getattr(made, field) for field in wanted} == wanted
 
 
+def task_of(row: TrainingConfig) -> Task:
+    vocabulary = {"tokens": 1024, "listops": 16, "imdb-bytes": 259, "bytes": 259}.get(row.task, 256)
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "num_labels": 10, "image_shape": (3, 32, 32)}
+    kinds = {"bytes": "language", "tokens": "language", "mqar": "language", "cifar10": "image"}
+    kind: Any = kinds.get(row.task, "sequence")
+    return Task(kind, row.tokens, **sizes, pad_token_id=0)
+
+
 SIZED = {
-    str((row.model, row.width, row.task, row.parameters)): row
+    str((row.model, row.width, row.heads, row.layers, row.task, row.parameters)): row
     for experiment in EXPERIMENTS.values()
     for row in [*experiment.rows.values(), *experiment.large.values()]
-    if row.parameters
+    if row.parameters or row in experiment.large.values()
 }
 
 
 @pytest.mark.parametrize("row", SIZED.values(), ids=range(len(SIZED)))
 def test_every_row_can_have_the_parameters_it_names(row: TrainingConfig) -> None:
-    vocabulary = {"tokens": 1024, "listops": 16, "imdb-bytes": 259, "bytes": 259}.get(row.task, 256)
-    sizes: dict[str, Any] = {"vocab_size": vocabulary, "num_labels": 10, "image_shape": (3, 32, 32)}
-    kind: Any = {"bytes": "language", "tokens": "language", "cifar10": "image"}.get(row.task, "sequence")
-    task = Task(kind, row.tokens, **sizes)
-    assert abs(_count(model_config(row, task), task) / row.parameters - 1) < 0.005
+    """Rows at the size of a paper that name none have the parameters from which their cost is estimated."""
+    count = _count(model_config(row, task_of(row)), task_of(row))
+    if row.parameters:
+        assert abs(count / row.parameters - 1) < 0.005
+    else:
+        assert 0.75 < count / weights_of(row) < 1.55
 
 
 def test_the_transformer_has_the_parameters_of_the_others() -> None:
-    for name in ("language", "language-parts"):
-        row, other = EXPERIMENTS[name].rows["transformer"], EXPERIMENTS[name].rows["tost"]
-        task = Task("language", row.tokens, vocab_size=259, pad_token_id=0)
-        counts = [_count(model_config(one, task), task) for one in (row, other)]
+    parts, language = (EXPERIMENTS[name] for name in ("language-parts", "language"))
+    for rows, end in ((parts.rows, ""), (language.rows, ""), (language.large, ", paper size")):
+        pair = [rows[f"{name}{end}"] for name in ("transformer", "tost")]
+        counts = [_count(model_config(one, task_of(one)), task_of(one)) for one in pair]
         assert abs(counts[0] / counts[1] - 1) < 0.003
+
+
+STEP: dict[str, Any] = {
+    "task": "bytes",
+    "width": 256,
+    "layers": 2,
+    "heads": 4,
+    "tokens": 128,
+    "batch": 2,
+    "steps": 1,
+}
+
+
+@pytest.mark.parametrize("name", ["transformer", "softmax", "tost", *cost.KEPT])
+def test_the_estimate_of_memory_is_what_a_step_keeps(name: str) -> None:
+    row = TrainingConfig(model=name, **STEP | {"layers": 4 if name.endswith("hybrid") else 2})
+    model, ids = build_model(row, task_of(row)), torch.randint(3, 259, (row.batch, row.tokens))
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    activations = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    estimated = cost.gpu_gib(row) * 2**30 - 16 * weights_of(row)
+    assert 0.75 < activations / estimated < 1.35
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_the_estimate_of_time_counts_the_square_of_the_length(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "START", 0.0)
+    row = TrainingConfig(model="softmax", **STEP | {"tokens": tokens})
+    model, ids = build_model(row, task_of(row)), torch.randint(3, 259, (row.batch, row.tokens))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    estimated = cost.gpu_hours(row) * 3600 * cost.SPEED
+    assert 0.75 < counter.get_total_flops() / estimated < 1.35
 
 
 def test_options_of_one_mixer_do_not_change_another(task: Task) -> None:

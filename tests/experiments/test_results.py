@@ -7,11 +7,13 @@ import pytest
 from experiments import __main__ as command
 from experiments import render
 from experiments.audits import by_layer, collapse
+from experiments.experiment import PAPER_SIZE
 from experiments.registry import EXPERIMENTS
 from experiments.results import Run, append_run, audits_to_columns, read_runs
 from experiments.study import Study
 from experiments.tost.language_parts import frontier
 from experiments.tost.long_range import RATES, at_rate, best_rates
+from experiments.training.cost import gpu_gib, gpu_hours
 from experiments.verdicts import BYTE_LOSS, Row
 from tests.experiments.runs import LANGUAGE, kept, made
 
@@ -25,12 +27,39 @@ def test_published_numbers_and_expectations_name_rows() -> None:
 
 
 def test_claims_of_the_papers_have_their_rows() -> None:
-    """A needle in a text, and rows at the papers' sizes without a run."""
+    """A needle in a text, and rows at the size of every paper, without a run."""
     assert {"softmax, needle", "tost, needle"} <= set(EXPERIMENTS["recall-parts"].rows)
-    for name in ("language", "long-range-text", "vision"):
-        experiment = EXPERIMENTS[name]
-        assert "tost, paper size" in experiment.large
+    for experiment in EXPERIMENTS.values():
+        claimed = not experiment.source.startswith("none: ")
+        assert bool(experiment.large) == claimed, experiment.name
         assert not set(experiment.large) & set(experiment.table())
+        for label, row in experiment.large.items():
+            small = experiment.rows[label.removesuffix(PAPER_SIZE)]
+            assert row.model == small.model
+            assert gpu_hours(row) > gpu_hours(small)
+            assert gpu_gib(row) > gpu_gib(small)
+
+
+SIZES = {
+    ("language", "tost"): {"width": 768, "layers": 12, "heads": 12, "tokens": 1024, "steps": 10_000},
+    ("depth", "48 post λ=2"): {"width": 256, "layers": 48, "tokens": 512, "steps": 10_000},
+    ("skips-image", "mamba λ=learned"): {"width": 128, "layers": 8, "tokens": 1024, "steps": 50_000},
+    ("skips-recall", "softmax λ=1"): {"width": 128, "layers": 4, "tokens": 128, "steps": 50_000},
+    ("saturation-images", "D = HK, K=4"): {"width": 192, "layers": 6, "heads": 48, "steps": 40_000},
+    ("saturation-text", "D ≠ HK, K=4"): {"width": 192, "heads": 4, "tokens": 4096, "steps": 40_000},
+    ("long-range-text", "tost"): {"width": 128, "layers": 6, "tokens": 4096, "steps": 30_000},
+    ("vision", "tost"): {"width": 192, "layers": 12, "parameters": 5_800_000, "steps": 60_000},
+}
+
+
+@pytest.mark.parametrize(("name", "label"), SIZES)
+def test_rows_have_the_sizes_of_the_papers(name: str, label: str) -> None:
+    row = EXPERIMENTS[name].large[f"{label}, paper size"]
+    wanted = SIZES[name, label]
+    assert {key: getattr(row, key) for key in wanted} == wanted
+    assert row.model_options.get("initializer_range", row.width**-0.5) == row.width**-0.5
+    assert "side" not in row.task_options
+    assert row.evaluate_on is None
 
 
 def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
@@ -143,17 +172,20 @@ def test_rows_at_the_size_of_the_paper_are_refused_with_their_cost(
     wanted = ["run", "language", "--results", str(tmp_path), "--rows", "tost", "tost, paper size"]
     with pytest.raises(SystemExit):
         command.main(wanted)
-    # 6 FLOP × 37.9 million weights × 10,000 steps × 64 × 1,024 tokens at 10 TFLOP/s
-    assert "tost, paper size: expected a row that runs on a CPU" in (said := capsys.readouterr().err)
-    assert "4.1 hours per seed on one GPU" in said
-    assert "--large" in said
+    # 6 FLOP × 85.2 million weights × 10,000 steps × 64 × 1,024 tokens at 10 TFLOP/s
+    assert "tost, paper size: expected rows that run on a CPU" in (said := capsys.readouterr().err)
+    assert "tost, paper size: about 9.3 hours and 42.0 GiB on one GPU per seed. Pass --large" in said
     assert ran == []
     command.main([*wanted, "--large"])
     assert ran == ["tost", "tost, paper size"]
     command.main(["run", "language"])
     assert "tost, paper size" not in ran[2:]
     assert command.main(["list"]) == 0
-    assert "not run here: tost, paper size, 4.1 hours" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "tost, paper size; " in listed
+    assert "about 9.3 to 11.4 hours and 42.0 to 75.7 GiB on one GPU per seed\n" in listed, (
+        "softmax has T² more"
+    )
 
 
 def test_all_pages_and_figures_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:
