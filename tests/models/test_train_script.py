@@ -1,5 +1,6 @@
-"""The script of docs/how-to/train.md trains a ToST, and resumes when it is run again."""
+"""The scripts of docs/how-to/train.md train a ToST, and resume from the newest whole checkpoint."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,33 +11,46 @@ import pytest
 import torch
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
+SCRIPTS = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_script_trains_and_resumes(tmp_path: Path) -> None:
+def run(script: str, folder: Path) -> None:
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(folder / "cache")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def train_and_resume(script: str, size: str, folder: Path, out: Path) -> None:
+    """Run a script for 3 steps, leave traces of killed processes, and run it again for 5 steps."""
     pytest.importorskip("accelerate")
     pytest.importorskip("datasets")
-    found = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    script = found[1]
     assert len(script.splitlines()) <= 45
-    (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
-    script = script.replace("_steps=200", "_steps=2").replace("every=100", "every=2")
-    outputs = []
+    script = re.sub(r"_steps=\d00|every=\d00", lambda found: f"{found[0].split('=')[0]}=2", script)
     for steps in (3, 5):
-        small = script.replace("128, 600", f"16, {steps}")
-        assert small != script
-        (tmp_path / "train.py").write_text(small)
-        done = subprocess.run(
-            [sys.executable, "train.py"], cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    assert (tmp_path / "tost" / "checkpoint-5").is_dir()
-    audits = sorted(path.name for path in (tmp_path / "tost" / "rank").glob("step-*"))
-    assert audits == ["step-0", "step-2", "step-4"]
-    assert "'epoch'" in outputs[1]
+        small = re.sub(r"(OUT, \w+, STEPS = Path\(.+\)), .+", rf"\1, {size}, {steps}", script)
+        assert f"{size}, {steps}\n" in small
+        run(small, folder)
+        if steps == 3:
+            path = out / "checkpoint-3" / "trainer_state.json"
+            state = json.loads(path.read_text())
+            state["log_history"].insert(0, {"step": 0, "from": "the first run"})
+            path.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+            for killed, content in (("checkpoint-4", path.read_text()[:-20]), ("checkpoint-20", None)):
+                (out / killed).mkdir()
+                if content is not None:
+                    (out / killed / "trainer_state.json").write_text(content)
+    resumed = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())
+    assert resumed["log_history"][0] == {"step": 0, "from": "the first run"}
+    assert sorted(path.name for path in (out / "rank").glob("step-*")) == ["step-0", "step-2", "step-4"]
+
+
+def test_the_script_of_a_language_model_trains_and_resumes(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
+    train_and_resume(SCRIPTS[0], "16", tmp_path, tmp_path / "tost")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,3 +61,26 @@ def test_the_script_trains_and_resumes(tmp_path: Path) -> None:
     ids = tokenizer("to be", add_special_tokens=False).input_ids
     with torch.no_grad():
         assert model(torch.tensor([ids])).logits.isfinite().all()
+
+
+def test_the_script_of_a_classifier_of_images_trains_and_resumes(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for shade, name in ((40, "dark"), (200, "light")):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for at in range(20):
+            image.new("RGB", (20, 24), (shade + at,) * 3).save(tmp_path / "pictures" / name / f"{at}.png")
+    train_and_resume(SCRIPTS[1], "8", tmp_path, tmp_path / "tost-images")
+
+    from transformers import AutoModelForImageClassification
+
+    import rankwise.models  # noqa: F401  (AutoModel reads ToST)
+
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "tost-images" / "model")
+    assert model.config.id2label == {0: "dark", 1: "light"}
+    with torch.no_grad():
+        assert model(torch.rand(2, 3, 8, 8)).logits.shape == (2, 2)
+
+
+def test_both_models_have_a_script() -> None:
+    assert ["ToSTForCausalLM" in SCRIPTS[0], "ToSTForImageClassification" in SCRIPTS[1]] == [True, True]
+    assert len(SCRIPTS) == 2
