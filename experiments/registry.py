@@ -49,7 +49,7 @@ MODULES = (
     "skips.monitor_collapse",
     "skips.repair",
     "skips.skip_families",
-    "tost.listops_counts",
+    "tost.shortcuts",
     "tost.rate_descent",
 )
 """Modules of the studies."""

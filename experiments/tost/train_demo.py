@@ -198,7 +198,6 @@ def card(report: dict[str, Any]) -> dict[str, str]:
         "validation_share": f"{settings['validation_share']:.0%}",
         "train_share": f"{1 - settings['validation_share']:.0%}",
         "last": str(settings["tokens"] - 1),
-        "command": report["command"],
         "steps": f"{settings['steps']:,}",
         "minutes": f"{scores['minutes']:.0f}",
         "joined": f"{settings['joined']:.0%}",

@@ -5,11 +5,15 @@ import pytest
 import torch
 from experiments.registry import EXPERIMENTS
 from experiments.tasks.listops import CLOSE, MAX, MIN
+from experiments.tasks.pathfinder import Pictures, draw_pictures
 from experiments.tasks.task import Examples
 from experiments.tost import rate_descent
-from experiments.tost.listops_counts import counting_accuracy, first_accuracy
 from experiments.tost.long_range import KNOWN
+from experiments.tost.shortcuts import counting_accuracy, distance_accuracy, first_accuracy
 from torch import Tensor, nn
+
+PATHFINDER = (2000, 6, [0, 0]), (500, 6, [0, 1])
+"""Arguments of both splits of the experiment."""
 
 
 def split(values: str, seed: int) -> Examples:
@@ -41,6 +45,17 @@ def test_counts_were_measured_on_the_data_of_the_runs() -> None:
     table = EXPERIMENTS["long-range-listops"].table()
     read = {run["values"]["data"]["sha256"] for row in table.values() for run in row.runs}
     assert read == {KNOWN["sha256"]}
+
+
+def test_a_threshold_is_chosen_on_the_training_pictures() -> None:
+    def pictures(distances: list[float], labels: list[int]) -> Pictures:
+        dots = np.zeros((len(labels), 2, 2))
+        dots[:, 1, 0] = distances
+        return Pictures(np.empty(0), np.array(labels), np.empty(0), dots)
+
+    train = pictures([1, 2, 5, 6], [1, 1, 0, 0])
+    assert distance_accuracy(train, pictures([1, 4, 7, 8], [1, 1, 0, 1])) == 0.75
+    assert KNOWN["distance"] == distance_accuracy(*(draw_pictures(*split) for split in PATHFINDER))
 
 
 @pytest.fixture
