@@ -65,7 +65,7 @@ def check_architecture(model_type: str) -> Entry:
     except Exception as error:
         return entry | {"why": _first_line(error)}
     entry |= {"ran": True, "model": type(model).__name__, "size": size, "inputs": sorted(batch)}
-    entry |= _captured(model, batch)
+    entry |= compare_captured(model, batch)
     entry |= _skips(model, batch)
     return entry | {"seconds": round(time.perf_counter() - start, 1)}
 
@@ -87,7 +87,7 @@ def _run(model: nn.Module, batch: dict[str, Any], **settings: Any) -> Any:
     return model(**batch, **settings)
 
 
-def _captured(model: nn.Module, batch: dict[str, Tensor]) -> Entry:
+def compare_captured(model: nn.Module, batch: dict[str, Tensor]) -> Entry:
     """Return the captured and the uncaptured mixers, and if outputs are the same under capture."""
     with _called(model) as called:
         alone = tensors(_run(model, batch))

@@ -49,7 +49,7 @@ def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
     if config.parameters is None:
         return _make_config(config, task, None)
     plain = replace(config, parameters=None)
-    narrow, wide = (_count(_make_config(plain, task, width), task) for width in (1, 2))
+    narrow, wide = (parameter_count(_make_config(plain, task, width), task) for width in (1, 2))
     width = 1 + round((config.parameters - narrow) / (wide - narrow))
     if width < 1:
         raise ValueError(
@@ -58,7 +58,7 @@ def model_config(config: TrainingConfig, task: Task) -> PreTrainedConfig:
     return _make_config(plain, task, width)
 
 
-def _count(made: PreTrainedConfig, task: Task) -> int:
+def parameter_count(made: PreTrainedConfig, task: Task) -> int:
     with torch.device("meta"):
         model = HEADS[task.kind].from_config(made)
     return sum(weight.numel() for weight in model.parameters())

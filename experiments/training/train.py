@@ -65,7 +65,7 @@ def train(config: TrainingConfig, task: Task, folder: Path, seed: int) -> dict[s
         evaluated = range(min(config.evaluate_on or len(task.test), len(task.test)))
         trainer = BestModelTrainer(
             model=build_model(config, task),
-            args=_arguments(config, folder, seed),
+            args=training_arguments(config, folder, seed),
             train_dataset=Stream(task.train, config.steps * config.batch, seed),
             eval_dataset=torch.utils.data.Subset(task.test, evaluated),
             data_collator=collate,
@@ -86,7 +86,7 @@ def train(config: TrainingConfig, task: Task, folder: Path, seed: int) -> dict[s
         trainer.save_model(str(folder / "model"))
         callbacks = trainer.callback_handler.callbacks  # a resumed run has another timer than the one above
         timer = next(one for one in callbacks if isinstance(one, StepTimer))
-        return _values(config, task, trainer, timer, monitor)
+        return run_values(config, task, trainer, timer, monitor)
 
 
 class BestModelTrainer(Trainer):
@@ -118,7 +118,7 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _arguments(config: TrainingConfig, folder: Path, seed: int) -> TrainingArguments:
+def training_arguments(config: TrainingConfig, folder: Path, seed: int) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -181,7 +181,7 @@ def accuracy(evaluated: Any) -> dict[str, float]:
     return {"accuracy": float(right) / max(float(counted), 1.0)}
 
 
-def _values(
+def run_values(
     config: TrainingConfig, task: Task, trainer: Trainer, timer: StepTimer, monitor: RankMonitor | None
 ) -> dict[str, Any]:
     history = trainer.state.log_history

@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tests.auditing.test_examples import Words
 from tests.support import records
+from tests.support.documents import audit_document
 from tests.support.modules import token_ids
+from tests.support.records import diagnose
 
 import rankwise as rw
-from rankwise.auditing import AttentionMap
+from rankwise.auditing import AttentionMap, Audit
 from rankwise.auditing.attention_maps import block_averages, only_flagged
-from rankwise.auditing.findings import diagnose
-from rankwise.auditing.result import Audit
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing, IndexedMixing, LinearAttentionMixing, SoftmaxMixing
-from rankwise.report.audit_report import audit_document
 
 
 def by_hand(matrix: torch.Tensor, side: int) -> torch.Tensor:

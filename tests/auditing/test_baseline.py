@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from experiments.zoo.transformers import BERT, hugging_face
+from tests.support.documents import audit_document
 from tests.support.modules import token_ids
 from tests.support.untouched import state_of
 from tests.unchecked import unchecked
@@ -17,11 +18,10 @@ from torch import Tensor, nn
 import rankwise as rw
 from rankwise._internals.statistics import t_quantile
 from rankwise.auditing import AuditError, BaselineSettings, InitializationError, initialization, reinitialized
-from rankwise.auditing.baseline import _at
+from rankwise.auditing.baseline import baseline_at
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.frames import table
 from rankwise.errors import InputError, RankwiseError
-from rankwise.report.audit_report import audit_document
 
 DELTA = 0.05
 INTEGERS = nn.Parameter(torch.ones(16, 8, dtype=torch.int8), requires_grad=False)
@@ -119,14 +119,14 @@ def test_a_trained_model_above_its_baseline_is_a_finding() -> None:
 def test_lengths_of_sequences_do_not_add_to_the_margin() -> None:
     """Each difference is of one sequence: a rank that grows with the length alone cancels."""
     own = np.repeat(np.array([[10.0], [100.0], [1000.0]]), 2, axis=1)
-    point = _at(0.01, own + 3, np.stack([own, own + 1]))
+    point = baseline_at(0.01, own + 3, np.stack([own, own + 1]))
     assert point.difference_low == point.difference_high == 2.5
     assert point.margin == pytest.approx(t_quantile(5) * np.std([3, 3, 3, 2, 2, 2], ddof=1))
 
 
 def test_differences_of_intervals_are_taken_between_their_nearest_ends() -> None:
     own, drawn = np.array([[5.0, 7.0]] * 3), np.array([[1.0, 2.0]] * 3)
-    point = _at(0.01, own, np.stack([drawn, drawn]))
+    point = baseline_at(0.01, own, np.stack([drawn, drawn]))
     assert (point.difference_low, point.difference_high) == (3.0, 6.0)
 
 

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records
-from tests.support.records import changed
+from tests.support.records import HeadImportance, changed
 
-from rankwise.auditing import Comparison, compare
-from rankwise.auditing.records import HeadId
-from rankwise.auditing.result import Audit
-from rankwise.importance.records import HeadImportance
+from rankwise.auditing import Audit, Comparison, compare
+from rankwise.tracing import HeadId
 
 SHARES = ("first_token_mass", "max_token_mass", "row_distance", "identity_distance", "nearest_distance")
 RANGES = {

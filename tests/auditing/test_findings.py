@@ -6,15 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.records import audit, band, changed, head, heads, importance, layer, layers
+from tests.support.records import (
+    HeadImportance,
+    RemovableSet,
+    audit,
+    band,
+    changed,
+    head,
+    heads,
+    importance,
+    layer,
+    layers,
+)
 
-from rankwise.auditing import RULES, HeadRecord, LayerRecord, Unseen, check_codes, compare, findings
+from rankwise.auditing import (
+    RULES,
+    Audit,
+    Finding,
+    HeadRecord,
+    LayerRecord,
+    Unseen,
+    check_codes,
+    compare,
+    findings,
+)
 from rankwise.auditing.findings import diagnose
-from rankwise.auditing.records import Finding, HeadId, Verdict
-from rankwise.auditing.result import Audit
+from rankwise.auditing.records import Verdict
 from rankwise.errors import InputError
-from rankwise.importance.records import HeadImportance, RemovableSet
 from rankwise.report.comparison_report import finding_lists
+from rankwise.tracing import HeadId
 
 Fields = dict[str, Any]
 CONSTANT = {"stable_rank": 1.05, "row_distance": 0.2}

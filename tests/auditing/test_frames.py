@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records
 from tests.support.modules import token_ids
-from tests.support.records import changed
+from tests.support.records import HEAD_MEASURES, changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing.frames import COPIES, csv_text, table
-from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.errors import InputError
 
 SMALL = [name for name in records.ALL if name != "large"]

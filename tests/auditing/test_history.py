@@ -12,18 +12,16 @@ from experiments.zoo.transformers import nano_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records
+from tests.support.documents import history_document
 from tests.support.modules import token_ids
-from tests.support.records import changed
+from tests.support.records import BaselineRecord, HeadImportance, changed
 from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing import Comparison, History, in_order
 from rankwise.auditing.comparison import layer_means, paired_stacks
 from rankwise.auditing.history import folder_name, steps_of
-from rankwise.auditing.records import BaselineRecord
 from rankwise.errors import InputError, RecordError
-from rankwise.importance.records import HeadImportance
-from rankwise.report.comparison_report import history_document
 
 ENCODER = records.encoder()
 

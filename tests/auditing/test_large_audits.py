@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 from tests.support import records
+from tests.support.documents import audit_document
+from tests.support.records import HeadImportance, RemovableSet, diagnose
 
-from rankwise.auditing import compare
-from rankwise.auditing.findings import diagnose
-from rankwise.auditing.records import Finding, HeadId, HeadRecord, LayerRecord
-from rankwise.auditing.result import Audit
-from rankwise.importance.records import HeadImportance, RemovableSet
-from rankwise.report.audit_report import audit_document
+from rankwise.auditing import Audit, Finding, HeadRecord, LayerRecord, compare
+from rankwise.tracing import HeadId
 
 LAYERS, HEADS = 4, 10
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from tests.support import records
 from tests.support.modules import GivenOperator, sites_of
+from tests.support.records import HEAD_MEASURES, LAYER_MEASURES, PICTURED
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, NULLS, PICTURED
-from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.auditing import HeadRecord, LayerRecord
+from rankwise.auditing.measure_table import NULLS
 from rankwise.operators import DenseMixing
 from rankwise.report.head_columns import color_limits
 

@@ -9,8 +9,7 @@ from tests.support.modules import GivenOperator, sites_of, token_ids
 from torch import Tensor
 
 import rankwise as rw
-from rankwise.auditing import measure
-from rankwise.auditing.records import HeadRecord
+from rankwise.auditing import HeadRecord, measure
 from rankwise.operators import ToeplitzMixing
 
 RANKS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")

@@ -7,22 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import matrices, normal
+from tests.support.documents import audit_document
 from tests.support.modules import GivenAttention, GivenOperator, sites_of
-from tests.support.records import audit
+from tests.support.records import HEAD_MEASURES, Baseline, BaselineAt, audit
 from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.auditing import reference_ranks
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.measure import measure_heads, sampled
-from rankwise.auditing.measure_table import HEAD_MEASURES
-from rankwise.auditing.records import Baseline, BaselineAt
 from rankwise.auditing.reference_ranks import Mask, hardmax_rank, masks_of
 from rankwise.errors import ShapeError
 from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.report import document_text
-from rankwise.report.audit_report import audit_document
 from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
 from rankwise.tracing import MixerSite
 

@@ -9,7 +9,7 @@ from tests.unchecked import unchecked
 from torch import nn
 
 import rankwise as rw
-from rankwise.auditing.initialization import BaselineSettings
+from rankwise.auditing import BaselineSettings
 from rankwise.auditing.settings import AuditOptions, AuditSettings, chosen_heads
 from rankwise.errors import InputError, RankwiseError
 from rankwise.importance import ImportanceSettings

@@ -322,8 +322,7 @@ def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
     from rankwise._internals.statistics import Moments
     from rankwise.auditing.measure import HeadBatch
     from rankwise.auditing.statistics import MEANS, RANKS
-    from rankwise.measures import RankSummary
-    from rankwise.measures.rank import Estimate, RankEstimates
+    from rankwise.measures import Estimate, RankEstimates, RankSummary
     from rankwise.tracing import MixerSite
 
     holders = (MixerSite, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)

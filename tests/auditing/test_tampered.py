@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.support import records
+from tests.support.documents import audit_document, comparison_document, page_text
 
 from rankwise.auditing import Audit, compare
 from rankwise.errors import RecordError
 from rankwise.report import document_text, print_document
-from rankwise.report.audit_report import audit_document
-from rankwise.report.comparison_report import comparison_document
-from rankwise.report.page import page_text
 
 Content = dict[str, Any]
 NAN, INFINITY = math.nan, math.inf

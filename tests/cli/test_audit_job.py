@@ -7,9 +7,10 @@ from tests.auditing.same_audits import compared
 from torch import nn
 
 import rankwise as rw
+from rankwise.auditing import AuditSettings
 from rankwise.auditing.result import NO_WIDTH
 from rankwise.auditing.run import build_audit, collect
-from rankwise.auditing.settings import AuditSettings, chosen_heads
+from rankwise.auditing.settings import chosen_heads
 from rankwise.cli.audit_job import ShardResult, merge_shards
 from rankwise.errors import RankwiseError
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tests.support.documents import comparison_document
 from torch import nn
 from typer.testing import CliRunner
 
@@ -14,7 +15,6 @@ from rankwise.auditing import Audit, compare
 from rankwise.cli import app
 from rankwise.errors import InputError
 from rankwise.report import print_document
-from rankwise.report.comparison_report import comparison_document
 
 
 @pytest.fixture

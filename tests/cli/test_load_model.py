@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.auditing.same_audits import compared
+from tests.support.torch_names import COMPILED_PREFIX
 from transformers import LlamaForCausalLM
 
 from rankwise.auditing import Audit
@@ -180,7 +181,7 @@ def save_changed(tiny: Path, change: Callable[[str], str | None]) -> None:
     save_file(named, "changed/model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["module.", COMPILED_PREFIX])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, command, prefix) -> None:
     save_changed(tiny, lambda name: prefix + name)

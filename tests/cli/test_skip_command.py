@@ -401,7 +401,7 @@ def test_numbers_have_a_least_value(run: Run, option: tuple[str, int]) -> None:
 
 def split(batches: list[Any], model: nn.Module | None = None, **how: Any) -> tuple[list[Any], list[Any]]:
     loaded = LoadedModel(nn.Linear(1, 1) if model is None else model, "tiny")
-    return skip._split(LoadedData(batches, "made up"), loaded, **how)
+    return skip.split_batches(LoadedData(batches, "made up"), loaded, **how)
 
 
 def rows(batches: list[dict[str, Tensor]]) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.compression.compression_cases import SIZES, gpt2
-from tests.compression.test_compress_prices import TwoWidths
+from tests.compression.test_evaluate import TwoWidths
 from transformers import ByT5Tokenizer, ViTConfig, ViTForImageClassification, ViTImageProcessor
 from typer.testing import CliRunner, Result
 
@@ -38,7 +38,7 @@ BROKEN = FACTORY.replace(
 )
 PLAIN = """
 import torch
-from tests.compression.test_compress_prices import TwoWidths
+from tests.compression.test_evaluate import TwoWidths
 def build():
     torch.manual_seed(0)
     return TwoWidths().eval(), [torch.randn(6, 30, 32) for _ in range(2)]

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.support.documents import compression_document
 
 from rankwise.compression import (
     BudgetCurve,
@@ -16,7 +17,6 @@ from rankwise.compression import (
     LayerPrice,
 )
 from rankwise.errors import InputError, RecordError
-from rankwise.report.compression_report import compression_document
 
 RECORD = Compression(
     model="m", parts=["heads"], sequences=1, tokens=2, figures="held-out data", heads=[], kl=math.nan,

@@ -24,6 +24,7 @@ from tests.compression.compression_cases import (
     output,
     smollm3,
 )
+from tests.support.torch_names import hooks_of
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -274,7 +275,7 @@ def test_a_change_is_undone_exactly_and_applied_again(part: str, family: str) ->
         change.undo()
     assert torch.equal(output(model, BATCH), compressed(part, family).before)
     assert not own_modules(model)
-    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
+    assert not hooks_of(model)
     for change in changes:
         change.apply()
     again, other = in_steps(model, BATCH)

@@ -57,7 +57,7 @@ class Residual(nn.Module):
 
 def test_a_mixer_that_capture_does_not_mention_is_counted():
     model = Residual(Attention(), AutoCorrelation())
-    entry = experiment._captured(model, {"x": torch.randn(2, 5, 4)})
+    entry = experiment.compare_captured(model, {"x": torch.randn(2, 5, 4)})
     assert (entry["captured"], entry["there"], entry["silent"]) == (1, 1, ["AutoCorrelation"])
     assert entry["identical"]
     assert entry["told"] is None
@@ -66,7 +66,7 @@ def test_a_mixer_that_capture_does_not_mention_is_counted():
 def test_outputs_that_differ_between_runs_are_not_identical():
     model, noise = Residual(Attention()), iter(torch.arange(9.0))
     model.register_forward_hook(lambda module, args, output: output + next(noise))
-    assert not experiment._captured(model, {"x": torch.randn(2, 5, 4)})["identical"]
+    assert not experiment.compare_captured(model, {"x": torch.randn(2, 5, 4)})["identical"]
 
 
 class Narrow(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from experiments.tost import memberships as experiment
 from experiments.tost.memberships import by_place, drawn, entropy, measured
+from tests.support.torch_names import hooks_of
 from transformers import AutoModelForImageClassification
 
 from rankwise.models import ToSTConfig
@@ -45,4 +46,4 @@ def test_every_layer_of_tssa_is_measured_and_drawn() -> None:
     first = experiment.memberships(model, pixels[:2])[0]
     corner = round(float((first[1, 0, 1] - first.min()) / (first.max() - first.min())) * 255)
     assert sheet.getpixel((edge + 3 * gap + edge + gap, edge + gap)) == (corner,) * 3
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not hooks_of(model)

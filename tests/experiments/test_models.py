@@ -10,7 +10,7 @@ from experiments.tasks.task import Task, collate
 from experiments.training import cost
 from experiments.training.config import TrainingConfig
 from experiments.training.cost import weights_of
-from experiments.training.models import MODELS, _count, build_model, model_config
+from experiments.training.models import MODELS, parameter_count, build_model, model_config
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,7 +74,7 @@ SIZED = {
 @pytest.mark.parametrize("row", SIZED.values(), ids=range(len(SIZED)))
 def test_every_row_can_have_the_parameters_it_names(row: TrainingConfig) -> None:
     """Rows at the size of a paper that name none have the parameters from which their cost is estimated."""
-    count = _count(model_config(row, task_of(row)), task_of(row))
+    count = parameter_count(model_config(row, task_of(row)), task_of(row))
     if row.parameters:
         assert abs(count / row.parameters - 1) < 0.005
     else:
@@ -85,7 +85,7 @@ def test_the_transformer_has_the_parameters_of_the_others() -> None:
     parts, language = (EXPERIMENTS[name] for name in ("language-parts", "language"))
     for rows, end in ((parts.rows, ""), (language.rows, ""), (language.large, ", paper size")):
         pair = [rows[f"{name}{end}"] for name in ("transformer", "tost")]
-        counts = [_count(model_config(one, task_of(one)), task_of(one)) for one in pair]
+        counts = [parameter_count(model_config(one, task_of(one)), task_of(one)) for one in pair]
         assert abs(counts[0] / counts[1] - 1) < 0.003
 
 

@@ -5,7 +5,7 @@ from experiments.rank.compress_cache import rivals as latent_rivals
 from experiments.rank.compress_minilm import rivals
 from experiments.rank.rivals import joint_components, key_components, pair_costs, random_directions
 from tests.compression.compression_cases import bert, ids, llama
-from tests.compression.test_compress_laws import head
+from tests.compression.test_qk import head
 
 from rankwise.cli.load_model import demo_text
 from rankwise.compression.qk_statistics import collect_statistics

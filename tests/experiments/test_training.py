@@ -171,7 +171,7 @@ def test_the_metric_decides_the_best_evaluation(metric: Any, best: int, tmp_path
         state = type("", (), {"log_history": log})
         model = training.build_model(config, task)
 
-    values = training._values(config, task, Ended(), StepTimer(1.0, 1.0), None)  # type: ignore[arg-type]
+    values = training.run_values(config, task, Ended(), StepTimer(1.0, 1.0), None)  # type: ignore[arg-type]
     found = values["scores"]
     assert (values["best_step"], found["loss"], found["accuracy"]) == (best, *scores[best])
     assert found["last_loss"] == 2.0
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
 def test_settings_reach_the_trainer(tmp_path: Path) -> None:
     changes = {"learning_rate": 0.5, "warmup": 3, "clip": 2.0, "steps": 9, "batch": 4}
     changes |= {"log_every": 5, "evaluate_every": 3}
-    arguments = training._arguments(replace(TINY, **changes, metric="accuracy"), tmp_path, 7)
+    arguments = training.training_arguments(replace(TINY, **changes, metric="accuracy"), tmp_path, 7)
     assert (arguments.learning_rate, arguments.warmup_steps, arguments.max_grad_norm) == (0.5, 3, 2.0)
     assert (arguments.max_steps, arguments.per_device_train_batch_size, arguments.logging_steps) == (9, 4, 5)
     assert arguments.eval_steps == arguments.save_steps == 3

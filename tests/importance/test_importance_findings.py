@@ -5,23 +5,24 @@ import re
 import pytest
 from importance_cases import ids, language_model
 from tests.support import records
+from tests.support.records import HeadImportance, diagnose
 from tests.support.records import importance as importance_record
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing.findings import diagnose
+from rankwise.auditing import Finding
 from rankwise.auditing.importance_findings import (
     BLOCK_CAUTION,
     HEAD_CAUTION,
     estimate_words,
     with_removal_costs,
 )
-from rankwise.auditing.records import Finding, HeadId
 from rankwise.cli import app
-from rankwise.cli.audit import _importance
+from rankwise.cli.audit import parse_importance
 from rankwise.cli.options import add_bare_values
 from rankwise.importance import ImportanceSettings, ablation_cost
-from rankwise.importance.records import HeadImportance, agreement
+from rankwise.importance.records import agreement
+from rankwise.tracing import HeadId
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,7 @@ def test_estimates_are_compared_with_exact_costs_by_order_and_size():
     [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
 )
 def test_the_bare_option_is_exact_for_the_demo(how, demo, exact):
-    settings = _importance(how, demo, 0.01, "zero", "auto")
+    settings = parse_importance(how, demo, 0.01, "zero", "auto")
     assert settings.exact is exact
 
 

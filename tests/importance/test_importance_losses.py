@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
+from tests.support.torch_names import Operations, tree_leaves
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import rankwise as rw
 from rankwise.importance import ImportanceSettings, losses
@@ -206,16 +205,13 @@ def test_chunks_of_tokens_change_no_number_and_need_less_memory(loss, dtype, mon
     settings = ImportanceSettings(loss=loss, exact=True, probes=2, tolerance=None)
     whole = measure(model, batches, settings)
 
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            given = [one.untyped_storage().data_ptr() for one in tree_leaves(args) if torch.is_tensor(one)]
-            if torch.is_tensor(out) and out.untyped_storage().data_ptr() not in given:
-                largest.append(out.numel())
-            return out
+    def measure_new(function, args, out):
+        given = [one.untyped_storage().data_ptr() for one in tree_leaves(args) if torch.is_tensor(one)]
+        if torch.is_tensor(out) and out.untyped_storage().data_ptr() not in given:
+            largest.append(out.numel())
 
     def read(self, output, batch, of={kind: kind.read for kind in KINDS}):  # noqa: B006
-        with Sizes():
+        with Operations(measure_new):
             return of[type(self)](self, output, batch)
 
     for kind in KINDS:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
+from tests.support.records import RemovableSet
 from tests.support.records import importance as importance_record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,7 @@ from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError
-from rankwise.importance.records import HeadId, RemovableSet
+from rankwise.tracing import HeadId
 
 
 def labelled(*labels):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rankwise.measures as rm
-from rankwise.measures.registry import MEASURES
+from rankwise.measures import MEASURES
 
 FUNCTIONS = {name: getattr(rm, name) for name in rm.__all__ if isinstance(getattr(rm, name), FunctionType)}
 """All that `rankwise.measures` exports."""

@@ -231,7 +231,7 @@ def test_the_intercept_is_least_squares_and_its_error_leaves_one_out():
     """HC3 by its definition: refit without each point, and take the change of the prediction at 0."""
     control, noise = normal(9, seed=1), normal(9, seed=2)
     values = 5 + 3 * control + noise
-    mean, error = quadrature._intercept(values, control)
+    mean, error = quadrature.intercept_at_zero(values, control)
     design = torch.stack([torch.ones(9).double(), control], 1)
 
     def fit(keep):

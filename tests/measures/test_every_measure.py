@@ -20,7 +20,8 @@ from tests.unchecked import unchecked
 
 import rankwise.measures as rm
 from rankwise.errors import ShapeError
-from rankwise.measures.registry import MEASURES, as_matrices, as_operator
+from rankwise.measures import MEASURES
+from rankwise.measures.registry import as_matrices, as_operator
 from rankwise.operators import DenseMixing, SoftmaxMixing
 
 BAD = [math.nan, math.inf, -math.inf]

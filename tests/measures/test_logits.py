@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.measures.measure_cases import normal
+from tests.support.records import HEAD_MEASURES
 
-from rankwise.auditing.measure_table import HEAD_MEASURES
 from rankwise.errors import InputError
 from rankwise.measures import WIDTH_TOLERANCE, logit_moments, required_head_dim
 from rankwise.measures.logits import logit_bases, logit_energy

@@ -17,7 +17,7 @@ from tests.measures.measure_cases import FUNCTIONS, close
 
 import rankwise.measures as rm
 from rankwise.errors import RankwiseError
-from rankwise.measures.registry import MEASURES
+from rankwise.measures import MEASURES
 
 EXACT = Context(prec=1400, Emin=-(10**6), Emax=10**6)  # squares of sums of 1e308 and 5e-324 have 1,300 digits
 SHORT = Context(prec=40, Emin=-(10**6), Emax=10**6)

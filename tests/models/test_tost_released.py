@@ -13,6 +13,7 @@ import torch
 import typer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tests.support.torch_names import COMPILED_PREFIX as COMPILED
 from torch.nn import functional as F
 from tost_cases import GOLDEN
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
@@ -113,7 +114,7 @@ def test_sizes_are_read_off_the_shapes() -> None:
     assert (vision.num_labels, vision.class_attention_layers) == (wanted["num_classes"], 2)
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("wrapper", [COMPILED, "module.", f"module.{COMPILED}", f"{COMPILED}module."])
 def test_wrapped_names_and_bare_state_dicts_are_read(wrapper: str, tmp_path: Path) -> None:
     weights = {wrapper + name: weight for name, weight in read(LANGUAGE)["model"].items()}
     torch.save(weights, tmp_path / "bare.pt")

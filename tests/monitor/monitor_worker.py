@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankwise as rw
-from rankwise.auditing.initialization import BaselineSettings, reinitialized
+from rankwise.auditing import BaselineSettings, reinitialized
 from rankwise.errors import CaptureError
 
 STEPS, WORDS, WIDTH = 2, 16, 8

@@ -10,7 +10,7 @@ from tests.unchecked import unchecked
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing.history import History
+from rankwise.auditing import History
 from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import scalars
 

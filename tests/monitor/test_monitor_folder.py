@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from tests.monitor.test_monitor import collapsing, encoder, probe
 
 import rankwise as rw
-from rankwise.auditing.history import History
+from rankwise.auditing import History
 from rankwise.errors import InputError
 
 

@@ -26,7 +26,7 @@ def test_lightning_audits_logs_and_stops(tmp_path):
 
     package = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
-    class Module(package.LightningModule):
+    class Trained(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -44,7 +44,7 @@ def test_lightning_audits_logs_and_stops(tmp_path):
     class Headless(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Module().encoder
+            self.net = Trained().encoder
 
     with pytest.raises(AuditError, match=r"define `forward`.*model\.net"):
         rw.audit(Headless().eval(), [torch.ones(2, 10, 8)])
@@ -58,11 +58,11 @@ def test_lightning_audits_logs_and_stops(tmp_path):
         return trainer.global_step
 
     monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=2, folder=tmp_path / "rank")
-    assert fit(monitor, Module()) == 5
+    assert fit(monitor, Trained()) == 5
     assert monitor.history.steps == [0, 2, 4]
     assert (tmp_path / "rank" / "index.html").is_file()
 
-    collapsed = Module()
+    collapsed = Trained()
     with torch.no_grad():  # every token gets a multiple of the mean
         for layer in collapsed.encoder.layers:
             layer.self_attn.in_proj_weight[:16] = 0

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from tests.support.torch_names import Operations, tree_leaves
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankwise.operators import MixingOperator
 
@@ -105,24 +105,15 @@ def check_products(op: MixingOperator, exact: Tensor, slacks: tuple[Slack, Slack
         near(op.apply_transposed(alone), exact.mT @ alone.double(), slacks[1](alone.expand_as(u)))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Keeps the size, in elements, of the largest tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(made, Tensor):
-                # a view made by expand is as large as its storage, not as its shape
-                stored = made.untyped_storage().nbytes() // made.element_size()
-                self.elements = max(self.elements, stored)
-        return result
-
-
 def largest_tensor(work: Callable[[], object]) -> int:
-    with LargestTensor() as seen, torch.no_grad():
+    """Return the size, in elements, of the largest tensor that an operation makes."""
+    sizes = [0]
+
+    def measure(function: Any, args: Any, output: Any) -> None:
+        for made in tree_leaves(output):
+            if isinstance(made, Tensor):  # a view made by expand is as large as its storage, not as its shape
+                sizes.append(made.untyped_storage().nbytes() // made.element_size())
+
+    with Operations(measure), torch.no_grad():
         work()
-    return seen.elements
+    return max(sizes)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.operators.linear_time_cases import selective_by_hand
 from tests.operators.mixing_laws import check, largest_tensor, normal, uniform
 
+from rankwise.operators import SemiseparableMixing
 from rankwise.operators.selective import SelectiveMixing, selective_scan
-from rankwise.operators.semiseparable import SemiseparableMixing
 
 RATES = [0.0, -1e-30, -1e-9, -0.7, -40.0, -800.0, -1e30]
 STEPS = [0.0, 1e-30, 1e-9, 0.1, 3.0, 1e3]

@@ -100,8 +100,8 @@ def test_a_ladder_rises_from_end_to_end():
 @pytest.fixture
 def forget_imports():
     """Forget which packages can be imported, now and after `monkeypatch` has restored them."""
-    yield dispatch._failure.cache_clear
-    dispatch._failure.cache_clear()
+    yield dispatch.import_failure.cache_clear
+    dispatch.import_failure.cache_clear()
 
 
 def test_an_explicit_choice_never_falls_back(forget_imports, monkeypatch):

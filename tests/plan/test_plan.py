@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.documents import plan_document
 from tests.unchecked import unchecked
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +15,6 @@ import rankwise as rw
 from rankwise.plan import HeadDimPlan, plan_head_dim, trained_widths
 from rankwise.plan.planner import gains, largest_fall, saturation, saturation_index
 from rankwise.plan.ranks import RandomHead
-from rankwise.report.plan_report import plan_document
 
 WIDTHS = tuple(range(1, 33))
 

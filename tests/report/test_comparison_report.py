@@ -4,15 +4,14 @@ import math
 
 import pytest
 from tests.support import records
+from tests.support.documents import Document
 
 import rankwise as rw
-from rankwise.auditing import Comparison, History
+from rankwise.auditing import Audit, Comparison, HeadRecord, History
 from rankwise.auditing.history import steps_of
-from rankwise.auditing.records import HeadRecord
-from rankwise.auditing.result import Audit
 from rankwise.report import comparison_report, document_text
 from rankwise.report.comparison_report import comparison_document, finding_marks, history_document
-from rankwise.report.document import Cell, Document, Figure, Section, Table
+from rankwise.report.document import Cell, Figure, Section, Table
 
 
 def compare(before: Audit, after: Audit) -> Comparison:

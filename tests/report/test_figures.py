@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
+from tests.support.records import DRAWN, HEAD_MEASURES, Baseline
 
+from rankwise.auditing import AttentionMap
 from rankwise.auditing.attention_maps import block_averages
-from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES
-from rankwise.auditing.records import AttentionMap, Baseline
 from rankwise.operators import DenseMixing
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
@@ -88,9 +87,9 @@ def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() 
     assert [one["name"] for one in others] == ["random winners"]
     assert column(heads, "sigma_max")["references"][0]["at"] == 1.5
     assert column(heads, "first_token_mass")["references"] == []
-    data = samples.data(audit.model_copy(update={"heads": heads}))
+    data = documents.data(audit.model_copy(update={"heads": heads}))
     assert set(data["initial_spectra"]["points"]) == {2}
-    assert samples.data(audit)["initial_spectra"] is None
+    assert documents.data(audit)["initial_spectra"] is None
 
 
 def test_infinite_numbers_have_no_value_and_no_reference() -> None:

@@ -5,17 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
+from tests.support.records import PICTURED as HEAD_MEASURES
 
-from rankwise.auditing.measure_table import PICTURED as HEAD_MEASURES
-from rankwise.auditing.records import Finding, HeadId
-from rankwise.auditing.result import Audit
+from rankwise.auditing import Audit, Finding
 from rankwise.report import audit_report
 from rankwise.report.figures import map_layout
 from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.heatmap_grid import HeadIndex, grids_of
+from rankwise.tracing import HeadId
 
 
 @pytest.mark.parametrize("name", records.ALL)
@@ -149,5 +148,5 @@ def test_the_data_of_a_page_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -
     names = ["find_targets", "grids_of", "membership_maps"]
     for name in names:
         monkeypatch.setattr(audit_report, name, counted(name))
-    samples.page(records.encoder())
+    documents.page(records.encoder())
     assert sorted(made) == names

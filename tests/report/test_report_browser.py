@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
+from tests.support.documents import audit_document
 
+from rankwise.auditing import AttentionMap, Audit
 from rankwise.auditing.attention_maps import block_averages
-from rankwise.auditing.records import AttentionMap
-from rankwise.auditing.result import Audit
 from rankwise.operators import DenseMixing
 from rankwise.report import write_page
-from rankwise.report.audit_report import audit_document
 from rankwise.report.format import RANK
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -74,7 +72,7 @@ def pictured() -> Audit:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("reports")
     audits = {name: audit_document(make()) for name, make in (records.ALL | {"pictured": pictured}).items()}
-    kinds = {f"{name} page": make() for name, make in samples.DOCUMENTS.items()}
+    kinds = {f"{name} page": make() for name, make in documents.DOCUMENTS.items()}
     return {
         name: write_page(document, folder / f"{name}.html").as_uri()
         for name, document in (audits | kinds).items()
@@ -145,7 +143,7 @@ CUT_OFF = """() => [...document.querySelectorAll('.plot .main-svg')].flatMap((pl
 """Labels of figures that are not completely inside the figure."""
 
 
-@pytest.mark.parametrize("name", [*records.ALL, *(f"{kind} page" for kind in samples.DOCUMENTS)])
+@pytest.mark.parametrize("name", [*records.ALL, *(f"{kind} page" for kind in documents.DOCUMENTS)])
 def test_every_page_fits_phones_and_screens_without_console_messages(
     browser: Browser, reports: dict[str, str], name: str
 ) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
+from tests.support.documents import audit_document
+from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, share
+from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
-from rankwise.report.audit_report import audit_document
 from rankwise.report.document import Table, column_kinds
 from rankwise.report.format import RANK
 
@@ -157,9 +157,9 @@ def test_a_console_without_unicode_gets_words() -> None:
     assert "-> rankwise skip" in text
 
 
-@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+@pytest.mark.parametrize("kind", documents.DOCUMENTS)
 def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
-    document = samples.DOCUMENTS[kind]()
+    document = documents.DOCUMENTS[kind]()
     text = document_text(document, width=4000)
     assert text.startswith(document.command)
     before = text.partition(document.verdict.sentence)[0].splitlines()
@@ -169,9 +169,9 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
         assert action in text
 
 
-@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+@pytest.mark.parametrize("kind", documents.DOCUMENTS)
 def test_text_is_returned_inside_jupyter_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    document = samples.DOCUMENTS[kind]()
+    document = documents.DOCUMENTS[kind]()
     outside = document_text(document)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert document_text(document) == outside != ""

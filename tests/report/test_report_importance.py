@@ -4,13 +4,13 @@ import math
 
 import pytest
 from tests.importance.importance_cases import ids, language_model
-from tests.report import samples
+from tests.support import documents
+from tests.support.documents import audit_document
 
 import rankwise as rw
 from rankwise._internals.statistics import spearman
 from rankwise.importance import ImportanceSettings
 from rankwise.report import document_text
-from rankwise.report.audit_report import audit_document
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def audit():
 
 
 def test_the_shown_correlation_is_the_correlation_of_the_drawn_columns(audit):
-    data = samples.data(audit)
+    data = documents.data(audit)
     drawn = {column["name"]: column["values"] for column in data["columns"]}
     costs = [head.importance.exact for head in audit.heads]
     assert drawn["removal_cost"] == pytest.approx(costs, rel=1e-5)
@@ -32,7 +32,7 @@ def test_the_shown_correlation_is_the_correlation_of_the_drawn_columns(audit):
 
 
 def test_the_finding_links_to_all_removable_heads(audit):
-    data = samples.data(audit)
+    data = documents.data(audit)
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
     target = data["targets"][number]
     gone = {(head.layer, head.head) for head in audit.importance.removable.heads}
@@ -52,7 +52,7 @@ def test_the_section_names_the_loss_the_costs_and_the_removable_set(audit):
 
 
 def test_a_selected_head_has_both_costs_in_their_unit_and_as_shares(audit):
-    costs = samples.data(audit)["costs"]
+    costs = documents.data(audit)["costs"]
     assert costs["unit"] == "nats per token"
     assert costs["exact"] == pytest.approx([head.importance.exact for head in audit.heads], rel=1e-5)
     assert costs["estimate"] == pytest.approx([head.importance.estimate for head in audit.heads], rel=1e-5)
@@ -60,7 +60,7 @@ def test_a_selected_head_has_both_costs_in_their_unit_and_as_shares(audit):
 
 
 def test_the_card_of_a_head_names_the_group_of_a_finding(audit):
-    data = samples.data(audit)
+    data = documents.data(audit)
     number = [finding.code for finding in audit.findings].index("REMOVABLE")
     count = len(audit.importance.removable.heads)
     assert data["targets"][number]["about"] == (f"the set of {count} heads" if count > 1 else "")
@@ -84,6 +84,6 @@ def test_without_importance_page_and_console_do_not_mention_it():
     assert audit.importance is None
     assert all(head.importance is None for head in audit.heads)
     assert "cost of" not in printed(audit)
-    page = samples.page(audit)
+    page = documents.page(audit)
     assert 'id="importance"' not in page
     assert "removal_cost" not in page.partition('id="report-data"')[2].partition("</script>")[0]

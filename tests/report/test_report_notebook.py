@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.support import records
+from tests.support.records import DRAWN, HEAD_MEASURES, LAYER_MEASURES
 from tests.unchecked import unchecked
 
 import rankwise as rw
 from rankwise.auditing import History
-from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES
 from rankwise.errors import InputError
 from rankwise.operators import DenseMixing
+from rankwise.report import notebook_html
 from rankwise.report.format import model_name
-from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS, notebook_html
+from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS
 from rankwise.skips import Skips
 from rankwise.tracing import HeadId, MixerSite, StateSite
 

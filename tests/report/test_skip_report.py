@@ -6,7 +6,7 @@ import pytest
 
 from rankwise.report.document import Table
 from rankwise.report.skip_report import certificate_document, skip_document
-from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
+from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
 
 
 def cells(table: Table) -> dict[str, dict[str, str]]:

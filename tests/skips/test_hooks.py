@@ -12,6 +12,7 @@ import torch.distributed as dist
 from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.modules import SelfAttention
+from tests.support.torch_names import hook_stores
 from tests.support.untouched import untouched
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -87,7 +88,7 @@ def test_checkpointing_does_not_change_gradients(name: str) -> None:
 
 @families
 def test_models_with_skips_compile_to_one_graph(name: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, _ = with_skips(name)
     eager = gradients(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -291,7 +292,7 @@ def test_a_call_that_fails_leaves_no_residual() -> None:
     with pytest.raises(ZeroDivisionError):
         model(input_ids=ids)
     fails.remove()
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    hooks = [hook for module in model.modules() for hook in hook_stores(module)[0].values()]
     slots = [hook.held.slot for hook in hooks if hasattr(hook, "held")]
     assert len(slots) == 6  # two hooks before modules of each of three blocks
     assert all(slot.residual is None and not slot.open for slot in slots)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.modules import SelfAttention
+from tests.support.torch_names import hooks_of
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import Tensor, nn
@@ -134,8 +135,7 @@ def test_an_interrupted_call_undoes_its_changes(existing: int, monkeypatch: pyte
 
 
 def hook_names(model: nn.Module) -> list[str]:
-    kinds = [kind for one in model.modules() for kind in (one._forward_pre_hooks, one._forward_hooks)]
-    return [type(hook).__name__ for hooks in kinds for hook in hooks.values()]
+    return [type(hook).__name__ for hook in hooks_of(model)]
 
 
 class Shared(nn.Module):

@@ -7,12 +7,13 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND, Build
+from tests.support.torch_names import hook_stores
 from torch import Tensor, nn
 
-from rankwise.skips import SkipError
+from rankwise.skips import SkipError, SkipSite
 from rankwise.skips.add import install
 from rankwise.skips.hooks import Port, SkipHook
-from rankwise.skips.locate import SkipSite, find_sites
+from rankwise.skips.locate import find_sites
 from rankwise.skips.verify import SumCheck, verify
 
 
@@ -48,13 +49,13 @@ class OffScale(SkipHook):
         self.hook, self.parameter = hook, hook.parameter
 
     def __call__(self, module: nn.Module, *given: Any) -> Any:
-        scale = module._parameters[self.parameter]
+        scale = module.get_parameter(self.parameter)
         if bool((scale != 1).all()):
-            module._parameters[self.parameter] = nn.Parameter(1.01 * scale.detach())
+            setattr(module, self.parameter, nn.Parameter(1.01 * scale.detach()))
         try:
             return self.hook(module, *given)
         finally:
-            module._parameters[self.parameter] = scale
+            setattr(module, self.parameter, scale)
 
 
 def with_hooks(model: nn.Module, batch: dict[str, Any], sites: slice = slice(None)) -> list[SkipSite]:
@@ -70,7 +71,7 @@ def test_an_error_of_one_percent_at_one_site_is_found_and_named(build: Build, at
     model, batch = build()
     found = with_hooks(model, batch)
     module = model.get_submodule(found[at].write.module)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in hook_stores(module):
         for number, hook in hooks.items():
             if isinstance(hook, SkipHook) and getattr(hook, "parameter", "") == found[at].parameter:
                 hooks[number] = OffScale(hook)
@@ -108,7 +109,7 @@ def test_a_corrected_output_is_compared_when_its_module_returns() -> None:
     ((read, write, scope),) = [(site.read, site.write, site.scope) for site in found]
     assert (read.argument, write.argument, scope) == (("x", 0), None, None)  # the output is corrected
     verify(model, batch, found, found)
-    hooks = model[0]._forward_hooks
+    before, hooks = hook_stores(model[0])
     right = dict(hooks)
     hooks.clear()
     with pytest.raises(SkipError, match="something else at 0"):
@@ -116,7 +117,7 @@ def test_a_corrected_output_is_compared_when_its_module_returns() -> None:
     hooks.update(right)
     verify(model, batch, found, found)
     assert len(hooks) == 1  # hooks of the comparison are removed
-    assert not model[0]._forward_pre_hooks
+    assert not before
 
 
 def test_a_lambda_that_also_acts_at_another_site_is_found() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import transformers
+from tests.support.torch_names import tree_leaves, tree_map
 from torch import Tensor, nn
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
 
 import rankwise as rw
 from rankwise.importance import ImportanceSettings

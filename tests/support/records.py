@@ -6,20 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.auditing.findings import diagnose
+from rankwise.auditing import Audit, Finding, HeadRecord, LayerRecord, Provenance, Unseen
+from rankwise.auditing.findings import diagnose as diagnose
+from rankwise.auditing.measure_table import DRAWN as DRAWN
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
-from rankwise.auditing.records import (
-    Finding,
-    HeadId,
-    HeadRecord,
-    LayerRecord,
-    Provenance,
-    RankAt,
-    Unseen,
-    thresholds,
-)
-from rankwise.auditing.result import Audit
+from rankwise.auditing.measure_table import PICTURED as PICTURED
+from rankwise.auditing.records import Baseline as Baseline
+from rankwise.auditing.records import BaselineAt as BaselineAt
+from rankwise.auditing.records import BaselineRecord as BaselineRecord
+from rankwise.auditing.records import RankAt, thresholds
+from rankwise.importance.records import HeadImportance as HeadImportance
 from rankwise.importance.records import ImportanceRecord
+from rankwise.importance.records import RemovableSet as RemovableSet
+from rankwise.tracing import HeadId
 
 Fields = Mapping[str, Any]
 NASTY = "</script><img src=x onerror=alert(1)>"

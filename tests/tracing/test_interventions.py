@@ -7,6 +7,7 @@ import torch
 import transformers
 from capture_zoo import kind, torch_encoder
 from experiments.zoo.state_space import STATE_SPACE, tiny
+from tests.support.torch_names import hooks_of
 from torch import nn
 
 from rankwise.tracing import CallId, Intervention, capture
@@ -51,8 +52,7 @@ def run(model, given, intervention=None):
 def text_model(name, implementation):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2} if name == "GPT2" else {"intermediate_size": 48}
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    config._attn_implementation = implementation
+    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation=implementation)
     torch.manual_seed(0)
     return getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}Model")(config).eval()
 
@@ -110,7 +110,7 @@ def test_equal_outputs_in_place_of_the_models_outputs_change_no_bit(name):
     assert {site.call_id for site in sites} == set(same.seen)
     assert all(same.seen[site.call_id].values.shape[:3] == site.operator.shape[:3] for site in sites)
     assert set(same.added) == ({CallId(block, 0)} if block else set())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not hooks_of(model)
     assert not torch.equal(alone, run(model, given, Silent())[0])  # other outputs reach the model's output
 
 

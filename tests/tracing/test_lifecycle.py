@@ -26,34 +26,12 @@ from capture_zoo import (
     torch_encoder,
 )
 from experiments.zoo.transformers import nano_gpt
+from tests.support.torch_names import function_modes, left_behind
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 import rankwise as rw
 from rankwise.errors import CaptureError
-
-GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks_always_called",
-    "_global_forward_hooks_with_kwargs",
-    "_global_backward_hooks",
-)
-OWN_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-
-
-def left_behind(model) -> list[str]:
-    """Return every hook and mode that a capture could forget."""
-    found = [name for name in GLOBAL_HOOKS if getattr(nn.modules.module, name)]
-    for name, module in model.named_modules():
-        found += [f"{name}{hooks}" for hooks in OWN_HOOKS if getattr(module, hooks)]
-    return found + [repr(mode) for mode in _get_current_function_mode_stack()]
 
 
 def places(records):
@@ -278,9 +256,9 @@ class Passes(TorchFunctionMode):
 def test_other_function_modes_keep_their_order(make):
     model, x = make(), hidden()
     with torch.no_grad(), Passes(), torch.device("cpu"), rw.capture(model) as trace, Passes() as inner:
-        before = [id(mode) for mode in _get_current_function_mode_stack()]
+        before = [id(mode) for mode in function_modes()]
         model(x)
-        after = [id(mode) for mode in _get_current_function_mode_stack()]
+        after = [id(mode) for mode in function_modes()]
     assert len(before) == 4
     assert before == after
     assert inner.calls

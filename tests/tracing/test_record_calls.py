@@ -3,6 +3,7 @@
 import pytest
 import torch
 from capture_zoo import kind
+from tests.support.torch_names import hooks_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ def test_calls_are_recorded_in_the_order_in_which_they_end():
         model(x)
     assert [call.name for call in calls] == ["first", "second", ""] * 2
     assert all(call.module is model.get_submodule(call.name) for call in calls)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not hooks_of(model)
 
 
 def test_names_select_modules():
@@ -104,5 +105,4 @@ def test_a_call_repeated_in_a_backward_pass_is_not_recorded(copy):
 def test_hooks_are_removed_if_the_model_raises():
     with pytest.raises(ValueError, match="positive"), record_calls(model := Raises(), {""}, copy=True):
         model(torch.ones(2))
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+    assert not hooks_of(model)

@@ -258,7 +258,7 @@ def test_a_function_compiled_inside_a_model_computes_the_same(backend, visible):
     model, x = nn.Sequential(attention_block(), *parts).eval(), hidden()
     with torch.no_grad():
         before, trace, after = model(x), seen(model, x), model(x)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert torch.equal(before, after)
     inside = ["1.attention", "2.attention"]
     assert [site.name for site in trace.mixers] == ["0.attention", *(inside if visible else [])]

@@ -18,9 +18,9 @@ from capture_zoo import (
     stack_of,
 )
 from experiments.zoo.transformers import FAMILIES
+from tests.support.torch_names import Operations
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankwise as rw
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, ProductMixing, SemiseparableMixing, SumMixing
@@ -327,16 +327,6 @@ def test_large_scores_are_not_a_mask():
         assert site.operator.support().all()
 
 
-class Count(TorchDispatchMode):
-    """Counts the operations that run, of the model and of the capture."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("join", [lambda s: s + s.mT.mT, lambda s: s + s[None][0]])
 def test_the_work_of_a_capture_grows_with_the_number_of_operations_and_not_of_paths(join):
     keep, counts = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), []
@@ -348,8 +338,8 @@ def test_the_work_of_a_capture_grows_with_the_number_of_operations_and_not_of_pa
                 logits = join(logits)
             return logits.softmax(-1) @ v
 
-        with Count() as work:
+        with Operations() as work:
             (site,) = seen(stack_of(mix, 1), hidden()).mixers
         assert torch.equal(site.operator.support(), keep.expand(site.operator.shape))
-        counts.append(work.count)
+        counts.append(len(work.functions))
     assert counts[2] - counts[1] == counts[1] - counts[0]

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from capture_zoo import WIDTH, Stack, fused, heads_of, hidden, kind, merged, torch_encoder
+from tests.support.torch_names import FAST_ATTENTION as ATTENTION
+from tests.support.torch_names import FAST_LAYER as LAYER
+from tests.support.torch_names import Operations
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import rankwise as rw
 from rankwise.errors import CaptureError
@@ -20,34 +22,27 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
 ]
 
-LAYER, ATTENTION = "_transformer_encoder_layer_fwd", "_native_multi_head_attention"
 TOLERANCE = 1e-5  # sums of at most 64 float32 products of size ≤ 2
 
 
-class Spy(TorchDispatchMode):
-    """Counts the operations of the fast path."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if (name := func.overloadpacket.__name__) in (LAYER, ATTENTION):
-            self.calls[name] += 1
-        return func(*args, **(kwargs or {}))
+def on_fast_path(operations):
+    """Return the counts of the operations of the fast path."""
+    names = [function.overloadpacket.__name__ for function in operations.functions]
+    return Counter(name for name in names if name in (LAYER, ATTENTION))
 
 
 def compared(model, *args, **kwargs):
     """Return trace, fast-path operations and output; capture must change neither of the last two."""
-    with torch.no_grad(), Spy() as alone:
+    with torch.no_grad(), Operations() as alone:
         first = model(*args, **kwargs)
-    with torch.no_grad(), Spy() as captured, rw.capture(model, values=True) as trace:
+    with torch.no_grad(), Operations() as captured, rw.capture(model, values=True) as trace:
         second = model(*args, **kwargs)
-    assert alone.calls == captured.calls
+    calls = on_fast_path(alone)
+    assert calls == on_fast_path(captured)
     firsts, seconds = (out if isinstance(out, tuple) else (out,) for out in (first, second))
     for one, other in zip(firsts, seconds, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
-    return trace, alone.calls, first
+    return trace, calls, first
 
 
 # --- nn.MultiheadAttention ----------------------------------------------------------------------------------

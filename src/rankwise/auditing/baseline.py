@@ -73,7 +73,7 @@ def _of_head(
     fields: dict[str, Any] = {"seeds": len(copies), **_moments(copies, OF_HEADS)}
     if same:
         fields["band"] = [
-            _at(point.delta, ranks[:, step], np.stack(same)[:, :, step])
+            baseline_at(point.delta, ranks[:, step], np.stack(same)[:, :, step])
             for step, point in enumerate(record.band)
         ]
     if spectra:
@@ -91,7 +91,7 @@ def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequen
     }
 
 
-def _at(delta: float, own: Floats, seeds: Floats) -> BaselineAt:
+def baseline_at(delta: float, own: Floats, seeds: Floats) -> BaselineAt:
     """Compare the model's rank intervals (N, 2) at one threshold with intervals of copies (seeds, N, 2)."""
     middle = seeds.mean(-1)
     differences = own.mean(-1) - middle  # shape (seeds, N)

@@ -8,6 +8,8 @@ import typer
 from rankwise.cli import audit, compare, compress, convert, plan, skip
 from rankwise.cli.options import OptionalValues
 
+__all__ = ["app", "main"]
+
 app = typer.Typer(
     name="rankwise",
     help="Measure, keep and spend the rank of sequence models.",

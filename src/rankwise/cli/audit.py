@@ -159,7 +159,7 @@ def command(
     is_demo = not models and not merge
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    costs = _importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
+    costs = parse_importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
@@ -221,7 +221,7 @@ def command(
         raise error
 
 
-def _importance(
+def parse_importance(
     how: str | None, is_demo: bool, tolerance: float, ablation: str, loss: str
 ) -> "ImportanceSettings | Literal[False]":
     """Return the settings for importance, or False if it is not measured; the demo's is exact by default."""

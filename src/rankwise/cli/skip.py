@@ -93,7 +93,7 @@ def command(
         )
         size = 1 if learn_on else batch_size
         inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
-        learning, held = _split(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
+        learning, held = split_batches(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites)
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
@@ -133,7 +133,7 @@ def command(
         output.print_results(None, [("wrote", path) for path in written])
 
 
-def _split(
+def split_batches(
     inputs: "LoadedData", loaded: "LoadedModel", learn: bool, batch_size: int
 ) -> tuple[list[Any], list[Any]]:
     """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""

@@ -112,8 +112,8 @@ class TraceEstimator:
 
     def between(self, low: Float64[Tensor, " P"], high: Float64[Tensor, " P"]) -> Bracket:
         """Return a bracket from mean ``low`` to mean ``high``, both corrected by the control variate."""
-        low_mean, low_error = _intercept(low, self._control)
-        high_mean, high_error = _intercept(high, self._control)
+        low_mean, low_error = intercept_at_zero(low, self._control)
+        high_mean, high_error = intercept_at_zero(high, self._control)
         return Bracket((low_mean + high_mean) / 2, abs(high_mean - low_mean) / 2, max(low_error, high_error))
 
     def deflation(self, function: Function) -> Float64[Tensor, " P"]:
@@ -147,7 +147,7 @@ def rules(krylov: Krylov, tolerance: float) -> tuple[Nodes, Nodes, Float64[Tenso
     return Nodes(values.clamp(min=0), weights), upper, tail.norm(dim=0)
 
 
-def _intercept(values: Tensor, control: Tensor) -> tuple[float, float]:
+def intercept_at_zero(values: Tensor, control: Tensor) -> tuple[float, float]:
     """Return the value of a linear regression on ``control`` at control = 0, and its standard error.
 
     The control has mean 0 in expectation. The error is the HC3 estimate (MacKinnon and White 1985). It is

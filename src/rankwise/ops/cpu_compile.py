@@ -68,7 +68,7 @@ class Loop:
                     return
                 run(*given, low, high)
 
-        helpers = [_pool(os.getpid(), threads - 1).submit(work) for _ in range(threads - 1)]
+        helpers = [thread_pool(os.getpid(), threads - 1).submit(work) for _ in range(threads - 1)]
         try:
             work()
         finally:
@@ -89,7 +89,7 @@ def threads_for(numbers: int) -> int:
 
 
 @cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+def thread_pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Return a thread pool; the process id is a key, because a forked process has none of the threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="rankwise-tssa")
 

@@ -59,11 +59,11 @@ def choose(impl: str, device: torch.device) -> str:
 @constant_when_traced
 def missing(impl: str) -> str:
     """Return why a package that an implementation requires cannot be imported, or "" if all can be."""
-    return next((reason for name in PACKAGES.get(impl, ()) if (reason := _failure(name))), "")
+    return next((reason for name in PACKAGES.get(impl, ()) if (reason := import_failure(name))), "")
 
 
 @cache
-def _failure(package: str) -> str:
+def import_failure(package: str) -> str:
     """Return why a package cannot be imported, or "" if it can; even an installed package may fail."""
     try:
         import_module(package)

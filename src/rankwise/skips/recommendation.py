@@ -116,7 +116,7 @@ def _choose(
     current = lambdas_of(model, inside)
     tried: list[tuple[float, float]] = []
     for value in TRIED:
-        with with_lambdas(model, sites, _raised(current, value)):
+        with with_lambdas(model, sites, raise_lambdas(current, value)):
             layers = _layers(model, [batch])
         _check_stack(model, stack, {layer.stack for layer in layers})
         own = [layer for layer in layers if layer.stack == stack]
@@ -126,7 +126,7 @@ def _choose(
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
-    seen = observe(model, batch, sites, _raised(current, best))
+    seen = observe(model, batch, sites, raise_lambdas(current, best))
     shares = [_mixing_share(added) for added in seen if added.site.name in names]
     least = [
         layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
@@ -183,7 +183,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        for site, share in _mixing_shares(model, sample, sites).items():
+        for site, share in mixing_shares(model, sample, sites).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
@@ -195,7 +195,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
             )  # fmt: skip
             found.append(suppressed)
     if collapsed:
-        found = [_advised(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
+        found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
@@ -224,13 +224,13 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
     return [states.to_record() for states in statistics.states.values()]
 
 
-def _raised(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
+def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
     """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
     signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
     return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
 
 
-def _advised(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
+def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:
     """Return a COLLAPSE finding with the chosen λ in its evidence, meaning and remedy."""
     stack = finding.where.stack
     sites, inside = _sites_of(model, batch, stack, sites)
@@ -303,7 +303,7 @@ def _own(model: nn.Module) -> dict[str, LambdaSkip]:
     }
 
 
-def _mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
+def mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
     """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
     own = _own(model)
     skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]

@@ -26,6 +26,7 @@ from tests.compression.compression_cases import (
     output,
     qwen3,
 )
+from tests.support.torch_names import hooks_of
 
 import rankwise as rw
 from rankwise.cli.load_model import demo_model, demo_text
@@ -154,7 +155,7 @@ def test_a_full_latent_in_any_basis_does_not_change_outputs(part: str, family: s
     for change in reversed(changes):
         change.undo()
     assert torch.equal(output(model, batch), before)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not hooks_of(model)
 
 
 def test_latents_keep_the_mode_and_the_frozen_weights_of_each_layer() -> None:

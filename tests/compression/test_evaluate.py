@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from tests.compression.compression_cases import BART, SIZES, VOCABULARY, bert, gpt2, ids, made, opt
+from tests.support.documents import compression_document
 from torch import nn
 from torch.nn import functional
 
 import rankwise as rw
 from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
-from rankwise.report.compression_report import compression_document
 
 
 def test_accuracy_is_measured_before_and_after() -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.compression.compression_cases import GPT, SIZES, gpt2, ids, llama, made, output, siglip, t5
-from tests.compression.test_compress_prices import Attention, TwoWidths
+from tests.compression.test_evaluate import Attention, TwoWidths
 from tests.support.untouched import untouched
 from torch import nn
 from torch.nn.utils import parametrizations

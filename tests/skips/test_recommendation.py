@@ -126,7 +126,7 @@ def test_trials_raise_smaller_lambdas_and_keep_signs(per: Any) -> None:
     skips = rw.add_lambda_skip(model, per=per, example=START)
     fill(skips, [-0.5, 0.0, 3.0, -3.0, 0.5, 1.0])
     sites = list(skips.sites.values())
-    raised = recommendation._raised(lambdas_of(model, sites), 2.0)
+    raised = recommendation.raise_lambdas(lambdas_of(model, sites), 2.0)
     with untouched(model), with_lambdas(model, sites, raised), torch.no_grad():
         tried = model(START)
     fill(skips, [-2.0, 2.0, 3.0, -3.0, 2.0, 2.0])  # 0 counts as positive
@@ -212,7 +212,7 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     fill(skips, [0.01] * low + [1.0] * (3 - low))
     where = HeadId(stack="encoder.layer", site="encoder.layer.0")
     given = finding().model_copy(update={"where": where})
-    one = recommendation._advised(given, model, text_inputs(), list(skips.sites.values()))
+    one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.sites.values()))
     words, value = shlex.split(one.remedy), one.evidence["lambda_tried"]
     assert words[:5] == ["rankwise", "skip", "MODEL", "--init", f"{value:g}"]
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
@@ -377,7 +377,7 @@ def test_lambda_modules_have_the_same_certificate_as_hooks(skip: str) -> None:
 
 
 def shares(model: nn.Module, batch: Any) -> dict[str, float]:
-    return recommendation._mixing_shares(model, batch, sites_in(model, batch)[0])
+    return recommendation.mixing_shares(model, batch, sites_in(model, batch)[0])
 
 
 def test_a_suppressed_mixer_is_found_although_its_block_changes_the_states() -> None:

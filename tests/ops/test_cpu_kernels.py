@@ -117,7 +117,7 @@ def test_every_task_is_done_once(count, workers):
 def test_threads_that_are_busy_with_another_call_hold_nobody_up():
     """The only helper waits for the end of this test."""
     over, begun = threading.Event(), threading.Event()
-    held = cpu_compile._pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
+    held = cpu_compile.thread_pool(os.getpid(), 1).submit(lambda: begun.set() or over.wait(60))
     begun.wait(60)
     loop = Recorded()
     loop.run((), 9, 2)

@@ -8,15 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
+from tests.support.documents import audit_document, page_text
+from tests.support.records import DRAWN
 
-from rankwise.auditing.measure_table import DRAWN
 from rankwise.auditing.records import RankAt
 from rankwise.errors import InputError
 from rankwise.report import document_text, write_page
-from rankwise.report.audit_report import audit_document
-from rankwise.report.page import page_text, without_nan
+from rankwise.report.page import without_nan
 
 BAND = RankAt(
     delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, hardmax_rank=9, random_rank=9, uniform_rank=9
@@ -58,11 +57,11 @@ def _no_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-@pytest.fixture(scope="module", params=[*samples.DOCUMENTS, *(f"{name}, audit" for name in records.ALL)])
+@pytest.fixture(scope="module", params=[*documents.DOCUMENTS, *(f"{name}, audit" for name in records.ALL)])
 def page(request: pytest.FixtureRequest) -> Page:
-    if request.param in samples.DOCUMENTS:
-        return Page(page_text(samples.DOCUMENTS[request.param]()))
-    return Page(samples.page(records.ALL[request.param.removesuffix(", audit")]()))
+    if request.param in documents.DOCUMENTS:
+        return Page(page_text(documents.DOCUMENTS[request.param]()))
+    return Page(documents.page(records.ALL[request.param.removesuffix(", audit")]()))
 
 
 def test_every_page_has_its_data_plotly_and_our_script_once_or_no_script(page: Page) -> None:
@@ -101,9 +100,9 @@ def test_the_policy_allows_only_the_scripts_of_the_page_and_the_favicon(page: Pa
     assert [attrs["href"] for tag, attrs in page.tags if tag == "link"] == ["data:,"]
 
 
-@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+@pytest.mark.parametrize("kind", documents.DOCUMENTS)
 def test_names_are_text_and_numbers_that_are_not_finite_are_signs(kind: str) -> None:
-    document = samples.DOCUMENTS[kind]()
+    document = documents.DOCUMENTS[kind]()
     text = page_text(document)
     page = Page(text)
     assert not [tag for tag, _ in page.tags if tag in {"img", "bold", "b-x"}]
@@ -116,20 +115,20 @@ def test_names_are_text_and_numbers_that_are_not_finite_are_signs(kind: str) -> 
     assert not re.search(r"(?<!sample/)\bnan\b", document_text(document), re.IGNORECASE)
 
 
-@pytest.mark.parametrize("kind", samples.DOCUMENTS)
+@pytest.mark.parametrize("kind", documents.DOCUMENTS)
 def test_the_same_record_gives_the_same_bytes(kind: str) -> None:
-    assert page_text(samples.DOCUMENTS[kind]()) == page_text(samples.DOCUMENTS[kind]())
+    assert page_text(documents.DOCUMENTS[kind]()) == page_text(documents.DOCUMENTS[kind]())
 
 
 def test_names_are_literal_in_the_texts_that_plotly_reads_as_html() -> None:
-    figures = json.loads(Page(samples.page(records.nasty())).scripts[0])["figures"]
+    figures = json.loads(Page(documents.page(records.nasty())).scripts[0])["figures"]
     assert all("&lt;img" in text for text in figures[0]["data"][2]["hovertext"])
     texts = [text for figure in figures for trace in figure["data"] for text in trace.get("hovertext") or []]
     assert not [text for text in texts if "<img" in text]
 
 
 def test_missing_numbers_are_null() -> None:
-    text = samples.page(records.only_nan())
+    text = documents.page(records.only_nan())
     data = json.loads(Page(text).scripts[0])
     assert {value for column in data["columns"] for value in column["values"]} == {None}
     assert not re.search(r"(?<!sample/)\bnan\b", Page(text).text, re.IGNORECASE)
@@ -140,13 +139,13 @@ def test_missing_numbers_are_null() -> None:
 
 
 def test_only_an_incomplete_audit_has_a_banner() -> None:
-    assert "Incomplete." in Page(samples.page(records.empty())).text
-    assert "Incomplete." not in Page(samples.page(records.encoder())).text
+    assert "Incomplete." in Page(documents.page(records.empty())).text
+    assert "Incomplete." not in Page(documents.page(records.encoder())).text
 
 
 def test_every_finding_is_on_the_page_with_a_link() -> None:
     audit = records.sized(12, 24)
-    page = Page(samples.page(audit))
+    page = Page(documents.page(audit))
     links = {attrs["data-finding"]: attrs["href"] for _, attrs in page.tags if "data-finding" in attrs}
     assert set(links) == {str(index) for index in range(len(audit.findings))}
     assert set(links.values()) == {"#grid-0"}
@@ -158,7 +157,7 @@ def test_findings_are_sorted_by_severity() -> None:
     shuffled = audit.model_copy(update={"findings": audit.findings[::-1]})
     order = [
         attrs["class"].split()[-1]
-        for _, attrs in Page(samples.page(shuffled)).tags
+        for _, attrs in Page(documents.page(shuffled)).tags
         if attrs.get("id", "").startswith("finding-")
     ]
     assert order == sorted(order, key=["error", "warning", "info"].index)
@@ -166,7 +165,7 @@ def test_findings_are_sorted_by_severity() -> None:
 
 
 def test_the_provenance_is_complete() -> None:
-    text = Page(samples.page(records.encoder())).text
+    text = Page(documents.page(records.encoder())).text
     about = records.encoder().provenance
     facts = (about.model, about.revision, about.command, about.notes[0], "bfloat16", "torch 2.13.0", "0.01")
     assert all(fact in text for fact in facts)
@@ -220,7 +219,7 @@ def test_cards_findings_and_map_count_the_same_heads() -> None:
     value, against = cards["Heads unlike every reference"]
     assert value == "3"
     assert "above all of them in 0, below all in 3" in against
-    data = json.loads(Page(samples.page(audit)).scripts[0])
+    data = json.loads(Page(documents.page(audit)).scripts[0])
     assert sorted(data["targets"][0]["heads"]) == [50, 53, 55]
     assert sum(len(sign["x"]) for signs in data["signs"] for sign in signs) == 3
 
@@ -228,12 +227,12 @@ def test_cards_findings_and_map_count_the_same_heads() -> None:
 def test_the_title_is_a_name_and_the_provenance_has_the_path() -> None:
     audit = records.encoder()
     about = audit.provenance.model_copy(update={"model": "/home/me/runs/my-bert/checkpoint-20"})
-    page = Page(samples.page(audit.model_copy(update={"provenance": about})))
+    page = Page(documents.page(audit.model_copy(update={"provenance": about})))
     assert "/home/me/runs/my-bert/checkpoint-20" in page.text
     assert "my-bert/checkpoint-20 · Rankwise audit" in re.sub(r"\s+", " ", page.text)
 
 
 def test_nothing_on_the_page_judges_a_rank() -> None:
     audit = records.encoder()
-    page = Page(samples.page(audit.model_copy(update={"findings": []}))).text.lower()
+    page = Page(documents.page(audit.model_copy(update={"findings": []}))).text.lower()
     assert not [word for word in ("worrying", "chance", " bad", "orange") if word in page]

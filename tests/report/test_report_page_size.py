@@ -4,8 +4,7 @@ import hashlib
 from importlib import resources
 
 import numpy as np
-from tests.report import samples
-from tests.support import records
+from tests.support import documents, records
 
 from rankwise.auditing import AttentionMap
 from rankwise.report.page import CHART_FILE, CHART_SHA256, CHART_VERSION, chart_script
@@ -30,7 +29,7 @@ def test_the_license_is_next_to_the_chart_library() -> None:
 
 
 def test_a_page_is_smaller_than_two_megabytes() -> None:
-    assert len(samples.page(records.encoder()).encode()) < 2_000_000
+    assert len(documents.page(records.encoder()).encode()) < 2_000_000
     assert len(chart_script()) < 1_600_000
 
 
@@ -40,7 +39,7 @@ def test_maps_are_omitted_if_the_page_is_too_large() -> None:
     both = {"attention_map": picture, "second_attention_map": picture}
     heads = [head.model_copy(update=both) for head in records.grid(16, 16)]
     audit = records.encoder().model_copy(update={"heads": heads, "findings": []})
-    page = samples.page(audit)
+    page = documents.page(audit)
     assert len(page.encode()) < 2_000_000
     assert "of 512 attention maps are left out to keep the page small" in page
 
@@ -48,6 +47,6 @@ def test_maps_are_omitted_if_the_page_is_too_large() -> None:
 def test_two_thousand_heads_take_less_than_one_megabyte() -> None:
     heads = records.grid(20, 100)
     audit = records.encoder().model_copy(update={"heads": heads, "findings": []})
-    assert len(samples.page(audit).encode()) - len(chart_script()) < 4_500_000 / 5
+    assert len(documents.page(audit).encode()) - len(chart_script()) < 4_500_000 / 5
     large = records.sized(24, 16)
-    assert len(samples.page(large).encode()) - len(chart_script()) < 1_500_000 / 4
+    assert len(documents.page(large).encode()) - len(chart_script()) < 1_500_000 / 4

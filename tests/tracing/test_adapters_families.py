@@ -43,9 +43,9 @@ EPS32 = torch.finfo(torch.float32).eps
 
 def built(name, dtype=torch.float64, **settings):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**settings)
     if dtype == torch.float64:
-        config._experts_implementation = "eager"  # the grouped kernel takes no float64
+        settings["experts_implementation"] = "eager"  # the grouped kernel takes no float64
+    config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}Model")(config)
     with torch.no_grad():
         widen(model)

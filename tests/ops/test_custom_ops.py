@@ -7,9 +7,14 @@ import warnings
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tests.support.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    Operations,
+    lazy_negation,
+    tree_leaves,
+    zero_tensor,
+)
 from tssa_cases import Case, errors, outputs
 
 from rankwise.errors import InputError, ShapeError
@@ -78,18 +83,13 @@ def test_outputs_do_not_change_if_a_gradient_is_required(membership, kind):
         assert torch.equal(part, plain[name]), name
 
 
-class Looking(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, given=(), options=None):
-        seen.append(function)
-        return function(*given, **(options or {}))
-
-
 seen: list = []
 
 
 def looked_at(w: torch.Tensor, is_causal: bool) -> None:
-    with Looking():
+    with Operations() as operations:
         tssa(w, torch.ones(3), is_causal)
+    seen.extend(operations.functions)
 
 
 def traced(w: torch.Tensor, is_causal: bool) -> None:
@@ -123,14 +123,14 @@ def test_tensors_without_numbers_and_zeros_reach_no_kernel(is_causal):
     found = tssa(w.to("meta"), temperature.to("meta"), is_causal)
     assert found.output.shape == w.shape
     assert found.membership.is_meta
-    assert not tssa(torch._efficientzerotensor((1, 4, 3, 5)), temperature, is_causal).output.any()
+    assert not tssa(zero_tensor(1, 4, 3, 5), temperature, is_causal).output.any()
 
 
 @causalities
-@pytest.mark.parametrize("lazy", [torch._neg_view, lambda x: torch.complex(x, -x).conj().imag])
+@pytest.mark.parametrize("lazy", [lazy_negation, lambda x: torch.complex(x, -x).conj().imag])
 def test_lazy_negation_is_applied(lazy, is_causal):
     w, temperature = torch.randn(1, 4, 3, 5), torch.full((3,), -2.0)
-    late, late_temperature = lazy(w), torch._neg_view(temperature)
+    late, late_temperature = lazy(w), lazy_negation(temperature)
     assert late.is_neg()
     for given in ((late, temperature), (w, late_temperature), (late.requires_grad_(), late_temperature)):
         found = tssa(*given, is_causal).output
@@ -268,20 +268,16 @@ def test_causal_operators_take_all_first_sums_or_none(name):
         operator(**(right | sums | {"mass": None}))
 
 
-class Float64Elsewhere(TorchDispatchMode):
-    """Refuses float64 off the CPU, as some devices do; here the meta device takes their place."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.device.type != "cpu":
-                raise TypeError(f"{function} made float64 on {x.device}")
-        return out
+def refuse_float64_elsewhere(function, args, output):
+    """Refuse float64 off the CPU, as some devices do; here the meta device takes their place."""
+    for x in tree_leaves(output):
+        if isinstance(x, torch.Tensor) and x.dtype == torch.float64 and x.device.type != "cpu":
+            raise TypeError(f"{function} made float64 on {x.device}")
 
 
 def test_decay_makes_no_float64_on_the_device_of_w():
     x, start = torch.empty(2, 70, 3, 4, device="meta"), torch.empty(2, 3, 4, device="meta")
-    with Float64Elsewhere():
+    with Operations(refuse_float64_elsewhere):
         rate = decay_rates(half_lives(3), x.device)
         found = running_sum(x, start, rate, None)
         with pytest.raises(TypeError, match="made float64 on meta"):
