@@ -113,7 +113,7 @@ def of_torch() -> set[str]:
     names = {name for module in modules for name in dir(module)}
     names |= {name for kind in classes_of_torch().values() for name in names_of(kind)}
     names |= set(re.findall(r"\b_\w+", FENCE.read_text(encoding="utf-8")))
-    return set(filter(is_private, names)) - PYTHON
+    return set(filter(is_private, names)) - PYTHON - {"_internals"}  # a package of ours, too
 
 
 # --- names of our own --------------------------------------------------------------------------------------
@@ -213,7 +213,6 @@ def written(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.Import | ast.ImportFrom):
         parts = [*(alias.name for alias in node.names), getattr(node, "module", None) or ""]
         imported = [name for part in parts for name in part.split(".")]
-        imported = [name for name in imported if name != "_internals"]
         if "rankwise" in imported:
             texts = imported  # private modules of our own may be imported
         else:
