@@ -10,7 +10,7 @@ from experiments.tasks.task import Task, collate
 from experiments.training import cost
 from experiments.training.config import TrainingConfig
 from experiments.training.cost import weights_of
-from experiments.training.models import MODELS, parameter_count, build_model, model_config
+from experiments.training.models import MODELS, build_model, model_config, parameter_count
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
