@@ -73,6 +73,26 @@ class Labelled(transformers.PreTrainedModel):
         return self.inner(x)
 
 
+class Sentences(nn.Module):
+    """Module whose ``forward`` takes a dict, as modules of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto_model = bert()
+
+    def forward(self, features: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+        states = self.auto_model(**features).last_hidden_state
+        features["token_embeddings"] = states
+        return features | {"sentence_embedding": states.mean(1)}
+
+
+class Pooled(Sentences):
+    """Its ``forward`` takes the dict alone."""
+
+    def forward(self, input: dict[str, Tensor]) -> dict[str, Tensor]:
+        return super().forward(input)
+
+
 def numbers(audit: rw.Audit) -> list[list[float]]:
     return [
         [head.tokens, head.numerical_rank, head.effective_rank, head.first_token_mass] for head in audit.heads
@@ -115,6 +135,8 @@ LEFT_OUT = "labels left out of the batches: the second of two items"
 EQUAL: dict[str, tuple[Any, Any, Any, list[str]]] = {
     "output of a tokenizer": (bert, [ENCODED], [dict(ENCODED)], []),
     "ids alone": (bert, [(IDS,)], NAMED, []),
+    "a dict as one argument": (Sentences, [dict(ENCODED)], [(dict(ENCODED),)], []),
+    "a dict as the only argument": (Pooled, [ENCODED], [(dict(ENCODED),)], []),
     "a stream without a length": (OnlyX, DataLoader(Stream(), batch_size=2), X.split(2), []),
     **{
         f"labels {tuple(y.shape)} of {len(x.shape)} axes": (make, loader(x, y), x.split(2), [LEFT_OUT])
@@ -131,6 +153,17 @@ def test_batches_are_measured_as_named_tensors(case: str) -> None:
     audit = rw.audit(model, batches)
     assert numbers(audit) == numbers(rw.audit(model, plain))
     assert [note for note in audit.provenance.notes if "left out" in note] == notes
+
+
+@pytest.mark.parametrize("make", [Sentences, Pooled])
+def test_a_dict_that_is_one_argument_has_its_sequences_and_padding(make: type[Sentences]) -> None:
+    model = make().eval()
+    audit = rw.audit(model, [dict(ENCODED)], importance=True)
+    inner = rw.audit(model.auto_model, [dict(ENCODED)], importance=True)
+    assert numbers(audit) == numbers(inner)
+    assert audit.provenance.sequences == inner.provenance.sequences == 3
+    assert (audit.importance.loss, audit.importance.value) == (inner.importance.loss, inner.importance.value)
+    assert [head.importance.cost for head in audit.heads] == [head.importance.cost for head in inner.heads]
 
 
 def test_items_without_an_argument_are_left_out_with_one_note() -> None:
@@ -209,6 +242,10 @@ OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "misspelled mask": (
         {"model": Strict(), "batches": [{"input_ids": IDS, "attention_msk": IDS}]},
         "`forward` has no attention_msk.*attention_mask",
+    ),
+    "misspelled argument": (
+        {"model": OnlyX(), "batches": [{"z": X}]},
+        "`forward` has no z: leave them out or rename them",
     ),
     "two sequences": (
         {"model": OnlyX(), "batches": [[X[0], X[1]]]},

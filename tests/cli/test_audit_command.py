@@ -14,8 +14,10 @@ import torch
 from tests.support.nets import NETS
 from typer.testing import Result
 
+import rankwise as rw
 from rankwise.auditing import Audit
 from rankwise.cli import main
+from rankwise.cli.audit_job import AuditJob, load
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -117,6 +119,37 @@ def test_an_encoder_decoder_model_is_audited(run: Run, tmp_path: Path) -> None:
     assert {(head.stack, head.cross) for head in heads} == {
         ("encoder.block", False), ("decoder.block", False), ("decoder.block", True),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_the_part_that_reads_the_data_is_audited(run: Run, tmp_path: Path, name: str) -> None:
+    import transformers
+
+    image = pytest.importorskip("PIL.Image")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    text = {**sizes, "vocab_size": 300, "max_position_embeddings": 16}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config={**sizes, "image_size": 32, "patch_size": 8}
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    model.save_pretrained("both")
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained("both")
+    image.effect_noise((32, 32), 60).convert("RGB").save(tmp_path / "photo.png")
+    given = {"text": DATA[:2], "vision": ("--images", "photo.png")}
+    batch = {}
+    for kind, data in given.items():
+        result = run("audit", "both", *data, "--sequences", 1, "--out", kind)
+        assert result.exit_code == 0, result.output
+        assert f"only {kind}_model of {name}Model was audited" in " ".join(result.stdout.split())
+        job = AuditJob(model="both", sequences=1, **{data[0].removeprefix("--"): Path(data[1])})
+        batch |= next(iter(load(job).data.batches))
+    whole = rw.audit(model, [batch])
+    for kind in given:
+        own = [head for head in whole.heads if head.stack.startswith(f"{kind}_model")]
+        found = Audit.load(tmp_path / kind).heads
+        assert [head.effective_rank for head in found] == pytest.approx([head.effective_rank for head in own])
+        assert len(found) >= 4
 
 
 def test_a_vision_model_is_audited_on_pictures(run: Run, tmp_path: Path) -> None:

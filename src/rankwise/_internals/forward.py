@@ -39,6 +39,8 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
 def run_model(model: nn.Module, batch: Batch) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
+    A dict is passed as one argument if ``forward`` takes one, as that of sentence-transformers does.
+
     The model gets a copy of the batch: a cache in the batch, or a tensor that the model writes into, would
     otherwise change the next run.
 
@@ -48,7 +50,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """
     batch = _fresh(batch)
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return model(batch) if _takes_dict(model, batch) else model(**batch)
     several = isinstance(batch, tuple | list) and any(isinstance(value, Tensor) for value in batch[1:])
     if several and (taken := second_argument(model)):
         raise InputError(
@@ -304,6 +306,12 @@ def label_position(model: nn.Module) -> int | None:
     """Return the position of the labels among the arguments of ``forward``; None if it takes none."""
     names = [parameter.name for parameter in _positional(model)]
     return next((at for at, name in enumerate(names) if at and name in LABELS), None)
+
+
+def _takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return True if ``forward`` has one required argument and no argument with a name of the batch."""
+    required = [parameter for parameter in _positional(model) if parameter.default is parameter.empty]
+    return len(required) == 1 and bool(batch) and not {*argument_names(model)[0]} & {*batch}
 
 
 def _one_label_each(x: Any, y: Any) -> bool:

@@ -156,7 +156,8 @@ class LoadedJob(NamedTuple):
 
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     """Load the model of a job with its saved λ-skips, and open the data of one shard."""
-    model = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
+    whole = load_model(job.model, trust_remote_code=job.trust_remote_code, **job.loading)
+    model = whole.part_for("text" if job.images is None else "vision")
     data = load_data(
         model, text=job.text, images=job.images, dataset=job.dataset, tokens=job.tokens,
         sequences=job.sequences, batch_size=job.batch_size, shard=shard,

@@ -5,10 +5,10 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,6 +72,16 @@ class LoadedModel:
         if self.use_cache is not None:
             config: Any = self.model.config
             config.use_cache = self.use_cache
+
+    def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
+        """Return the part that reads texts or pictures of a model that needs both, such as CLIP."""
+        name = f"{kind}_model"
+        if not self.source or not all(hasattr(self.model, part) for part in ("text_model", "vision_model")):
+            return self
+        note = f"only {name} of {type(self.model).__name__} was audited: the part that reads this data"
+        missing = tuple(weight.removeprefix(f"{name}.") for weight in self.random_weights)
+        part = self.model.get_submodule(name)
+        return replace(self, model=part, notes=[*self.notes, note], random_weights=missing)
 
 
 def load_model(
