@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.nets import NETS
 from typer.testing import Result
 
 import rankwise as rw
-from rankwise.auditing import Audit
+from rankwise.auditing import Audit, text_batches
 from rankwise.cli import main
-from rankwise.cli.audit_job import AuditJob, load
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -134,17 +134,20 @@ def test_the_part_that_reads_the_data_is_audited(run: Run, tmp_path: Path, name:
     )
     model = getattr(transformers, f"{name}Model")(config).eval()
     model.save_pretrained("both")
-    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained("both")
-    image.effect_noise((32, 32), 60).convert("RGB").save(tmp_path / "photo.png")
-    given = {"text": DATA[:2], "vision": ("--images", "photo.png")}
-    batch = {}
+    tokenizer, photo = (
+        transformers.ByT5Tokenizer(extra_ids=0),
+        image.effect_noise((32, 32), 60).convert("RGB"),
+    )
+    tokenizer.save_pretrained("both")
+    photo.save(tmp_path / "photo.png")
+    given = {"text": DATA, "vision": ("--images", "photo.png")}
     for kind, data in given.items():
         result = run("audit", "both", *data, "--sequences", 1, "--out", kind)
         assert result.exit_code == 0, result.output
         assert f"only {kind}_model of {name}Model was audited" in " ".join(result.stdout.split())
-        job = AuditJob(model="both", sequences=1, **{data[0].removeprefix("--"): Path(data[1])})
-        batch |= next(iter(load(job).data.batches))
-    whole = rw.audit(model, [batch])
+    pixels = torch.from_numpy(np.array(photo)).permute(2, 0, 1)[None] / 127.5 - 1
+    words = text_batches(Path("text.txt").read_text(), tokenizer, tokens=16, sequences=1)
+    whole = rw.audit(model, [next(words) | {"pixel_values": pixels}])
     for kind in given:
         own = [head for head in whole.heads if head.stack.startswith(f"{kind}_model")]
         found = Audit.load(tmp_path / kind).heads
