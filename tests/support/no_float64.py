@@ -3,6 +3,8 @@
 The device is registered for the whole process, so tests run this module in a process of its own.
 """
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,14 +17,31 @@ import rankwise as rw
 from rankwise.importance import ImportanceSettings
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
-MOVES = ("_to_copy", "copy_", "index.Tensor")
-"""Operations that accept tensors of two devices."""
+LIBRARY = torch.library.Library("_", "IMPL")
+MOVES = ("_to_copy", "copy_", "index.Tensor", "index_put")
+"""Operations that accept tensors of two devices: copies, and indices of tensors."""
+
+
+def as_tensors(index: Any) -> Any:
+    """Return an index with tensors in place of its lists, which torch would create on the device."""
+    if isinstance(index, tuple):
+        return tuple(as_tensors(part) for part in index)
+    return torch.tensor(index) if isinstance(index, list) else index
 
 
 class There(Tensor):
     """A tensor on the device; ``here`` has its numbers."""
 
     here: Tensor
+
+    def tolist(self) -> Any:
+        return self.here.tolist()
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(as_tensors(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(as_tensors(index), value)
 
     @staticmethod
     def __new__(cls, here: Tensor) -> "There":
@@ -88,12 +107,18 @@ def cases() -> dict[str, tuple[nn.Module, Any, dict[str, Any]]]:
     }
 
 
-def check() -> None:
-    """Raise if audits with importance and a baseline differ from audits on the CPU by more than rounding."""
+def register() -> None:
+    """Register the device, and functions that create its tensors and generators on the CPU."""
     backend_registration._setup_privateuseone_for_python_backend("other", Backend())
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
+    LIBRARY.fallback(lambda function, *args, **kwargs: run(function, args, kwargs), "PrivateUse1")
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    tensor, generator = torch.tensor, torch.Generator
+    torch.tensor = lambda *args, device=None, **kwargs: tensor(*args, **kwargs).to(device)  # type: ignore[assignment]
+    torch.Generator = lambda device=None: generator()  # type: ignore[assignment,misc]
+
+
+def check_audits() -> None:
+    """Raise if audits with importance and a baseline differ from audits on the CPU by more than rounding."""
     for name, (model, batch, settings) in cases().items():
         options: dict[str, Any] = {"importance": ImportanceSettings(**settings), "matrices": "all"}
         options["baseline"] = name == "states"  # others would swap the data of tensors, which There cannot
@@ -117,5 +142,38 @@ def check() -> None:
         print(name)
 
 
+def check_compressions() -> None:
+    """Raise if compressions differ from those on the CPU by more than rounding."""
+    sizes: dict[str, Any] = {"vocab_size": 24, "tie_word_embeddings": False}
+    gpt2 = transformers.GPT2Config(**sizes, n_embd=16, n_layer=1, n_head=2, initializer_range=0.5)
+    llama = transformers.LlamaConfig(
+        **sizes, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.5,
+    )  # fmt: skip
+    batch = {"input_ids": torch.randint(0, 24, (4, 12), generator=torch.Generator().manual_seed(0))}
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (gpt2, {"keep": {"heads": 0.5}}),
+        (gpt2, {"keep": {"qk": 0.5, "kv": 0.4}, "calibrate": 2}),
+        (llama, {"keep": {"rotary": 0.5, "kv": 0.4}}),
+    ]
+    compress: Any = import_module("rankwise.compression.run")
+    compress.check_saveable = lambda model: None  # tensors of the device have no data pointer
+    for config, options in asked:
+        found = []
+        for device in ("cpu", "other"):
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config).eval().to(device)
+            found.append(rw.compress(model, [batch], **options).model_dump())
+        ours, theirs = found
+        assert ours["output_kl"] > 1e-6
+        close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-5, "equal_nan": True}
+        for name in ("kl", "output_kl", "output_error", "loss_before", "loss_after"):
+            torch.testing.assert_close(ours[name], theirs[name], msg=name, **close)
+        for rows, name in (("heads", "width"), ("latents", "rank")):
+            assert [row[name] for row in ours[rows]] == [row[name] for row in theirs[rows]]
+        print(*options["keep"])
+
+
 if __name__ == "__main__":
-    check()
+    register()
+    {"audit": check_audits, "compress": check_compressions}[sys.argv[1]]()

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor
 
+from rankwise._internals.linalg import as_float64
+
 ROPE_BASE = 10_000.0
 Pairing = Literal["halves", "neighbors"]
 """Which channels are pair i of P pairs: "halves" is (i, i + P), "neighbors" is (2i, 2i + 1)."""
@@ -54,9 +56,9 @@ def undo_rope(
     x: Float[Tensor, "*B T K"], cos: Float[Tensor, "*#B T P"], sin: Float[Tensor, "*#B T P"], pairing: Pairing
 ) -> Float64[Tensor, "*B T K"]:
     """Invert `apply_rope` in float64, even if cos² + sin² ≠ 1 because angles were rounded or scaled."""
-    cos, sin = cos.double(), sin.double()
+    cos, sin = as_float64(cos), as_float64(sin)
     scale = (cos.square() + sin.square()).clamp(min=1e-300)
-    return apply_rope(x.double(), cos / scale, -sin / scale, pairing)
+    return apply_rope(as_float64(x), cos / scale, -sin / scale, pairing)
 
 
 def per_pair(angles: Float[Tensor, "B S R"], layout: RopeLayout) -> Float[Tensor, "B S P"]:
@@ -83,14 +85,15 @@ class PairRotation:
 
     def __call__(self, heads: Float[Tensor, "B H T K"]) -> Float[Tensor, "B H T K"]:
         """Return queries or keys with the pairs of channels rotated."""
-        channels, rotated = self.pairs.T.flatten(), heads.clone()
+        channels, rotated = self.pairs.T.flatten().to(heads.device), heads.clone()
         cos, sin = self.cos[:, None].to(heads), self.sin[:, None].to(heads)
         rotated[..., channels] = apply_rope(heads[..., channels], cos, sin, "halves")
         return rotated
 
     def __getitem__(self, sequences: Int[Tensor, "b"]) -> "PairRotation":
         """Return the rotation of the sequences with the given indices."""
-        return PairRotation(self.pairs, self.cos[sequences], self.sin[sequences])
+        own = sequences.to(self.cos.device)
+        return PairRotation(self.pairs, self.cos[own], self.sin[own])
 
 
 def fit_rotation(
@@ -99,12 +102,12 @@ def fit_rotation(
     after: list[Float[Tensor, "B _ T K"]],
 ) -> tuple[PairRotation, float]:
     """Return the least-squares rotation from heads ``before`` to ``after``, and its relative residual."""
-    x, y = (torch.cat([heads[..., pairs[:, side]].double() for heads in before], 1) for side in (0, 1))
-    u, v = (torch.cat([heads[..., pairs[:, side]].double() for heads in after], 1) for side in (0, 1))
+    before, after = ([as_float64(heads) for heads in sides] for sides in (before, after))
+    own = pairs.to(before[0].device)
+    x, y = (torch.cat([heads[..., own[:, side]] for heads in before], 1) for side in (0, 1))
+    u, v = (torch.cat([heads[..., own[:, side]] for heads in after], 1) for side in (0, 1))
     size = (x.square() + y.square()).sum(1).clamp(min=1e-300)
     rotation = PairRotation(pairs, (x * u + y * v).sum(1) / size, (x * v - y * u).sum(1) / size)
-    residual = sum(
-        float((rotation(a.double()) - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
-    )
-    total = sum(float(heads.double().square().sum()) for heads in after)
+    residual = sum(float((rotation(a) - b).square().sum()) for a, b in zip(before, after, strict=True))
+    total = sum(float(heads.square().sum()) for heads in after)
     return rotation, (residual / max(total, 1e-300)) ** 0.5

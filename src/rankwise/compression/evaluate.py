@@ -22,6 +22,7 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
+from rankwise._internals.linalg import as_float64
 from rankwise.auditing.text_inputs import positions_of
 from rankwise.compression.layers import output_and_mask, relative_error
 from rankwise.compression.record import Latency
@@ -171,7 +172,7 @@ def log_probabilities(model: nn.Module, batch: Any) -> Float64[Tensor, "N V"] | 
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         return None
-    return logits[real_outputs(out, batch, logits)].flatten(0, -2).double().log_softmax(-1).cpu()
+    return as_float64(logits[real_outputs(out, batch, logits)].flatten(0, -2)).log_softmax(-1).cpu()
 
 
 def output_kl(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float:

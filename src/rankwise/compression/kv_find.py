@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import Change, config_value, device_of, first_sequences, run_model, to_device
+from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
 from rankwise.compression.layers import Nearby, at_once_and_in_halves, keep_passing, not_linear
@@ -63,7 +64,7 @@ def layer_weight(model: nn.Module, layer: LatentLayer) -> Float64[Tensor, "N D"]
         parts = linear_parts(model.get_submodule(name))
         assert parts is not None
         rows.append(parts[0].detach()[channels])
-    return torch.cat(rows).double().cpu()
+    return torch.cat(rows).cpu().double()
 
 
 # --- find ------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def _unrotated(
     for layout, pairing in PAIRINGS.items():
         if all(fits_layout(angles, layout, keys.shape[-1]) for angles in received):
             cos, sin = (per_pair(angles, layout)[:, None] for angles in received)
-            before = undo_rope(keys, cos, sin, pairing).to(keys.dtype)
+            before = undo_rope(keys, cos, sin, pairing).to(keys)
             fields = {"rotary": rotary, "rotary_options": options, "rotation": layout}
             candidates.append((before, fields))
     return [*candidates, (keys, {})]
@@ -298,4 +299,4 @@ def _fit(heads: Tensor, outputs: dict[str, Tensor]) -> tuple[float, Projection] 
         found = replace(found, factor=1.0)
     output = outputs[found.module].reshape(-1, outputs[found.module].shape[-1])[:, found.channels]
     rows = heads.transpose(1, 2).reshape(output.shape)
-    return float((rows.double() - found.factor * output.double()).norm()), found
+    return float((as_float64(rows) - found.factor * as_float64(output)).norm()), found

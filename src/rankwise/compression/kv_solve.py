@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rankwise._internals.forward import AddedHook, Change, device_of, run_model, to_device
+from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.layers import check_tokens, not_finite, rank_notes
@@ -156,9 +157,10 @@ def _add_batch(
         gradients = dict(zip(outputs, torch.autograd.grad(loss, list(outputs.values())), strict=True))
     inputs = {call.name: call.args[0].detach() for call in calls}
     for layer, moment in zip(layers, moments, strict=True):
-        x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()].double()
+        x = inputs[layer.projections[0][0]].reshape(real.numel(), -1)[real.flatten()]
         pieces = [gradients[name].reshape(real.numel(), -1)[:, own] for name, own in layer.projections]
-        g = torch.cat(pieces, -1)[real.flatten()].double()
+        g = torch.cat(pieces, -1)[real.flatten()]
+        x, g = as_float64(x), as_float64(g)
         moment.tokens += (x.mT @ x).cpu()
         moment.gradients += (g.mT @ g).cpu()
         moment.count += x.shape[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from rankwise._internals.forward import AddedHook, Change, device_of
+from rankwise._internals.linalg import as_float64
 from rankwise.compression.layers import Factors, Projections
 from rankwise.errors import CompressionError, did_you_mean
 from rankwise.tracing.projections import linear_parts
@@ -259,8 +260,8 @@ def narrow_linear(
         own = channels[places]
         kept = (kept - set(channels.tolist())) | set(own.tolist())
         for before, after in zip(old, new, strict=True):
-            turned = factor.to(before.device).mT @ before[channels].double()
-            after[own] = turned.to(before.dtype)
+            wide = as_float64(before[channels])
+            after[own] = (factor.to(wide.device).mT @ wide).to(before)
     rows = sorted(kept)
     options: Any = {"device": old[0].device, "dtype": old[0].dtype}
     narrow = nn.Linear(old[0].shape[1], len(rows), len(old) == 2, **options)

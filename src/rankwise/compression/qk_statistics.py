@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
+from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
 from rankwise.compression.layers import Factors, Projections, Step, check_tokens, not_finite, outputs_by_name
 from rankwise.measures.logits import LogitBases
@@ -89,8 +90,8 @@ class QueryKeyStatistics:
         query, key, groups = sample.query, sample.key, sample.groups
         fine = query.isfinite().all((0, 2, 3)) & key.isfinite().all((0, 2, 3)).repeat_interleave(groups)
         self.broken |= {head for head, good in enumerate(fine.tolist()) if not good}
-        rows = query.transpose(1, 2)[site.valid_tokens].double()  # (N, H, K)
-        columns = key.transpose(1, 2)[site.valid_sources].double()
+        rows = as_float64(query.transpose(1, 2)[site.valid_tokens])  # (N, H, K)
+        columns = as_float64(key.transpose(1, 2)[site.valid_sources])
         by_head = torch.einsum("nhi,nhj->hij", rows, rows).cpu()
         self.query_moments += by_head.unflatten(0, (-1, groups)).sum(1)
         self.key_moments += torch.einsum("nhi,nhj->hij", columns, columns).cpu()
@@ -237,6 +238,6 @@ def _mean_divergence(
             matrix = sample.operator[:, head : head + 1].dense()[:, 0].to(dtype)
             query, key = sample.query[:, [head]].to(dtype), sample.key[:, [head // sample.groups]].to(dtype)
             for at, change in enumerate(changes(sample, head, query, key)):
-                total[head, at] += divergence(matrix, change)[sample.tokens].double().sum().cpu()
+                total[head, at] += as_float64(divergence(matrix, change)[sample.tokens]).sum().cpu()
         rows += int(sample.tokens.sum())
     return total / max(rows, 1)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from rankwise._internals.linalg import as_float64
 from rankwise.compression.layers import Factors
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_solve import Curve, narrow_heads
@@ -123,7 +124,7 @@ def rows_of(
 
 def _drawn(tokens: Tensor, generator: torch.Generator) -> Int[Tensor, "N R"]:
     """Draw rows of real tokens of each sequence, some rows twice if there are few."""
-    weights, count = tokens.double().cpu() + 1e-300, min(ROWS, tokens.shape[1])
+    weights, count = tokens.cpu().double() + 1e-300, min(ROWS, tokens.shape[1])
     twice = bool((tokens.sum(1) < count).any())
     return torch.multinomial(weights, count, replacement=twice, generator=generator)
 
@@ -167,7 +168,7 @@ def removal_costs(rows: list[Rows], changes: list[Tensor], units: list[int]) -> 
     count = 0
     for row, change in zip(rows, changes, strict=True):
         for at, unit in enumerate(units):
-            total[at] += divergence(row.matrix, change - row.parts[unit]).double().sum().cpu()
+            total[at] += as_float64(divergence(row.matrix, change - row.parts[unit])).sum().cpu()
         count += row.matrix.shape[0] * row.matrix.shape[1]
     return total / max(count, 1)
 
