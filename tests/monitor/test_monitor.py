@@ -1,6 +1,8 @@
 """A monitor audits its probe at the chosen steps, reports findings and stops training."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -43,6 +45,85 @@ def test_every_second_step_is_audited():
     assert monitor.history.steps == [0, 2, 4, 6]
     assert audits[0].heads[0].effective_rank != audits[6].heads[0].effective_rank
     assert monitor.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "audited"),
+    [
+        (range(0, 25, 3), [0, 12, 24]),
+        (range(0, 25, 2), [0, 10, 20]),
+        (range(1, 25), [10, 20]),  # loops may count from 1
+        ([7, 9, 11, 24], [11, 24]),
+        ([20, 21, 35], [20, 35]),
+    ],
+)
+def test_an_audit_is_due_when_every_steps_have_passed_since_the_last(steps, audited):
+    monitor, model = rw.RankMonitor(probe(), every=10), encoder()
+    assert [step for step in steps if monitor.step(model, step) is not None] == audited
+
+
+class Failing(nn.Module):
+    """Raises on the probe when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.error = encoder(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.inner(x)
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize("part", ["the model", "`log`", "`on_finding`", "`save`"])
+def test_an_error_ends_no_training(part, caplog, tmp_path, monkeypatch):
+    raised = []
+
+    def fail(*args, **kwargs):
+        if raised:
+            raise raised[0]
+
+    name = part.strip("`")
+    given = {name: fail} if name in ("log", "on_finding") else {}
+    model = collapsing() if name == "on_finding" else Failing()
+    for layer in model if name == "on_finding" else []:
+        layer.skip = 5.0
+    monitor = rw.RankMonitor(probe(), every=2, stop_on="NONFINITE", folder=tmp_path, **given)
+    assert monitor.step(model, 0) is not None
+    if name == "save":
+        monkeypatch.setattr(rw.Audit, "save", lambda *_: (_ for _ in ()).throw(ValueError("no page")))
+    for layer in model if name == "on_finding" else []:
+        layer.skip = 0.01
+    raised.append(OUT_OF_MEMORY)
+    model.error = OUT_OF_MEMORY if name == "the model" else None
+    with caplog.at_level(logging.WARNING, "rankwise.monitor"):
+        assert (monitor.step(model, 2) is None) == (name == "the model")
+    assert "raining continues" in caplog.text
+    raised.clear()
+    model.error = None
+    assert monitor.step(model, 3) is None  # a failed audit is not repeated at each step
+    assert monitor.step(model, 4) is not None
+    assert monitor.history.steps == ([0, 4] if name == "the model" else [0, 2, 4])
+
+
+def test_a_model_that_fails_at_the_first_call_is_refused():
+    model = Failing()
+    model.error = OUT_OF_MEMORY
+    with pytest.raises(rw.RankwiseError, match="out of memory"):
+        rw.RankMonitor(probe()).step(model, 0)
+
+
+def test_a_monitor_is_copied_without_its_model():
+    monitor, model = rw.RankMonitor(probe(), every=2), encoder()
+    monitor.step(model, 0)
+    for other in (pickle.loads(pickle.dumps(monitor)), copy.deepcopy(monitor)):
+        assert other.history.steps == [0]
+        assert other.step(encoder(), 1) is None
+        assert other.step(encoder(), 2) is None  # another model than at step 1
+    assert monitor.step(model, 2) is not None
 
 
 class Counting(nn.Module):

@@ -1,9 +1,12 @@
 """The folder of a monitor contains one training, and a full disk does not stop training."""
 
+import copy
+import gc
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from tests.monitor.test_monitor import collapsing, encoder, probe
 
@@ -62,17 +65,38 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):
         rw.RankMonitor(probe(), folder=tmp_path / "rank").step(encoder(), 0)
 
 
-def test_a_monitor_watches_one_model_at_increasing_steps():
-    monitor, model = rw.RankMonitor(probe(), every=2), encoder()
+def test_a_monitor_watches_one_training_and_ends_no_other(tmp_path, caplog):
+    monitor, model = rw.RankMonitor(probe(), every=2, folder=tmp_path), encoder()
     assert monitor.step(model, 0) is not None
     assert monitor.step(model, 0) is None  # hooks may call twice
-    with pytest.raises(InputError, match=r"got another model.*new RankMonitor"):
-        monitor.step(encoder(), 0)
-    assert monitor.step(model, 3) is None
-    with pytest.raises(InputError, match=r"at step 3 or later, got step 0"):
-        monitor.step(model, 0)
-    assert monitor.step(model, 4) is not None
-    assert monitor.history.steps == [0, 4]
+    assert [monitor.step(encoder(), step) for step in (0, 2, 4)] == [None] * 3
+    assert monitor.step(model, 3) is not None
+    assert monitor.finish() is not None
+    assert [monitor.step(model, step) for step in (0, 1, 2)] == [None] * 3
+    assert monitor.history.steps == History.load(tmp_path).steps == [0, 3]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("step 0: no audit of another model. Make a new RankMonitor")
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_training_that_goes_back_replaces_its_audits(tmp_path, caplog, rebuilt):
+    monitor, model = rw.RankMonitor(probe(), every=2, folder=tmp_path), encoder()
+    for step in (0, 2, 4, 5):
+        monitor.step(model, step)
+    before = monitor.history.audits[2].heads
+    with torch.no_grad():
+        model.layers[0].self_attn.in_proj_weight.mul_(3)
+    if rebuilt:  # a decorated function builds another model after an error
+        model = copy.deepcopy(model)
+        gc.collect()
+    assert [monitor.step(model, step) is not None for step in (3, 4, 5)] == [False, True, False]
+    assert monitor.history.steps == History.load(tmp_path).steps == [0, 2, 4]
+    assert monitor.history.audits[2].heads != before
+    assert [monitor.step(model, step) is not None for step in (0, 1, 2)] == [True, False, True]
+    assert monitor.history.steps == History.load(tmp_path).steps == [0, 2]
+    assert [record.getMessage()[:26] for record in caplog.records] == [
+        "training goes back to step", "training goes back to step"
+    ]  # fmt: skip
 
 
 def test_a_folder_contains_one_training(tmp_path):

@@ -1,12 +1,15 @@
 """The monitor as a callback of transformers' Trainer logs, trains the same bits and stops."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
 import rankwise as rw
+from rankwise.auditing.history import History
 
-pytest.importorskip("accelerate")
+accelerate: Any = pytest.importorskip("accelerate")
 
 
 def bert() -> BertForMaskedLM:
@@ -21,10 +24,10 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer_of(model: BertForMaskedLM, folder: str, *, disable_tqdm: bool = True) -> Trainer:
+def trainer_of(model: BertForMaskedLM, folder: str) -> Trainer:
     settings = TrainingArguments(
-        folder, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        disable_tqdm=disable_tqdm, save_strategy="no", logging_steps=1, weight_decay=0.1,
+        folder, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_strategy="no", logging_steps=1, weight_decay=0.1,
     )  # fmt: skip
     return Trainer(model, settings, train_dataset=rows(10))
 
@@ -54,24 +57,6 @@ def test_the_trainer_logs_scalars_and_trains_the_same_bits(tmp_path):
     assert (tmp_path / "rank" / "index.html").is_file()
 
 
-@pytest.mark.parametrize("has_no_bar", [True, False], ids=["printer", "progress"])
-def test_numbers_of_layers_are_for_loggers_and_not_for_the_console(tmp_path, capfd, has_no_bar):
-    logged: list[str] = []
-
-    class Logger(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            logged.extend(logs)
-
-    trainer = trainer_of(bert(), str(tmp_path), disable_tqdm=has_no_bar)
-    trainer.add_callback(Logger())
-    rw.RankMonitor(probe(), every=2).attach(trainer)
-    trainer.train()
-    printed = "".join(capfd.readouterr())
-    assert sum(name.startswith("rank/") for name in logged) > 20
-    assert "rank/" not in printed
-    assert printed.count("'loss'") == 5
-
-
 def test_the_trainer_stops_on_a_finding(tmp_path):
     model = bert()
     with torch.no_grad():  # every token gets a multiple of the mean
@@ -89,6 +74,43 @@ def test_the_trainer_stops_on_a_finding(tmp_path):
     assert monitor.history.steps[0] == 0
     assert trainer.state.global_step == 1, "the trainer stops at the end of a step"
     assert all(map(torch.equal, before, model.parameters())), "a step was taken after the stop"
+
+
+@pytest.mark.parametrize("failing", ["Trainer", "accelerate"])
+def test_a_training_that_starts_again_with_smaller_batches_is_audited(tmp_path, monkeypatch, failing):
+    """An out-of-memory error at the third step starts training again from step 0."""
+    monkeypatch.setattr(accelerate.utils.memory, "clear_device_cache", lambda **_: None)
+    trainer, tried = trainer_of(bert(), str(tmp_path)), []
+    trainer.args.auto_find_batch_size = failing == "Trainer"
+    step = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        tried.append(trainer.state.global_step)
+        if len(tried) == 3:
+            raise RuntimeError("CUDA out of memory.")
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "training_step", training_step)
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path / "rank")
+    monitor.attach(trainer)
+    if failing == "Trainer":
+        trainer.train()
+    else:
+        accelerate.utils.find_executable_batch_size(lambda size: trainer.train(), starting_batch_size=2)()
+    assert trainer.state.global_step == 5
+    assert tried[:4] == [0, 1, 2, 0]
+    assert monitor.history.steps == History.load(tmp_path / "rank").steps == [0, 2, 4]
+
+
+def test_a_second_training_is_not_ended(tmp_path, caplog):
+    trainer = trainer_of(bert(), str(tmp_path))
+    monitor = rw.RankMonitor(probe(), every=2)
+    monitor.attach(trainer)
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert monitor.history.steps == [0, 2, 4]
+    assert caplog.text.count("no audit of another training") == 1
 
 
 def test_a_monitor_passed_as_a_callback_names_the_right_calls(tmp_path):

@@ -15,23 +15,21 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
     """Return a callback of a transformers Trainer that audits after steps, logs scalars and can stop."""
-    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+    from transformers import TrainerCallback
 
     def step(state: Any, control: Any, model: Any) -> None:
         audit = monitor.step(model, state.global_step)
         if audit is not None:
             should_log = control.should_log  # `trainer.log` clears this flag, which is restored below
-            handler = trainer.callback_handler
-            every = handler.callbacks  # numbers per layer are for loggers; a console would print all of them
-            handler.callbacks = [
-                one for one in every if not isinstance(one, PrinterCallback | ProgressCallback)
-            ]
             trainer.log(scalars(audit))
-            handler.callbacks, control.should_log = every, should_log
+            control.should_log = should_log
         if monitor.stopped_by is not None:
             control.should_training_stop = True
 
     class RankCallback(TrainerCallback):
+        def __reduce__(self) -> Any:
+            return trainer_callback, (monitor, trainer)
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             step(state, control, kwargs["model"])
 
@@ -63,6 +61,9 @@ def lightning_callback(monitor: RankMonitor) -> Any:
     base: Any = import_module(package).Callback
 
     class RankCallback(base):
+        def __reduce__(self) -> Any:  # processes that Lightning spawns get a copy
+            return lightning_callback, (monitor,)
+
         def on_train_start(self, trainer: Any, module: Any) -> None:
             audit = monitor.step(module, trainer.global_step)
             if audit is not None and trainer.is_global_zero:

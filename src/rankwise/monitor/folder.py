@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rankwise._internals.files import writable_folder, write_file
@@ -42,11 +41,7 @@ class AuditFolder:
         """
         if writes:
             writable_folder(self.folder, "`folder`")
-        audits = {
-            int(path.parent.name.removeprefix("step-")): path
-            for path in self.folder.glob("step-*/audit.json")
-            if re.fullmatch(r"step-\d+", path.parent.name)
-        }
+        audits = self._audits()
         if writes and audits and not resume:
             raise InputError(
                 f"`folder` {self.folder}",
@@ -56,13 +51,24 @@ class AuditFolder:
                 "set `resume=True`.",
             )
         if writes:
-            for path in (path for at, path in audits.items() if at >= step):
-                path.unlink(missing_ok=True)
-                with suppress(OSError):  # the user may keep other files in the folder
-                    path.parent.rmdir()
-            with suppress(OSError):  # an earlier run that stopped leaves its probe
-                (self.folder / PROBE).unlink(missing_ok=True)
+            self.remove_from(step)
         return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
+
+    def remove_from(self, step: int) -> None:
+        """Remove the audits from a step on, because training repeats these steps, and an old probe."""
+        for path in (path for at, path in self._audits().items() if at >= step):
+            with suppress(OSError):  # the user may keep other files in the folder
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()
+        with suppress(OSError):  # an earlier run that stopped leaves its probe
+            (self.folder / PROBE).unlink(missing_ok=True)
+
+    def _audits(self) -> dict[int, Path]:
+        return {
+            int(path.parent.name.removeprefix("step-")): path
+            for path in self.folder.glob("step-*/audit.json")
+            if re.fullmatch(r"step-\d+", path.parent.name)
+        }
 
     def write(self, step: int, audit: Audit) -> str:
         """Write an audit; return an empty string, or the cause if it failed. Log the first failure."""
@@ -104,6 +110,6 @@ class AuditFolder:
 def _why_not_written(write: Callable[[], object]) -> str:
     try:
         write()
-    except (InputError, SafetensorError) as error:
+    except Exception as error:
         return error.got if isinstance(error, InputError) else first_line(error)
     return ""

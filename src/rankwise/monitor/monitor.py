@@ -22,7 +22,7 @@ from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
-from rankwise.errors import InputError, whole_number
+from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
 from rankwise.monitor.preserve_state import preserve_buffers, preserve_merged_weights
 
@@ -52,12 +52,16 @@ class RankMonitor:
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require. The
     first process writes and logs; with ``stop_on``, it decides for all processes whether to stop.
 
+    A monitor ends no training except by ``stop_on``: after the first call of `step`, an error is logged and
+    the audit left out. If training goes back to a lower step, as `auto_find_batch_size` does, audits from
+    that step on are replaced. A monitor can be pickled, for example for processes that Lightning spawns.
+
     Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
     that override ``train``. `seconds` is the total time of audits.
 
     Args:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
-        every: number of steps between audits; step 0 is also audited.
+        every: number of steps between audits, or more if steps do not count by one; step 0 is also audited.
         stop_on: codes of findings that stop training.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
             None, nothing is written. Audits of another training run in the folder raise at the first step.
@@ -111,6 +115,8 @@ class RankMonitor:
         self._resume = resume
         self._last: tuple[weakref.ref[nn.Module], int] | None = None
         """Model and step of the previous call of `step`; None before the first call."""
+        self._due, self._finished, self._refused = 0, False, False
+        """Step from which on an audit is due; True after `finish`; True after a step of another training."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe if an audit is due; call this method after every training step.
@@ -123,17 +129,44 @@ class RankMonitor:
             The audit; None if no audit is due or the step was already audited.
 
         Raises:
-            AuditError: if the model cannot run on the probe.
-            CaptureError: if no mixer of the model can be captured.
-            InputError: if the step is not a whole number or is below the last step, or if the model is not
-                the model of the last call. At the first step, if the folder cannot be used or a sequence
-                of the probe contains only padding.
+            AuditError: at the first call, if the model cannot run on the probe.
+            CaptureError: at the first call, if no mixer of the model can be captured.
+            InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
+                a sequence of the probe contains only padding.
             KeyboardInterrupt: if Ctrl-C interrupts the audit, which is then discarded.
         """
-        step = _step_number(step)
-        self._check_same_training(model, step)
-        if step % self.every or step in self.history.steps:
+        step, first = _step_number(step), self._last is None
+        if first:
+            self._begin(model, step)
+        elif not self._continues(model, step):
             return None
+        self._last = weakref.ref(model), step
+        if step < self._due:
+            return None
+        self._due = step + self.every
+        result, new = None, list[Finding]()
+        try:
+            result = self._audit(model)
+            new = self._new_findings(result)
+            self.history.add(step, result)
+        except Exception as error:
+            if first:
+                raise
+            logger.exception("step %d: no audit, and training continues: %s", step, first_line(error))
+        stops_now = self._decide(result, device_of(model))
+        try:
+            if result is not None and _is_first_process():
+                self._report(step, result, new, stops_now)
+        except Exception as error:
+            if first:
+                raise
+            logger.exception(
+                "step %d: the report failed, and training continues: %s", step, first_line(error)
+            )
+        return result
+
+    def _audit(self, model: nn.Module) -> Audit:
+        """Return the audit of the probe; the model and the random state are as before."""
         began = time.perf_counter()
         # `eval_mode` comes last, because entering it merges weights that must be copied before.
         with (
@@ -146,19 +179,28 @@ class RankMonitor:
         self.seconds += time.perf_counter() - began
         if not result.complete:
             raise KeyboardInterrupt
-        new = result.findings
-        if len(self.history):
-            changes = finding_changes(self.history.audits[-1], result)
-            new = [change.finding for change in changes if change.outcome == "new"]
-        self.history.add(step, result)
-        stopping = next((finding for finding in result.findings if finding.code in self.stop_on), None)
+        return result
+
+    def _new_findings(self, result: Audit) -> list[Finding]:
+        """Return the findings that the last audit did not have."""
+        if not len(self.history):
+            return result.findings
+        changes = finding_changes(self.history.audits[-1], result)
+        return [change.finding for change in changes if change.outcome == "new"]
+
+    def _decide(self, result: Audit | None, device: torch.device) -> bool:
+        """Return True if training stops now; a process whose audit failed takes part in the decision."""
+        findings = [] if result is None else result.findings
+        stopping = next((finding for finding in findings if finding.code in self.stop_on), None)
         if self.stop_on:
-            stopping = _broadcast_from_first(stopping, device_of(model))
+            stopping = _broadcast_from_first(stopping, device)
         stops_now = self.stopped_by is None and stopping is not None
         self.stopped_by = self.stopped_by or stopping
-        if _is_first_process():
-            self._report(step, result, new, stops_now)
-        return result
+        return stops_now
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the model, which a process that is spawned does not share."""
+        return {**vars(self), "_last": None}
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; for names of callback methods, the error says what to pass to a trainer."""
@@ -186,33 +228,43 @@ class RankMonitor:
 
     def finish(self) -> Path | None:
         """Write history and HTML page; return the page's path, None if nothing was written."""
+        self._finished = True
         if self._audit_folder is None or not len(self.history) or not _is_first_process():
             return None
         return self._audit_folder.finish(self.history)
 
-    def _check_same_training(self, model: nn.Module, step: int) -> None:
-        """Raise if the model is not that of the first step, or a step is lower than the step before.
+    def _begin(self, model: nn.Module, step: int) -> None:
+        """Check the probe and the folder at the first step, and read the audits of a resumed run."""
+        for number, batch in enumerate(self.batches, 1):
+            check_rows(model, batch, number)
+        if self._audit_folder is not None:
+            first = _is_first_process()
+            for at, saved in self._audit_folder.begin(step, resume=self._resume, writes=first):
+                self.history.add(at, saved)
+        self._due = -(-step // self.every) * self.every  # the next multiple
 
-        The first call also checks the probe and the folder, and reads the audits of a resumed run.
-        """
-        if self._last is None:
-            for number, batch in enumerate(self.batches, 1):
-                check_rows(model, batch, number)
-            if self._audit_folder is not None:
-                first = _is_first_process()
-                for at, saved in self._audit_folder.begin(step, resume=self._resume, writes=first):
-                    self.history.add(at, saved)
-            self._last = weakref.ref(model), step
-        known, last = self._last
-        if known() is not model or step < last:
-            raise InputError(
-                "`RankMonitor.step`",
-                expected=f"the model of the steps before, at step {last} or later",
-                got=f"step {step}" if step < last else "another model",
-                fix="Make a new RankMonitor for another training; in one training pass the same object at "
-                "each step, either the model or its wrapper.",
+    def _continues(self, model: nn.Module, step: int) -> bool:
+        """Return True if a step belongs to the training of the steps before, which may go back."""
+        assert self._last is not None  # set by the first step
+        known, last = self._last[0](), self._last[1]
+        if known is model and step >= last:
+            return True
+        if step < last and not self._finished and known in (None, model):
+            logger.warning("training goes back to step %d: audits from there on are replaced", step)
+            self.history = History((at, audit) for at, audit in self.history if at < step)
+            if self._audit_folder is not None and _is_first_process():
+                self._audit_folder.remove_from(step)
+            self._due = -(-step // self.every) * self.every
+            return True
+        if not self._refused:
+            logger.error(
+                "step %d: no audit of %s. Make a new RankMonitor for another training; in one training pass "
+                "the same object at each step, either the model or its wrapper.",
+                step,
+                "another training" if known is model else "another model",
             )
-        self._last = known, step
+        self._refused = True
+        return False
 
     def _report(self, step: int, result: Audit, new: Sequence[Finding], stops_now: bool) -> None:
         unsaved = {} if self._audit_folder is None else {"audit": self._audit_folder.write(step, result)}
