@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import AuditError
-from rankwise.auditing.history import History
+from rankwise.auditing import AuditError, History
 from rankwise.errors import InputError
 
 INSTALLED = find_spec("lightning") is not None or find_spec("pytorch_lightning") is not None

@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 
 import rankwise as rw
-from rankwise.auditing.history import History
+from rankwise.auditing import History
 
 accelerate: Any = pytest.importorskip("accelerate")
 
