@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 import rankwise as rw
 from rankwise.auditing import History
@@ -24,10 +24,10 @@ def rows(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer_of(model: BertForMaskedLM, folder: str) -> Trainer:
+def trainer_of(model: BertForMaskedLM, folder: str, *, disable_tqdm: bool = True) -> Trainer:
     settings = TrainingArguments(
-        folder, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True,
-        save_strategy="no", logging_steps=1, weight_decay=0.1,
+        folder, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=disable_tqdm, save_strategy="no", logging_steps=1, weight_decay=0.1,
     )  # fmt: skip
     return Trainer(model, settings, train_dataset=rows(10))
 
@@ -55,6 +55,24 @@ def test_the_trainer_logs_scalars_and_trains_the_same_bits(tmp_path):
     assert len(losses[0]) == 5
     assert any(name.startswith("rank/states_relative_spread/") for name in logged[4])
     assert (tmp_path / "rank" / "index.html").is_file()
+
+
+@pytest.mark.parametrize("has_no_bar", [True, False], ids=["printer", "progress"])
+def test_numbers_of_layers_are_for_loggers_and_not_for_the_console(tmp_path, capfd, has_no_bar):
+    logged: list[str] = []
+
+    class Logger(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.extend(logs)
+
+    trainer = trainer_of(bert(), str(tmp_path), disable_tqdm=has_no_bar)
+    trainer.add_callback(Logger())
+    rw.RankMonitor(probe(), every=2).attach(trainer)
+    trainer.train()
+    printed = "".join(capfd.readouterr())
+    assert sum(name.startswith("rank/") for name in logged) > 20
+    assert "rank/" not in printed
+    assert printed.count("'loss'") == 5
 
 
 def test_the_trainer_stops_on_a_finding(tmp_path):

@@ -15,14 +15,19 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallback":
     """Return a callback of a transformers Trainer that audits after steps, logs scalars and can stop."""
-    from transformers import TrainerCallback
+    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     def step(state: Any, control: Any, model: Any) -> None:
         audit = monitor.step(model, state.global_step)
         if audit is not None:
             should_log = control.should_log  # `trainer.log` clears this flag, which is restored below
+            handler = trainer.callback_handler
+            every = handler.callbacks  # numbers per layer are for loggers; a console would print all of them
+            handler.callbacks = [
+                one for one in every if not isinstance(one, PrinterCallback | ProgressCallback)
+            ]
             trainer.log(scalars(audit))
-            control.should_log = should_log
+            handler.callbacks, control.should_log = every, should_log
         if monitor.stopped_by is not None:
             control.should_training_stop = True
 
