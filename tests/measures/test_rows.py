@@ -62,45 +62,7 @@ def test_entropy_and_sink_against_their_definitions(m):
     close(masses[max_token_index(m).item()], max(masses), rtol=tolerance(m))
 
 
-@given(m=matrices(kinds=NONZERO), factors=st.lists(st.floats(1e-3, 1e3), min_size=9, max_size=9))
-def test_the_scale_and_signs_of_rows_do_not_matter(m, factors):
-    signed = [factor * (-1) ** i for i, factor in enumerate(factors[: len(m)])]
-    scaled = m * torch.tensor(signed, dtype=torch.float64)[:, None]
-    close(row_entropy(scaled), row_entropy(m), rtol=tolerance(m), atol=tolerance(m))
-    close(first_token_mass(scaled), first_token_mass(m), rtol=tolerance(m))
-
-
-@given(m=matrices(kinds=NONZERO), rows=st.integers(0, 3), columns=st.integers(0, 3))
-def test_masked_rows_and_columns_do_not_matter(m, rows, columns):
-    padded = torch.nn.functional.pad(m, (0, columns, 0, rows))
-    close(row_entropy(padded), row_entropy(m), rtol=tolerance(padded), atol=tolerance(padded))
-    close(first_token_mass(padded), first_token_mass(m), rtol=tolerance(padded))
-
-
-@given(m=matrices(kinds=NONZERO))
-def test_entropy_and_sink_keep_to_their_ranges(m):
-    assert -tolerance(m) <= row_entropy(m) <= math.log(m.shape[1]) + tolerance(m)
-    masses = torch.stack([first_token_mass(m.roll(-column, 1)) for column in range(m.shape[1])])
-    assert (masses >= 0).all()
-    close(masses.sum(), 1.0, rtol=tolerance(m))
-    assert 1 / m.shape[1] <= max_token_mass(m) * (1 + tolerance(m)) <= 1 + 2 * tolerance(m)
-
-
-def test_rows_whose_sum_overflows_have_an_entropy():
-    m = torch.full((2, 4), 1e308, dtype=torch.float64)
-    close(row_entropy(m), math.log(4), rtol=tolerance(m))
-    close(first_token_mass(m), 0.25, rtol=tolerance(m))
-
-
 # --- distance to equal rows ------------------------------------------------------------------------------
-
-
-@given(m=matrices(kinds=NONZERO))
-def test_row_distance_is_the_norm_without_the_mean_row(m):
-    """Pythagoras: ‖M‖² = ‖M − 1m̄ᵀ‖² + T‖m̄‖²."""
-    share = row_distance(m).square()
-    assert 0 <= share <= 1
-    close(share, 1 - len(m) * m.mean(0).square().sum() / m.square().sum(), rtol=0, atol=tolerance(m))
 
 
 @given(m=matrices(batch=(2,)))

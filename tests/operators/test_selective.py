@@ -49,16 +49,6 @@ def test_one_decay_for_all_features_is_a_semiseparable_matrix(tokens):
     torch.testing.assert_close(ours @ v, theirs @ v, rtol=0, atol=1e-10)
 
 
-def test_a_step_of_zero_leaves_no_trace_of_its_token():
-    c, b, rate, step = inputs(9)
-    step[..., 4] = 0
-    dense = SelectiveMixing(c, b, rate, step).dense()
-    assert bool((dense[..., 4] == 0).all())
-    others = [0, 1, 2, 3, 5, 6, 7, 8]
-    without = SelectiveMixing(c[..., others, :], b[..., others, :], rate, step[..., others]).dense()
-    torch.testing.assert_close(dense[..., others, :][..., others], without, rtol=1e-13, atol=1e-14)
-
-
 def test_how_many_states_are_held_at_once_changes_nothing():
     c, b, rate, step = inputs(50)
     v = normal(2, 4, 50, 3, seed=7)

@@ -3,29 +3,9 @@
 import pytest
 import torch
 from tests.operators.linear_time_cases import toeplitz_by_hand
-from tests.operators.mixing_laws import check, near, normal, uniform
+from tests.operators.mixing_laws import check, normal, uniform
 
 from rankwise.operators.toeplitz import ToeplitzMixing
-
-
-def test_lags_do_not_wrap_round():
-    """The last token reaches the first through the last lag alone; at T = 2^n any shorter transform wraps."""
-    for tokens in (2, 3, 4, 8, 9):
-        kernel = torch.zeros(tokens).double()
-        kernel[-1] = 1
-        pulse = torch.eye(tokens, dtype=torch.float64)
-        causal = ToeplitzMixing(kernel)
-        near(causal @ pulse, toeplitz_by_hand(causal).matrix, torch.tensor(1e-14))
-        both = torch.zeros(2 * tokens - 1).double()
-        both[0], both[-1] = 1, 2
-        full = ToeplitzMixing(both, is_causal=False)
-        near(full @ pulse, toeplitz_by_hand(full).matrix, torch.tensor(1e-14))
-
-
-def test_a_causal_kernel_is_a_general_one_with_zeros():
-    kernel = normal(2, 9)
-    padded = torch.nn.functional.pad(kernel, (8, 0))
-    assert torch.equal(ToeplitzMixing(kernel).dense(), ToeplitzMixing(padded, is_causal=False).dense())
 
 
 def test_kernels_that_decay_or_grow():
@@ -64,13 +44,6 @@ def test_a_state_space_is_its_recurrence(conjugates):
     operator = ToeplitzMixing.from_ssm(a, b, c, step, 30, conjugates)
     # 30 · 4 terms of size ≤ 10, each a few roundings; exp(l·a) is off by l roundings of its exponent
     torch.testing.assert_close((operator @ inputs[..., None])[..., 0], wanted, rtol=0, atol=1e-11)
-
-
-def test_conjugate_states_count_twice():
-    a, b, c, step = system()
-    both = ToeplitzMixing.from_ssm(*(torch.cat([x, x.conj()], -1) for x in (a, b, c)), step, 12)
-    half = ToeplitzMixing.from_ssm(a, b, c, step, 12, conjugates=True)
-    torch.testing.assert_close(half.kernel, both.kernel, rtol=1e-12, atol=1e-13)
 
 
 def test_a_state_that_does_not_decay_is_a_running_sum():

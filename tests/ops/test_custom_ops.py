@@ -313,16 +313,6 @@ def test_output_in_the_dtype_of_w_and_sums_at_least_in_float32(impl, is_causal, 
     assert case.w.grad.dtype == dtype
 
 
-@impls
-def test_memberships_and_states_have_gradients(impl):
-    case = Case((1, 9, 2, 4), causal=True)
-    case.w.requires_grad_()
-    found = case.run(impl)
-    for x in (found.membership[..., 0].sum(), found.state.assigned.sum()):
-        (gradient,) = torch.autograd.grad(x, case.w, retain_graph=True)
-        assert gradient.abs().max() > 0
-
-
 @causalities
 def test_nothing_of_the_size_of_w_is_kept_for_the_backward_pass_but_w(is_causal):
     case = Case((1, 512, 4, 32), causal=is_causal, decayed=is_causal, biased=is_causal)
