@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, hugging_face
 from tests.support.documents import audit_document
-from tests.support.modules import token_ids
+from tests.support.modules import kind, token_ids
 from tests.support.untouched import state_of
 from tests.unchecked import unchecked
 from torch import Tensor, nn
@@ -181,16 +181,10 @@ def test_batches_may_be_an_iterator() -> None:
     assert [head.baseline for head in audit.heads] == [head.baseline for head in wanted.heads]
 
 
-class WithTable(nn.Module):
-    """Has a weight that no method draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = layer()
-        self.table = nn.Parameter(torch.randn(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x + self.table)
+# Has a weight that no method draws.
+WithTable = kind(
+    lambda self, x: self.inside(x + self.table), inside=layer, table=lambda: nn.Parameter(torch.randn(8))
+)
 
 
 def test_a_function_of_a_seed_may_build_the_copies() -> None:

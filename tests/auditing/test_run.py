@@ -10,7 +10,8 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, LLAMA, hugging_face, nano_gpt
 from tests.auditing.same_audits import differences
-from tests.support.modules import GivenAttention, token_ids
+from tests.support.modules import Average, GivenAttention, kind, token_ids
+from tests.tracing.capture_zoo import Head
 from torch import Tensor, nn
 
 import rankwise as rw
@@ -204,19 +205,14 @@ def test_nan_weights_are_a_finding_and_other_heads_are_measured() -> None:
 
 
 def test_a_sequence_that_is_not_finite_is_excluded() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nano_gpt()
-
-        def forward(self, input_ids: Tensor, scale: Tensor) -> Tensor:
-            x = self.inner.transformer["wte"](input_ids) * scale
-            for block in self.inner.transformer["h"]:
-                x = block(x)
-            return x
+    def scaled(self: Any, input_ids: Tensor, scale: Tensor) -> Tensor:
+        x = self.inner.transformer["wte"](input_ids) * scale
+        for block in self.inner.transformer["h"]:
+            x = block(x)
+        return x
 
     batch = token_ids(3) | {"scale": torch.tensor([1.0, math.nan, 1.0])[:, None, None]}
-    audit = rw.audit(Scaled(), [batch])
+    audit = rw.audit(kind(scaled, inner=nano_gpt)(), [batch])
     assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.layers)} == {(2, 1)}
 
 
@@ -412,33 +408,20 @@ def test_functions_keep_their_names_after_imports_of_modules() -> None:
     assert callable(rw.capture)
 
 
-class TwoStacks(nn.Module):
-    """Two stacks whose blocks alternate; blocks of the first shrink differences between tokens."""
+def test_stacks_that_alternate_are_distinguished() -> None:
+    """Blocks of the first shrink differences between tokens."""
 
-    class Block(nn.Module):
-        def __init__(self, keep: float) -> None:
-            super().__init__()
-            self.keep, self.qkv = keep, nn.Linear(16, 48)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            return self.keep * (x - x.mean(1, keepdim=True)) + x.mean(1, keepdim=True) + 0 * mixed
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList([self.Block(0.05) for _ in range(3)])
-        self.right = nn.ModuleList([self.Block(1.0) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
+    def alternate(self: Any, x: Tensor) -> Tensor:
         y = x
         for left, right in zip(self.left, self.right, strict=True):
             x, y = left(x), right(y)
         return x + y
 
+    def blocks(skip: float, strength: float) -> nn.ModuleList:
+        return nn.ModuleList([Average(skip, strength) for _ in range(3)])
 
-def test_stacks_that_alternate_are_distinguished() -> None:
-    collapsed = findings(rw.audit(TwoStacks(), [torch.randn(2, 12, 16) + 1]), "COLLAPSE")
+    model = kind(alternate, left=lambda: blocks(0.05, 1.0), right=lambda: blocks(1.0, 0.01))()
+    collapsed = findings(rw.audit(model, [torch.randn(2, 12, 8) + 1]), "COLLAPSE")
     assert [finding.where.stack for finding in collapsed] == ["left"]
 
 
@@ -452,23 +435,11 @@ def test_the_random_rank_needs_queries_and_keys() -> None:
 
 
 def test_modules_of_one_head_in_a_list_are_heads_of_one_layer() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key, self.value = (nn.Linear(24, 8, bias=False) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList([Head() for _ in range(3)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.cat([head(x) for head in self.heads], dim=-1)
-
-    heads = rw.audit(nn.Sequential(Block(), Block()), [torch.randn(2, 12, 24)]).heads
+    block = kind(
+        lambda self, x: x + torch.cat([head(x) for head in self.heads], dim=-1),
+        heads=lambda: nn.ModuleList([Head(8) for _ in range(3)]),
+    )
+    heads = rw.audit(nn.Sequential(block(), block()), [torch.randn(2, 12, 24)]).heads
     assert [(head.layer, head.head) for head in heads] == [(at, of) for at in range(2) for of in range(3)]
     assert heads[0].site == "0.heads.*"
 
@@ -496,21 +467,15 @@ def test_a_second_run_of_a_stack_in_a_pass_is_measured_as_another_batch() -> Non
         assert differences(twice.model_dump()[field], batches.model_dump()[field]) == []
 
 
-class AttendsTwice(nn.Module):
-    """Block whose attention module is called twice."""
+def test_each_call_of_a_module_in_a_layer_has_its_own_records() -> None:
+    torch.manual_seed(0)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def attend_twice(self: Any, x: Tensor) -> Tensor:
         x = x + self.attention(x, x, x)[0]
         return x + self.attention(3 * x, 3 * x, x)[0]
 
-
-def test_each_call_of_a_module_in_a_layer_has_its_own_records() -> None:
-    torch.manual_seed(0)
-    audit = rw.audit(nn.Sequential(AttendsTwice(), AttendsTwice()), [torch.randn(2, 9, 8)])
+    block = kind(attend_twice, attention=lambda: nn.MultiheadAttention(8, 2, batch_first=True))
+    audit = rw.audit(nn.Sequential(block(), block()), [torch.randn(2, 9, 8)])
     own = [one for one in audit.heads if one.layer == 0]
     assert [(one.call, one.head) for one in own] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert own[0].effective_rank != own[2].effective_rank

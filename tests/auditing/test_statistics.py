@@ -21,25 +21,17 @@ from rankwise.cli import app
 from rankwise.errors import RecordError
 
 
-class Model(nn.Module):
-    """Two blocks over embedded tokens; token 7 is not finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        with torch.no_grad():
-            self.embed.weight[7] = math.nan
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.encoder(self.embed(ids))
+def made() -> nn.Module:
+    """Return two blocks over embedded tokens; token 7 is not finite."""
+    embed, layer = nn.Embedding(16, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    embed.weight.data[7] = math.nan
+    return nn.Sequential(embed, nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).eval()
 
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return Model().eval()
+    return made()
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +236,7 @@ def test_audits_without_digests_are_merged(shards) -> None:
 
 def test_other_weights_are_refused_and_wrappers_have_the_same_digest(model, shards) -> None:
     torch.manual_seed(5)
-    other = Model().eval()
+    other = made()
     with pytest.raises(RecordError, match="the same weights in all of them"):
         rw.Audit.merge([shards[0], rw.audit(other, [torch.randint(0, 7, (1, 8))])])
     assert weights_digest(nn.Sequential(model)) == weights_digest(model) == shards[0].provenance.weights

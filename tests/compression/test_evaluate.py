@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.compression.compression_cases import BART, SIZES, VOCABULARY, bert, gpt2, ids, made, opt
 from tests.support.documents import compression_document
+from tests.support.modules import Attention
 from torch import nn
-from torch.nn import functional
 
 import rankwise as rw
 from rankwise.compression.evaluate import log_probabilities, measure_task, output_kl
@@ -152,27 +152,12 @@ def test_errors_of_states_distinguish_layers_of_encoder_and_decoder() -> None:
         assert layer.output_error == pytest.approx(float(off), rel=1e-4)
 
 
-class Attention(nn.Module):
-    """Four heads with queries and keys of their own width."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.q, self.k = nn.Linear(32, 4 * width), nn.Linear(32, 4 * width)
-        self.v, self.o = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k = (part(x).unflatten(-1, (4, self.width)).transpose(1, 2) for part in (self.q, self.k))
-        values = self.v(x).unflatten(-1, (4, 8)).transpose(1, 2)
-        return self.o(functional.scaled_dot_product_attention(q, k, values).transpose(1, 2).flatten(2))
-
-
 class TwoWidths(nn.Module):
     """Narrow queries and keys first, then wide ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Attention(4), Attention(16)])
+        self.layers = nn.ModuleList([Attention(32, 4, head_dim=width) for width in (4, 16)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.compression.compression_cases import GPT, SIZES, gpt2, ids, llama, made, output, siglip, t5
-from tests.compression.test_evaluate import Attention, TwoWidths
+from tests.compression.test_evaluate import TwoWidths
+from tests.support.modules import Attention
 from tests.support.untouched import untouched
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -319,8 +320,8 @@ class Nano(nn.Module):
         super().__init__()
         self.embedding, self.output = nn.Embedding(61, 32), nn.Linear(32, 61, bias=False)
         self.output.weight = self.embedding.weight
-        layer = Attention(8)
-        self.layers = nn.ModuleList([layer, layer if shared else Attention(8)])
+        layer = Attention(32, 4)
+        self.layers = nn.ModuleList([layer, layer if shared else Attention(32, 4)])
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
         x = self.embedding(tokens)

@@ -5,6 +5,7 @@ from itertools import groupby
 import numpy as np
 import torch
 import transformers
+from tests.support.modules import kind
 from torch import nn
 
 import rankwise as rw
@@ -84,13 +85,10 @@ class Heads(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = Heads(2), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.inner(x).mean(1))
+Classifier = kind(
+    lambda self, x: self.head(self.inner(x).mean(1)), "Classifier", inner=lambda: Heads(2),
+    head=lambda: nn.Linear(4, 3),
+)  # fmt: skip
 
 
 class MixerArrays:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from importance_cases import Heads, encoder, ids, language_model, measure
+from tests.support.modules import kind
 from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import nn
@@ -152,16 +153,8 @@ def test_the_model_is_untouched():
         measure(model, [{"input_ids": ids()}], ImportanceSettings(exact=True, probes=1))
 
 
-class Detached(nn.Module):
-    """Stops gradients to the inner model."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        with torch.no_grad():
-            return self.inner(x)
+# Stops gradients to the inner model.
+Detached = kind(torch.no_grad()(lambda self, x: self.inner(x)), inner=lambda: Heads(3))
 
 
 def states(sequences=2):
@@ -169,7 +162,7 @@ def states(sequences=2):
 
 
 def test_a_model_without_gradients_is_refused_unless_heads_are_removed_one_by_one():
-    model = Detached(Heads(3)).eval()
+    model = Detached().eval()
     with pytest.raises(rw.errors.RankwiseError, match='importance="exact"'):
         measure(model, [states()])
     importance = measure(model, [states()], ImportanceSettings(exact=True))
@@ -190,20 +183,9 @@ def test_weights_of_inference_mode_are_refused_with_a_fix():
 
 def test_an_audit_keeps_its_numbers_if_importance_cannot_be_measured():
     with pytest.raises(AuditError, match="gradients") as failed:
-        rw.audit(Detached(Heads(3)), [states()], importance=True)
+        rw.audit(Detached(), [states()], importance=True)
     assert len(failed.value.audit.heads) == 3
     assert failed.value.audit.importance is None
-
-
-class Counting(nn.Module):
-    """Returns integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Heads(3)
-
-    def forward(self, x):
-        return self.inner(x).argmax(-1)
 
 
 def test_sequences_with_a_loss_of_nan_are_left_out_and_counted():
@@ -218,7 +200,11 @@ def test_sequences_with_a_loss_of_nan_are_left_out_and_counted():
 @pytest.mark.parametrize(
     ("model", "batches", "said"),
     [
-        (Counting, [states()], r"floating-point tensor.*loss="),
+        (
+            kind(lambda self, x: self.inner(x).argmax(-1), inner=lambda: Heads(3)),
+            [states()],
+            r"floating-point tensor.*loss=",
+        ),
         (language_model, [{"input_ids": ids(1, 1)}], "nothing to predict"),
         (lambda: Heads(3), [], "at least one batch"),
         (lambda: Heads(3), [states(1) * math.nan], r"finite number.*1 that are not finite"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT
 from tests.skips.cases import FOUND
-from tests.support.modules import Block, CausalAverage
+from tests.support.modules import Block, CausalAverage, kind
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,22 +60,14 @@ def test_sums_of_a_scan_do_not_change_the_sites() -> None:
     assert len(certify_skip(model, {"input_ids": random_ids(2, 24)}).layers) == 2
 
 
-class Wrapper(nn.Module):
-    """Model inside another model."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.inner(input_ids=input_ids).last_hidden_state
-
-
 def test_sites_are_found_in_a_larger_model_and_in_a_part() -> None:
     model, batch = FOUND["BERT"][0]()
     add_lambda_skip(model, example=batch)
     ids = batch["input_ids"]
-    inside = observed(Wrapper(copy.deepcopy(model)), ids)
+    outer = kind(
+        lambda self, input_ids: self.inner(input_ids=input_ids)[0], inner=lambda: copy.deepcopy(model)
+    )
+    inside = observed(outer(), ids)
     for one, other in zip(inside, observed(model, ids), strict=True):
         assert torch.equal(one.total, other.total)
         assert one.site.norm == f"inner.{other.site.norm}"
@@ -309,21 +301,14 @@ def test_a_norm_outside_of_modules_is_unknown_and_other_readers_are_not_norms(na
     assert noted == (name in NO_MODULE)
 
 
-class Add(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-
-class AddOutside(nn.Module):
-    """Compute the sum in a module of its own, with dropout between the sum and the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixer, self.add, self.drop = CausalAverage(WIDTH), Add(), nn.Dropout(0.1)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.drop(self.add(x, self.mixer(x))))
+# Computes the sum in a module of its own, with dropout between the sum and the norm.
+AddOutside = kind(
+    lambda self, x: self.norm(self.drop(self.add(x, self.mixer(x)))),
+    mixer=lambda: CausalAverage(WIDTH),
+    add=kind(lambda self, x, y: x + y),
+    drop=lambda: nn.Dropout(0.1),
+    norm=lambda: nn.LayerNorm(WIDTH),
+)
 
 
 def test_a_norm_outside_of_the_module_of_the_sum_is_found() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from experiments.zoo.transformers import BERT, GPT, LLAMA, hugging_face, text_inputs
 from tests.skips.cases import FOUND, Build
+from tests.support.modules import kind
 from tests.support.torch_names import hook_stores
 from torch import Tensor, nn
 
@@ -92,15 +93,8 @@ def test_rounding_errors_of_deep_models_pass(name: str, sites: slice, dtype: tor
     verify(model, batch, found[sites], found)
 
 
-class Sum(nn.Module):
-    """Return the sum of the input and a branch, which a hook can only correct after the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Conv1d(64, 64, 3, padding=1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        return x + self.mix(x.mT).mT, "more"
+# Returns the sum of the input and a branch, which a hook can only correct after the sum.
+Sum = kind(lambda self, x: (x + self.mix(x.mT).mT, "more"), mix=lambda: nn.Conv1d(64, 64, 3, padding=1))
 
 
 def test_a_corrected_output_is_compared_when_its_module_returns() -> None:

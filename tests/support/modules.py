@@ -16,13 +16,35 @@ def token_ids(sequences: int = 2, tokens: int = 12, seed: int = 1) -> dict[str, 
     return {"input_ids": torch.randint(5, 60, (sequences, tokens), generator=generator)}
 
 
-class Attention(nn.Module):
-    """Softmax attention with one linear layer each for queries, keys, values and output."""
+def kind(forward: Callable[..., Any], name: str = "Module", **parts: Callable[[], Any]) -> type[nn.Module]:
+    """Return a class of modules with this `forward`; each module makes its parts anew."""
 
-    def __init__(self, width: int = 8, heads: int = 1, bias: bool = True, causal: bool = False) -> None:
+    def start(self: nn.Module) -> None:
+        nn.Module.__init__(self)
+        for part, make in parts.items():
+            setattr(self, part, make())
+
+    return type(name, (nn.Module,), {"__init__": start, "forward": forward})
+
+
+class Attention(nn.Module):
+    """Softmax attention with one linear layer each for queries, keys, values and output.
+
+    A query has `head_dim` numbers, by default the width of the model over the number of heads.
+    """
+
+    def __init__(
+        self,
+        width: int = 8,
+        heads: int = 1,
+        bias: bool = True,
+        causal: bool = False,
+        head_dim: int = 0,
+    ) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
+        self.q, self.k = (nn.Linear(width, heads * head_dim or width, bias=bias) for _ in range(2))
+        self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

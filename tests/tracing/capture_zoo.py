@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tests.support.modules import kind as kind
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,17 +29,6 @@ def heads_of(x: Tensor, heads: int = HEADS) -> Tensor:
 def merged(x: Tensor) -> Tensor:
     """(B, H, T, K) → (B, T, D)."""
     return x.transpose(1, 2).flatten(2)
-
-
-def kind(forward: Callable[..., Any], name: str = "Module", **parts: Callable[[], Any]) -> type[nn.Module]:
-    """Return a class of modules with this `forward`; each module makes its parts anew."""
-
-    def start(self: nn.Module) -> None:
-        nn.Module.__init__(self)
-        for part, make in parts.items():
-            setattr(self, part, make())
-
-    return type(name, (nn.Module,), {"__init__": start, "forward": forward})
 
 
 def linear() -> nn.Linear:
