@@ -153,6 +153,8 @@ def test_the_model_is_untouched():
         measure(model, [{"input_ids": ids()}], ImportanceSettings(exact=True, probes=1))
 
 
+# Returns whole numbers.
+WholeNumbers = kind(lambda self, x: self.inner(x).argmax(-1), inner=lambda: Heads(3))
 # Stops gradients to the inner model.
 Detached = kind(torch.no_grad()(lambda self, x: self.inner(x)), inner=lambda: Heads(3))
 
@@ -200,11 +202,7 @@ def test_sequences_with_a_loss_of_nan_are_left_out_and_counted():
 @pytest.mark.parametrize(
     ("model", "batches", "said"),
     [
-        (
-            kind(lambda self, x: self.inner(x).argmax(-1), inner=lambda: Heads(3)),
-            [states()],
-            r"floating-point tensor.*loss=",
-        ),
+        (WholeNumbers, [states()], r"floating-point tensor.*loss="),
         (language_model, [{"input_ids": ids(1, 1)}], "nothing to predict"),
         (lambda: Heads(3), [], "at least one batch"),
         (lambda: Heads(3), [states(1) * math.nan], r"finite number.*1 that are not finite"),
