@@ -1,6 +1,7 @@
 """Wrong labels, masks of decoders, modes of autograd around the call, and missing gradients."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,38 @@ def test_labels_that_are_not_classes_are_refused_by_their_batch(wrong, said):
     assert "importance=ImportanceSettings(loss=…)" in str(refused.value)
     with pytest.raises(AuditError, match="labels of batch 1"):
         rw.audit(Classifier(), labelled(wrong), importance=ImportanceSettings(loss="labels"))
+
+
+X, NUMBERS = torch.randn(4, 6, 4), torch.tensor([0, 1, 0])
+UNFIT = {
+    "of sequences": (language_model, (ids(), NUMBERS), "(3,)", "one per token"),
+    "of no head": (encoder, {"input_ids": ids(), "labels": NUMBERS}, "(3,)", "one class per position"),
+    "of two axes": (Classifier, (X, torch.ones(4, 1).long()), "(4, 1)", "one class per position"),
+    "of numbers": (Classifier, (X, torch.ones(4)), "(4,)", "one class per position"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_note_says_that_labels_do_not_fit(case):
+    build, batch, shape, expected = UNFIT[case]
+    model = build().eval()
+    settings = ImportanceSettings(tolerance=None)
+    [note] = measure(model, [batch], settings).notes
+    assert note.startswith(f"labels {shape} of batch 1 do not count: they are not {expected}")
+    assert measure(model, [batch], replace(settings, loss="output")).notes == []
+
+
+def test_sequences_without_a_label_are_counted_and_refused_if_there_are_no_others():
+    found = measure(Classifier().eval(), labelled([0, -100, 2, -100], [1, 0, 1, 2]), CHEAP)
+    assert found.notes == [
+        "2 of 8 sequences have no label to predict and do not count: one token, or labels of -100 alone"
+    ]
+    assert (found.counted, found.sequences) == (6, 8)
+    with pytest.raises(InputError, match=r"got nothing to predict.*labels other than -100"):
+        measure(Classifier(), labelled([-100] * 4), CHEAP)
+    causal = [{"input_ids": ids(), "labels": torch.full_like(ids(), -100)}]
+    with pytest.raises(InputError, match=r"got nothing to predict.*labels other than -100"):
+        measure(language_model(), causal, CHEAP)
 
 
 def test_labels_in_some_batches_only_are_refused():

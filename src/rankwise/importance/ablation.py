@@ -13,7 +13,7 @@ from rankwise._internals.forward import Batch, device_of, drop_unused_labels, ru
 from rankwise.errors import InputError
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
-from rankwise.importance.losses import LossBatch
+from rankwise.importance.losses import IGNORE_INDEX, LossBatch
 from rankwise.importance.records import (
     BlockImportance,
     HeadImportance,
@@ -99,7 +99,7 @@ def measure(
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say)
-    notes = [TRAINING] if model.training else []
+    notes = [note for note in (TRAINING * model.training, passes.loss.note) if note]
     try:
         passes.whole(placed, gradients=settings.estimates)
     except NotDifferentiableError as error:
@@ -109,6 +109,9 @@ def measure(
         passes, placed = _start(model, every, settings, capturing, say)  # the old sums are incomplete
         notes.append(f"importance without estimates: no gradients flow ({error.got})")
         passes.whole()
+    if passes.empty:
+        empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
+        notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
     found, known_blocks = _estimates(passes, placed, notes)
     removable, complete = None, True
     try:

@@ -75,10 +75,14 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
             )  # fmt: skip
         return FunctionLoss(lambda output, batch: loss_of(output), "the model's own, one number a batch")
     logits = named_tensor(output, "logits")
+    compared: Loss = StateLoss()
     if logits is not None and logits.dim() in (2, 3):
-        return DivergenceLoss()
-    first_floating(output)  # raises if there is nothing to compare
-    return StateLoss()
+        compared = DivergenceLoss()
+    else:
+        first_floating(output)  # raises if there is nothing to compare
+    if labels is not None and settings.loss == "auto":
+        compared.note = _unused(labels, "they are not one class per position of the output")
+    return compared
 
 
 def _nearest(
@@ -162,17 +166,23 @@ def _next_tokens(batch: LossBatch, output: Any, name: str, kind: str, given_of: 
             fix=LOSS_HINT,
         )  # fmt: skip
 
+    note, given, ids = "", given_of(batch), token_ids(batch.batch, name)
+    if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
+        note, given_of = _unused(given, "they are not one per token"), lambda batch: None
+
     def labels(batch: LossBatch) -> Tensor:
         given, ids = given_of(batch), token_ids(batch.batch, name)
-        if ids is not None and given is not None and given.shape[1:] != ids.shape[1:]:
-            given = None  # these labels belong to sequences, not to tokens
         if given is not None:  # encoder-decoder models shift their inputs, not the labels
             return given if name == "decoder_input_ids" else given[:, 1:]
         assert ids is not None
         real = real_tokens(batch.batch, ids.shape, name == "decoder_input_ids").to(ids.device)
         return ids[:, 1:].masked_fill(~(real[:, 1:] & real[:, :-1]), IGNORE_INDEX)
 
-    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=given_of)
+    return LabelLoss(f"next tokens, {kind}", "nats per token", labels, given=given_of, note=note)
+
+
+def _unused(labels: Tensor, why: str) -> str:
+    return f"labels {tuple(labels.shape)} of batch 1 do not count: {why}"
 
 
 def _masked(batch: LossBatch, mask_token: int | None, seed: int, given: Given) -> Loss:

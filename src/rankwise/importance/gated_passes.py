@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import batch_size, device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
-from rankwise.importance.losses import Loss, LossBatch, ProbedLoss, SequenceLosses
+from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, ProbedLoss, SequenceLosses
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     BlockOutput,
@@ -218,7 +218,7 @@ class GatedPasses:
         self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
         self.value = self.reference = math.nan
         self.count = self._total = self._reference_sum = 0.0
-        self.sequences = self.nonfinite = self.forward = self.backward = 0
+        self.sequences = self.nonfinite = self.empty = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[HeadId, int]] = {}
         """Address and number of heads of each mixer call that has gates."""
         self.ungated: dict[tuple[HeadId, int], None] = {}
@@ -247,13 +247,12 @@ class GatedPasses:
             self.say(f"gradients of batch {number + 1} of {len(self.batches)}")
             self._run_gated(batch, blocks, generator, gradients)
         if not self.count:
-            raise InputError(
-                f"loss {self.loss.name!r}", expected="a finite number for at least one sequence",
-                got=f"{self.nonfinite} that are not finite" if self.nonfinite else "nothing to predict",
-                fix="Look for NaN in the outputs of the model: float16 overflows, float32 may not."
-                if self.nonfinite
-                else "Use longer sequences.",
-            )  # fmt: skip
+            got, fix = "nothing to predict", f"Use longer sequences, or labels other than {IGNORE_INDEX}."
+            if self.nonfinite:
+                got = f"{self.nonfinite} that are not finite"
+                fix = "Look for NaN in the outputs of the model: float16 overflows, float32 may not."
+            expected = "a finite number for at least one sequence"
+            raise InputError(f"loss {self.loss.name!r}", expected=expected, got=got, fix=fix)
         self.value = self._total / self.count
         own = self.loss.reference == Loss.reference
         self.reference = abs(self.value) if own else self._reference_sum / self.count
@@ -297,6 +296,7 @@ class GatedPasses:
         total, finite = losses.total.detach(), losses.finite
         self.sequences += len(finite)
         self.nonfinite += int((~total.isfinite()).sum())
+        self.empty += int((losses.count == 0).sum())
         self._finite.append(finite)
         self.count += float(losses.count[finite].sum())
         self._total += float(total[finite].sum())

@@ -141,6 +141,8 @@ class Loss(ABC):
     """True if the loss measures the change of the output, so that its gradient is 0 for the whole model."""
     prepare: Callable[[Any, Any, int], LossBatch] = LossBatch
     """Function of the model's input, the original batch and its number; it may mask tokens."""
+    note = ""
+    """Why labels of the batches do not count."""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
         """Raise if the loss cannot be computed on a batch; ``output`` is the output for the first batch."""
@@ -182,6 +184,7 @@ class LabelLoss(ProbedLoss):
     labels: Callable[[LossBatch], Tensor | None]
     prepare: Callable[[Any, Any, int], LossBatch] = LossBatch
     given: Callable[[LossBatch], Tensor | None] | None = None
+    note: str = ""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
         """Raise if only some batches have labels, or a label is not a class of the logits."""
