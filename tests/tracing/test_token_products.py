@@ -293,7 +293,7 @@ NAMED = {
         "attend: the 14 columns of its matrices hold vectors of the layer next to tokens",
     ),
     "latents after a norm": (
-        kind(normed_points, points=learned(5), gather=Cross), [(5, TOKENS)], "the 5 rows .* learned vectors"
+        kind(normed_points, points=learned(5), gather=Cross), [(5, TOKENS)], "the 5 rows .* same for every"
     ),
 }  # fmt: skip
 

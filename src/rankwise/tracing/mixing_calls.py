@@ -375,11 +375,15 @@ def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterato
     # Fewer rows and columns than tokens are a window, or one of several packed sequences.
     if has_cache(calls) or batch > sequences_behind(calls, operator) or rows == columns <= most:
         return
+    inner = [tensor for tensor in _plain_tensors(calls[1:]) if tensor.dim() == 3 and len(tensor) > 1]
+    expanded = {tensor.shape[1] for tensor in inner if tensor.stride(0) == 0} - _lengths(calls[:1])
     name = re.sub(r"\b\d+\b", "*", calls[-1].name)
     axes = [("rows", rows, columns), ("columns", columns, rows)]
     for axis, count, other in axes if rows != columns else [("rows and columns", rows, most)]:
         if _learned(count, calls):
             what = "are learned vectors (weights of the model)"
+        elif count in expanded:
+            what = "are the same for every sequence, as learned vectors are"
         elif count == 1 or count in lengths:
             continue
         elif count < (other if other in lengths else most):
@@ -390,14 +394,8 @@ def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterato
 
 
 def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
-    """Return True if a module received ``count`` vectors that are a weight of the model, as latents are.
-
-    Vectors that are expanded over the sequences inside the model are made of weights too.
-    """
+    """Return True if a module received ``count`` vectors that are a weight of the model, as latents are."""
     given = [tensor for tensor in _plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
-    expanded = any(tensor.shape[0] > 1 and tensor.stride(0) == 0 for tensor in given)
-    if expanded and count not in _lengths(calls[:1]):
-        return True
     return any(
         type(weight) is nn.Parameter
         and not weight.is_meta
