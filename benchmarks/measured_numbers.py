@@ -2,35 +2,20 @@
 
     python benchmarks/measured_numbers.py FOLDER MINILM SUBJECT...
 
-The tree is the one that `import rankwise` finds. It may be older than this file, so `_first` and `_option`
-look up the names that differ between trees, the newest first.
+The tree is the one that `import rankwise` finds.
 """
 
 import copy
-import inspect
 import json
 import sys
 import traceback
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 PADDED = 8
 """Tokens of padding at the end of a sequence."""
 SUBJECTS = ("demo", "tost", "minilm", "faults", "t5", "vit", "tost_vit", "llama", "mamba", "mamba2")
-
-
-def _first(*places: str) -> Any:
-    """Return an object of the first module that this tree has; places are written MODULE:NAME."""
-    parts = [place.split(":") for place in places]
-    module, name = next(part for part in parts if find_spec(f"rankwise.{part[0]}"))
-    return getattr(import_module(f"rankwise.{module}"), name)
-
-
-def _option(function: Any, *names: str) -> str:
-    """Return the name of an option in this tree; the newest if the signature does not list options."""
-    return next((name for name in names if name in inspect.signature(function).parameters), names[0])
 
 
 def measure(subject: str, minilm: Path | None, out: Path) -> None:
@@ -53,18 +38,16 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
     keep("comparison", rw.compare(first, both))
     keep("estimated", rw.audit(model, batches[1:], method="estimate"))
     if subject in ("demo", "t5", "vit"):
-        name = _option(rw.audit, "importance", "worth")
-        parts = [rw.audit(model, part, **{name: True}) for part in (batches[:1], batches[1:])]
-        keep("importance", rw.audit(model, batches, **{name: "exact"}))
+        parts = [rw.audit(model, part, importance=True) for part in (batches[:1], batches[1:])]
+        keep("importance", rw.audit(model, batches, importance="exact"))
         keep("merged importance", rw.Audit.merge(parts))
         keep("compared importance", rw.compare(*parts))
     if subject in ("demo", "faults"):
         model.unused = None  # what the model never calls cannot be initialized anew
         keep("baseline", rw.audit(model, batches, baseline=2))
     if subject == "demo":
-        settings = _first("importance:ImportanceSettings", "worth:WorthSettings")
-        mean = settings(**{_option(settings, "ablation", "removal"): "mean"})
-        keep("importance by means", rw.audit(model, batches[:1], **{name: mean}))
+        mean = rw.importance.ImportanceSettings(ablation="mean")
+        keep("importance by means", rw.audit(model, batches[:1], importance=mean))
         text = _text()
         named = rw.audit(model, texts=[text[:150], text[300:700]], tokenizer=tokenizer, matrices="0:0,3:1")
         keep("texts", named)
@@ -80,11 +63,9 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
 
 def _maps(audit: Any) -> list[dict[str, Any]]:
     """Return attention maps as numbers; their form in files is compressed."""
-    maps = [
-        (head, getattr(head, "attention_map", None) or getattr(head, "picture", None)) for head in audit.heads
-    ]
+    maps = [(head.layer, head.head, head.attention_map) for head in audit.heads]
     return [
-        {"layer": head.layer, "head": head.head, "map": kept.matrix().tolist()} for head, kept in maps if kept
+        {"layer": layer, "head": head, "map": kept.matrix().tolist()} for layer, head, kept in maps if kept
     ]
 
 
@@ -104,7 +85,7 @@ def _monitored(model: Any, batches: list[dict[str, Any]]) -> tuple[list[dict[str
 
     import rankwise as rw
 
-    model, scalars, logged = copy.deepcopy(model).train(), _first("monitor:scalars"), []
+    model, scalars, logged = copy.deepcopy(model).train(), rw.monitor.scalars, []
     monitor, optimizer = rw.RankMonitor(batches[0], every=1), torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         for name, value in scalars(monitor.step(model, step)).items():
@@ -129,7 +110,7 @@ def _subject(subject: str, minilm: Path | None) -> tuple[Any, list[dict[str, Any
     heads = small | {"num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.2}
     if subject in ("demo", "tost", "minilm"):
         if subject == "tost":
-            _first("models:ToSTConfig")  # makes the model's type known to transformers
+            import_module("rankwise.models")  # makes the model's type known to transformers
         folder = minilm if subject == "minilm" else _asset("demo_tost" if subject == "tost" else "demo")
         tokenizer = tf.AutoTokenizer.from_pretrained(folder)
         kind = tf.AutoModel if subject == "minilm" else tf.AutoModelForCausalLM
@@ -142,7 +123,8 @@ def _subject(subject: str, minilm: Path | None) -> tuple[Any, list[dict[str, Any
         )
         kinds = (tf.ViTConfig, tf.ViTModel)
         if subject == "tost_vit":
-            kinds = (_first("models:ToSTConfig"), _first("models:ToSTForImageClassification"))
+            models = import_module("rankwise.models")
+            kinds = (models.ToSTConfig, models.ToSTForImageClassification)
         model = kinds[1](kinds[0](**heads | picture))
         pixels = torch.randn(2, 2, 3, 32, 32, dtype=torch.float64)
         return model, [{"pixel_values": part} for part in pixels], None

@@ -8,9 +8,8 @@ Each tree measures all subjects in its own process, in float64, and writes JSON:
 batches with padding, with estimated ranks, and merged, and a comparison. Some subjects add importance, a
 baseline, attention maps, a history and a monitored training. Then the numbers are compared one by one.
 
-Options name expected changes: `--renamed OLD NEW`, `--gone FIELD REASON`, `--uncompared CODE REASON`.
-`--expected FILE` reads them from JSON: {"renamed": {…}, "gone": {…}, "uncompared": {…}}. A name is replaced
-only if the second tree has the new name, so one file serves every step of a redesign.
+Options name expected changes: `--renamed OLD NEW` and `--gone FIELD REASON`. A name is replaced only if the
+second tree has the new name, so that one command serves every step of a change.
 
 The exit status is 1 if a number differs by more than the tolerance, if only one tree has a record, if a field
 is lost and not named, or if a subject fails. New fields and changed texts are only listed.
@@ -36,8 +35,6 @@ steps by 3e-12 of the largest entry, and a singular value at a hundredth of the 
 that."""
 FLOOR = 1e-6
 """Smaller numbers are compared on this scale: deviations that should be 0 are pure rounding."""
-DEVIATIONS = ("spread", "std", "seed_std")
-"""Fields of standard deviations, which have a tolerance of their own."""
 IDENTITY = (
     "stack", "layer", "site", "head", "cross", "occurrence", "call", "of", "code", "measure", "name", "delta",
 )  # fmt: skip
@@ -49,15 +46,6 @@ LEFT_OUT = ("provenance", "before", "after", "format", "schema_version")
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 12
 """Records of one side that are printed per file."""
-
-
-@dataclass
-class Expected:
-    """New names, and reasons why fields are lost and why findings with some codes are not compared."""
-
-    renamed: dict[str, str] = field(default_factory=dict)
-    gone: dict[str, str] = field(default_factory=dict)
-    uncompared: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,14 +65,9 @@ class Differences:
     texts: set[str] = field(default_factory=set)
     """Fields with another text."""
 
-    def above(self, tolerance: float, deviations: float | None = None) -> dict[str, tuple[float, str]]:
-        """Return the fields that differ by more; standard deviations may have a tolerance of their own."""
-        limits = (tolerance, tolerance if deviations is None else deviations)
-        return {
-            name: found
-            for name, found in self.largest.items()
-            if found[0] > limits[not set(DEVIATIONS).isdisjoint(name.split("."))]
-        }
+    def above(self, tolerance: float) -> dict[str, tuple[float, str]]:
+        """Return the fields that differ by more."""
+        return {name: found for name, found in self.largest.items() if found[0] > tolerance}
 
 
 def relative_difference(before: float | None, after: float | None) -> float:
@@ -95,16 +78,11 @@ def relative_difference(before: float | None, after: float | None) -> float:
     return abs(b - a) / max(abs(a), abs(b), FLOOR) if math.isfinite(a - b) else math.inf
 
 
-def differences(
-    before: dict[str, Any], after: dict[str, Any], expected: Expected | None = None
-) -> Differences:
+def differences(before: dict[str, Any], after: dict[str, Any], renamed: dict[str, str]) -> Differences:
     """Compare two files, record by record and number by number."""
-    found, expected = Differences(), expected or Expected()
+    found = Differences()
     was, now = ({k: v for k, v in file.items() if k not in LEFT_OUT} for file in (before, after))
-    was = _renamed(was, _new_names(was, now, expected.renamed))
-    codes = set(expected.uncompared)
-    codes |= {name for pair in expected.renamed.items() if codes & set(pair) for name in pair}
-    _compare(_without(was, codes), _without(now, codes), "", "", found)
+    _compare(_renamed(was, _new_names(was, now, renamed)), now, "", "", found)
     return found
 
 
@@ -140,19 +118,6 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
         else _renamed(item, names)
         for key, item in value.items()
     }
-
-
-def _without(value: Any, codes: set[str]) -> Any:
-    """Leave out findings with some codes, changes of these findings, and the total of all findings."""
-    if not codes:
-        return value
-    if isinstance(value, dict):
-        return {key: _without(item, codes) for key, item in value.items()}
-    if not isinstance(value, list):
-        return value
-    about = [_about(item) if isinstance(item, dict) else {} for item in value]
-    left_out = [known.get("code") in codes or known.get("name") == "findings" for known in about]
-    return [_without(item, codes) for item, out in zip(value, left_out, strict=True) if not out]
 
 
 def _compare(before: Any, after: Any, name: str, where: str, found: Differences) -> None:
@@ -232,10 +197,8 @@ def measure_tree(tree: Path, subjects: list[str], minilm: Path | None, out: Path
     command = [sys.executable, "-P", str(script), str(out.resolve()), str(minilm or ""), *subjects]
     paths = {"PYTHONPATH": str(tree / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
-    return (
-        subprocess.run(command, cwd=out, env=os.environ | paths | quiet, stdout=subprocess.DEVNULL).returncode
-        == 0
-    )
+    done = subprocess.run(command, cwd=out, env=os.environ | paths | quiet, stdout=subprocess.DEVNULL)
+    return done.returncode == 0
 
 
 def measure_revision(revision: str, subjects: list[str], minilm: Path | None, out: Path) -> bool:
@@ -256,15 +219,12 @@ def report(
     subjects: list[str],
     tolerance: float,
     gone: dict[str, str],
-    *,
-    expected: Expected | None = None,
-    deviations: float | None = None,
+    renamed: dict[str, str],
 ) -> bool:
     """Print what differs between two folders of files; return whether nothing does that should not.
 
-    Each field in ``gone`` has to be lost; ``expected`` may name more than has changed.
+    Each field in ``gone`` has to be lost; ``renamed`` may name more than has changed.
     """
-    known = expected or Expected()
     same, lost, new, texts = True, set[str](), set[str](), set[str]()
     for subject in subjects:
         numbers, largest = 0, (0.0, "")
@@ -275,8 +235,8 @@ def report(
                 print(f"{stem}: only {'before' if stem in stems[0] else 'after'}")
                 continue
             was, now = (json.loads((side / f"{stem}.json").read_text("utf-8")) for side in (before, after))
-            found = differences(was, now, known)
-            above = found.above(tolerance, deviations)
+            found = differences(was, now, renamed)
+            above = found.above(tolerance)
             lost, new, texts = lost | found.lost, new | found.new, texts | found.texts
             numbers += found.compared
             places = ((by, f"{name}, {stem}, {where}") for name, (by, where) in found.largest.items())
@@ -286,11 +246,11 @@ def report(
         print(f"{subject}: {numbers} numbers, largest difference {largest[0]:.1e} ({largest[1]})")
         same &= bool(numbers)
     for name in sorted(lost | gone.keys()):
-        why = (known.gone | gone).get(name, "LOST, and no --gone names it")
+        why = gone.get(name, "LOST, and no --gone names it")
         print(f"only before: {name} ({why if name in lost else 'named by --gone, but NOT lost'})")
     print(f"only after: {', '.join(sorted(new)) or 'none'}")
     print(f"fields with other words: {', '.join(sorted(texts)) or 'none'}")
-    same &= gone.keys() <= lost <= gone.keys() | known.gone.keys()
+    same &= gone.keys() == lost
     print(f"the same within {tolerance:.0e}" if same else f"NOT the same within {tolerance:.0e}")
     return same
 
@@ -316,35 +276,22 @@ def main() -> int:
     add("--subject", action="append", choices=SUBJECTS, help="may be repeated (default: all)")
     add("--minilm", type=Path, metavar="FOLDER", help="folder of all-MiniLM-L6-v2")
     add("--tolerance", type=float, default=TOLERANCE)
-    add("--deviations", type=float, help="tolerance of standard deviations (default: the same)")
-    add("--expected", type=Path, metavar="FILE", help="JSON: renamed, gone, uncompared")
-    for name in (
-        ("--renamed", "OLD", "NEW"),
-        ("--gone", "FIELD", "REASON"),
-        ("--uncompared", "CODE", "REASON"),
-    ):
-        add(name[0], nargs=2, action="append", default=[], metavar=name[1:])
+    add("--renamed", nargs=2, action="append", default=[], metavar=("OLD", "NEW"))
+    add("--gone", nargs=2, action="append", default=[], metavar=("FIELD", "REASON"))
     given = parser.parse_args()
     if given.revision and given.against:
         parser.error("either REVISION or --against")
-    expected = Expected(**json.loads(given.expected.read_text("utf-8"))) if given.expected else Expected()
-    expected.renamed |= dict(given.renamed)
-    expected.uncompared |= dict(given.uncompared)
     subjects = given.subject or [name for name in SUBJECTS if name != "minilm" or given.minilm]
     if given.write:
         asked = subjects, given.minilm, given.write
-        return (
-            0
-            if (measure_revision(given.revision, *asked) if given.revision else measure_tree(ROOT, *asked))
-            else 1
-        )
+        written = measure_revision(given.revision, *asked) if given.revision else measure_tree(ROOT, *asked)
+        return 0 if written else 1
     with tempfile.TemporaryDirectory() as folder:
         before, after = given.against or Path(folder) / "before", Path(folder) / "after"
         measured = measure_tree(ROOT, subjects, given.minilm, after)
         if not given.against:
             measured &= measure_revision(given.revision or "HEAD~1", subjects, given.minilm, before)
-        options = {"expected": expected, "deviations": given.deviations}
-        same = report(before, after, subjects, given.tolerance, dict(given.gone), **options)
+        same = report(before, after, subjects, given.tolerance, dict(given.gone), dict(given.renamed))
     return 0 if same and measured else 1
 
 

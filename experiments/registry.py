@@ -40,7 +40,6 @@ MODULES = (
     "rank.compress_minilm",
     "rank.importance",
     "rank.initial_ranks",
-    "rank.long_context",
     "rank.rank_barrier",
     "rank.rank_saturation",
     "skips.bound_search",

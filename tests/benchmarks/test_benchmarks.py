@@ -3,9 +3,13 @@
 import itertools
 import json
 import random
+import re
+import statistics
 import time
+from pathlib import Path
 
 import benchmarks.__main__ as command
+import numpy as np
 import pytest
 import torch
 from benchmarks import harness, language, state_space, tssa
@@ -13,6 +17,8 @@ from benchmarks.harness import in_fresh_process, peak_mib, race, ratio
 from benchmarks.tssa import EAGER, OURS, REFERENCE, SDPA, contenders, crossover, errors, inputs, is_right
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+KEPT = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
 
 
 def test_every_run_of_a_race_has_its_rounds():
@@ -110,6 +116,10 @@ def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsy
     assert report["rows"]
     assert all(row.get("right", True) for row in report["rows"])
     assert len(capsys.readouterr().out.splitlines()) > len(report["rows"])
+    fields = set().union(*report["rows"]) | {"peak_mib"}
+    for path, kept in KEPT.items():
+        if kept["command"].split()[3] == name:
+            assert set().union(*kept["rows"]) <= fields, path
     if name == "tssa":
         assert [row["tokens"] for row in report["rows"][:-2]] == [16, 64] * 4
         assert {row["state_bytes"][OURS] for row in report["rows"][-2:]} == {4 * (2 * 12 * 64 + 12) + 8}
@@ -150,3 +160,112 @@ def test_a_device_that_is_missing_is_one_line(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([name, "--device", "cuda"])
     assert "--device cuda: expected a device that torch sees" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_kept_results_have_one_format_and_name_their_command():
+    assert len(KEPT) > 8
+    for name, report in KEPT.items():
+        assert list(report) == ["machine", "command", "settings", "rows"], name
+        assert re.match(rf"python -m benchmarks ({'|'.join(command.NAMES)})( |$)", report["command"]), name
+        assert report["rows"], name
+
+
+def short(number):
+    return f"{number:.1f}" if number < 10 else f"{number:.0f}"
+
+
+def percents(numbers, digits=1):
+    return [f"{100 * number:.{digits}f}".replace("-0.0", "0.0") for number in numbers]
+
+
+def signed(ratio):
+    median, low, high = (f"{100 * one:+.1f}".replace("-0.0", "0.0") for one in ratio)
+    return f"{median} % ({low} … {high})"
+
+
+def of_state_space(rows):
+    times, memory = rows[:2], {row["layer"]: row["mib"] for row in rows[2:]}
+    for row in times:
+        yield f"| {row['exponent']:.2f} | {memory[row['layer']]:.0f} MiB |"
+    yield f"need {memory['Mamba, dense of 16 channels']:.0f} MiB"
+
+
+def of_monitor(rows):
+    for row in rows:
+        shares = percents((row[name][0] for name in ("audit", "by hand", "limit")), 2)
+        yield f"{row['model']} | {' | '.join(f'{one} %' for one in shares)} |"
+
+
+def of_skip(rows):
+    for row in rows:
+        shares = [signed(row["with"]), signed(row["against itself"]), f"{percents(row['limit'])[0]} %"]
+        yield f"{row['sites']} λ-skips"
+        yield f"| {' | '.join(shares)} |"
+
+
+def of_tssa(rows):
+    for row in rows[:4]:
+        fastest = row["fastest_milliseconds"]
+        numbers = row["times_ours"][EAGER][0], fastest[EAGER] / fastest[OURS], row["times_ours"][SDPA][0]
+        yield f"forward{' and backward' * row['backward']} | {' | '.join(map(short, numbers))} |"
+    output = 8192 * 12 * 64 * 4 / 2**20
+    ours, eager = ([row["peak_mib"][name] - output for row in rows[:4:2]] for name in (OURS, EAGER))
+    yield f"needs {ours[0]:.1f} to {ours[1]:.1f} MiB"
+    yield f"the eager formulas {eager[0]:.0f} to {eager[1]:.0f}"
+    ours, others = ([row["microseconds"][name] / 1000 for row in rows[4:]] for name in (OURS, SDPA))
+    yield f"takes {ours[0]:.1f} ms at position 1,024 and {ours[1]:.1f} at 65,536"
+    yield f"takes {others[0]:.2f} and {others[1]:.0f} ms"
+
+
+def of_rank(rows):
+    for way, words in (("float64", "slower for causal heads"), ("float32", "in float32")):
+        causal, full = (row["results"][f"svdvals {way}"]["times_ours"][0] for row in rows)
+        between = f" times {words} and" if way == "float64" else " and"
+        yield f"{causal:.1f}{between} {full:.1f} times"
+
+
+def of_estimate(rows):
+    near, many, cost = (
+        [row for row in rows if row["part"] == part] for part in ("accuracy", "coverage", "cost")
+    )
+    for name in ("effective_rank", "stable_rank"):
+        errors = [abs(row[f"{name}_error"]) for row in near]
+        worst = f"{max(errors):.2%}".replace("%", " %") if max(errors) > 1e-6 else f"{max(errors):.0e}"
+        yield f"| {sum(one <= 0.02 for one in errors)} of {len(near)}, worst {worst} |"
+    held = [sum(row[f"{name}_held"] for row in near) for name in ("effective_rank", "stable_rank")]
+    counts = [count for row in near for count in row["counts"]]
+    yield (
+        f"effective rank {held[0]} of {len(near)}, stable rank {held[1]} of {len(near)}, "
+        f"counts {sum(count['held'] for count in counts)} of {len(counts)} |"
+    )
+    yield f"| {sum(count['value'] is not None for count in counts)} of {len(counts)} |"
+    shares = [statistics.fmean(row[name] for row in many) for name in ("effective_rank", "stable_rank")]
+    of_counts = statistics.fmean(share for row in many for share in row["counts"])
+    yield f"effective rank {shares[0]:.0%}, stable rank {shares[1]:.0%}, counts {of_counts:.1%}".replace(
+        "%", " %"
+    )
+    size, seconds, mib = ([row[name] for row in cost] for name in ("tokens", "core_seconds", "mib"))
+    for row in cost:
+        matrix = 8 * row["tokens"] ** 2 / 2**20
+        yield f"| {row['tokens']:,} | {row['core_seconds']:,.0f} | {row['mib']:.0f} | {matrix:,.0f} |"
+    slope, constant = np.polyfit(size, mib, 1)
+    yield f"T^{np.polyfit(np.log(size), np.log(seconds), 1)[0]:.2f}"
+    yield f"{constant:.0f} MiB and {slope * 2**10:.1f} KiB a token"
+
+
+PAGES = {
+    "state_space": ("how-to/adapters", of_state_space),
+    "monitor": ("how-to/monitor", of_monitor),
+    "skip": ("how-to/skip", of_skip),
+    "tssa": ("how-to/tssa", of_tssa),
+    "rank_1024": ("decisions/004-fast-ranks", of_rank),
+    "estimate": ("how-to/long-contexts", of_estimate),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_numbers_on_pages_are_those_of_the_kept_results(name):
+    page, wanted = PAGES[name]
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = re.sub(r" times as long(?= \|)| times(?= \|)", "", " ".join(text.split()))
+    assert [words for words in wanted(KEPT[name]["rows"]) if words not in text] == []
