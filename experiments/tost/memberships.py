@@ -100,6 +100,9 @@ def drawn(model: PreTrainedModel, pixels: Tensor) -> Image.Image:
 def measure(data: Path) -> Report:
     """Measure the newest model of the row `tost` of the experiment `vision`, and draw its memberships."""
     folders = sorted(Path("runs", "vision").glob("tost-seed0-*/model"), key=lambda path: path.stat().st_mtime)
+    if not folders:
+        first = "`python -m experiments run vision --rows tost --seeds 0 --results try`"
+        raise FileNotFoundError(f"runs/vision: expected a model of the row tost, got none. Run {first}.")
     torch.manual_seed(0)
     model = AutoModelForImageClassification.from_pretrained(folders[-1])
     fresh = AutoModelForImageClassification.from_config(model.config)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.__main__ import NAMES
+from experiments.__main__ import main
 from experiments.registry import EXPERIMENTS, STUDIES
 from experiments.study import Study
 
@@ -79,3 +80,39 @@ def test_make_clean_removes_every_folder_that_git_ignores_but_data_and_runs() ->
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("clean:")[2]
     removed = {*recipe.replace("$(VENV)", ".venv").split()}
     assert {*ignored} - removed == {".cache", "data", "runs"}
+
+
+MISSING = {
+    "memberships": "runs/vision: expected a model of the row tost, got none",
+    "replacement": "data/tiny_shakespeare/input.txt",
+    "compress_minilm": "expected",
+    "initial_ranks": "expected",
+    "rank_saturation": "data/cifar10/cifar10.npz",
+    "train_demo": "data/tiny_shakespeare/input.txt",
+}
+"""What a study says without its data; two of them say first that they lack the package of all-MiniLM."""
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_study_without_its_data_says_what_is_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["run", name, "--data", "data"])
+    said = capsys.readouterr().err
+    assert MISSING[name] in said
+    assert list(wrong_commands(said)) == []
+    if name == "memberships":
+        assert "`python -m experiments run vision --rows tost --seeds 0 --results try`" in said
+        assert "tost" in EXPERIMENTS["vision"].rows
+
+
+def test_make_test_collects_every_example() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    words = next(line for line in makefile.splitlines() if "--doctest-modules" in line).split()
+    folders = [ROOT / word for word in words if (ROOT / word).is_dir()]
+    files = [path for name in ("src", "experiments", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    examples = [path for path in files if ">>> " in path.read_text(encoding="utf-8")]
+    assert len(examples) > 50
+    assert [path for path in examples if not any(map(path.is_relative_to, folders))] == []
