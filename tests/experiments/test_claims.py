@@ -1,13 +1,21 @@
 """Kept reports of studies support the claims of their pages."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import pytest
-from experiments.rank import compress_cache, compress_demo, compress_minilm, initial_ranks
+from experiments.coverage import architectures
+from experiments.rank import compress_cache, compress_demo, compress_minilm, importance, initial_ranks
+from experiments.registry import EXPERIMENTS
+from experiments.render import mean_std, row_mean_std
 from experiments.skips import bound_search
+from experiments.tost import train_demo
+
+ROOT = Path(__file__).parents[2]
 
 KQ_BOUNDS = {
     "closed form, one width": {"16": 0.050, "8": 0.185, "4": 0.58},
@@ -83,3 +91,37 @@ def test_no_bound_was_violated() -> None:
         assert one["speaking"] >= one["evaluations"] / 10
     scales = [layer for layers in report["least_scales"].values() for layer in layers]
     assert all(0 < layer["both"] <= layer["rows"] for layer in scales)
+
+
+def test_losses_on_the_page_of_tost_are_those_of_the_bundled_models() -> None:
+    page = (ROOT / "docs" / "how-to" / "tost.md").read_text(encoding="utf-8")
+    for study in train_demo.STUDIES:
+        loss = study.kept()["scores"]["validation_loss"]
+        assert f" | {loss:.2f} | `python -m experiments run {study.name}` |" in page
+
+
+def numbers_of_the_readme() -> Iterator[str]:
+    entries = [one for one in architectures.STUDY.kept()["entries"].values() if one["ran"]]
+    yield f"{sum(one['identical'] for one in entries)} of {len(entries)} bit-identical"
+    minilm, demo = (model["correlations"]["estimate"] for model in importance.STUDY.kept()["models"])
+    yield f"{min(minilm):.2f} to {max(minilm):.2f} (72 heads of all-MiniLM-L6-v2), "
+    yield f"{min(demo):.2f} to {max(demo):.2f} (16 of the demo)"
+    table = EXPERIMENTS["language"].table()
+    losses = [row_mean_std(table[label], "loss", 3) for label in ("transformer", "tost-decayed", "tost-scan")]
+    yield f"{', '.join(losses)} nats a byte"
+    splits = compress_minilm.STUDY.kept()["splits"]
+    curves = [one["curves"] for one in splits]
+    one, several, weights = (
+        mean(curve[way]["8"] for curve in curves)
+        for way in ("closed form, one width", "closed form, widths per head", "weights alone (SVD)")
+    )
+    calibrated = mean(one["widths"]["8"]["calibrated"] for one in splits)
+    yield f"{one:.2f} closed form, {several:.2f} widths per head, {calibrated:.2f} calibrated"
+    yield f"SVD of the weights {weights:.1f}"
+    cache = [one["keeps"]["0.25"] for one in compress_cache.STUDY.kept()["splits"]]
+    yield mean_std([one["loss_after"] - one["loss_before"] for one in cache])
+
+
+def test_numbers_of_the_readme_are_those_of_the_kept_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [words for words in numbers_of_the_readme() if words not in text] == []
