@@ -57,12 +57,6 @@ REBUTTAL = {
     for at, head_dim in enumerate(HEAD_DIMS)
 }
 """Mean and standard deviation of rank/T by layer, width and K: tables 1 and 2 of the authors' rebuttal."""
-SYNTHETIC = {
-    50: (0.04, 0.16, 0.32, 0.45, 0.54, 0.58, 0.61, 0.61, 0.63),
-    200: (0.01, 0.045, 0.17, 0.31, 0.45, 0.52, 0.57, 0.61, 0.61),
-    800: (0.002, 0.014, 0.07, 0.20, 0.33, 0.45, 0.52, 0.58, 0.61),
-}
-"""Rank/T at K = 1, 2, 4 … 256, hardmax, orthonormal tokens: an earlier simulation of this project."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +255,6 @@ def tables(report: Report) -> dict[str, str]:
     return {
         "synthetic": "\n\n".join(synthetic_tables(report["synthetic"])),
         "quick": str(max(2, report["settings"]["trials"] // 3)),
-        "away": f"{max(synthetic_errors(report)):.3f}",
         "laws": "\n\n".join(law_table(mask, law) for mask, law in report["law"].items()),
         "rebuttal": "\n\n".join(rebuttal_tables(found["tables"])),
         "nearest": nearest_words(found),
@@ -272,30 +265,17 @@ def tables(report: Report) -> dict[str, str]:
 
 
 def synthetic_tables(curves: Sequence[Report]) -> Iterable[str]:
-    """Return a table per kind of tokens, with the earlier number in parentheses if it exists."""
+    """Return a table per kind of tokens."""
     head = ["T \\ K", *(str(2**power) for power in range(9)), "barrier", "K*"]
     for mask, inputs in dict.fromkeys((one["mask"], one["inputs"]) for one in curves):
         rows = []
         for one in (one for one in curves if (one["mask"], one["inputs"]) == (mask, inputs)):
             cells = [f"{mean:.3f}" for _, mean, _ in one["points"]]
-            if (mask, inputs) == ("full", "orthonormal"):
-                cells = [
-                    f"{cell} ({known:g})" for cell, known in zip(cells, SYNTHETIC[one["tokens"]], strict=True)
-                ]
             low, high = one["interval"]
             rows.append(
                 [str(one["tokens"]), *cells, f"{one['barrier']:.3f}", f"{one['head_dim']} ({low} to {high})"]
             )
         yield f"{mask} mask, {inputs} tokens\n\n{markdown_table(head, rows)}"
-
-
-def synthetic_errors(report: Report) -> list[float]:
-    return [
-        abs(mean - known)
-        for one in report["synthetic"]
-        if (one["mask"], one["inputs"]) == ("full", "orthonormal")
-        for (_, mean, _), known in zip(one["points"], SYNTHETIC[one["tokens"]], strict=True)
-    ]
 
 
 def law_table(mask: str, law: Report) -> str:
