@@ -34,7 +34,9 @@ class Experiment:
     expectations: Sequence[Expectation] = ()
     seeds: Sequence[int] = (0, 1, 2)
     notes: str = ""
-    """Differences from the paper, and limits of the numbers."""
+    """Name of pages/notes/NAME.md: differences from the paper, and limits of the numbers; empty: `name`."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """Text of the marks in the notes."""
     tables: Callable[[Table], str] | None = None
     """Markdown after the table, from the runs."""
     large: Mapping[str, TrainingConfig] = field(default_factory=dict)

@@ -47,7 +47,8 @@ def verdicts(experiments: Sequence[Experiment], tables: Mapping[str, Table]) -> 
 
 
 def section(experiment: Experiment, table: Table) -> str:
-    lines = [f"## {experiment.title}, small", "", f"Source: {experiment.source}.", "", experiment.notes, ""]
+    notes = fill_page(f"notes/{experiment.notes or experiment.name}", experiment.marks).strip()
+    lines = [f"## {experiment.title}, small", "", f"Source: {experiment.source}.", "", notes, ""]
     published = experiment.published
     rows = [cells(row, published.get(label, "–")) for label, row in table.items()]
     lines += [markdown_table(HEADINGS, rows), "", origin(experiment, table), ""]

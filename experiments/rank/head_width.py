@@ -144,10 +144,7 @@ def experiment(task: str, title: str) -> Experiment:
         rows={label(width, tied): config(task, width, tied) for tied in TIED for width in WIDTHS},
         large=paper_sizes(task),
         expectations=[same_place(tied) for tied in TIED],
-        notes="D = HK: 64 / K heads of width K. D ≠ HK: K is the width of queries and keys, 4 heads and "
-        "their values stay. Initial weights have the scale D^−1/2; at 0.02, the usual value for wide models, "
-        "all heads begin with rank 1.0. Effective rank of the probe's sequences, the mean over layers and "
-        "heads that mix tokens.",
+        notes="saturation",
         tables=rank_and_accuracy,
     )
 

@@ -78,8 +78,5 @@ DEPTH = Experiment(
         below(label(48, "pre", 1.0), label(6, "pre", 1.0)),
         below(scaled(48, "post"), label(48, "post", 1.0), by=0.1),
     ),
-    notes="Softmax attention, bytes, width 64, windows of 64 bytes; attention is added to λ x, the "
-    "feed-forward part to x. The number counts layers. LayerScale: the output of each part is multiplied "
-    "by a learned scale for each channel, 0.1 at the start. Initial weights have the scale D^−1/2.",
     tables=collapse,
 )

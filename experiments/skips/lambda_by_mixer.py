@@ -99,9 +99,8 @@ def experiment(task: str, title: str, published: dict[str, str]) -> Experiment:
         expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, floor) for mixer in COMPARED]
         + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, floor)]
         + [close_to(label(mixer, 1), label(mixer, "learned"), 0.02, floor=floor) for mixer in COMPARED],
-        notes="λ is around the mixer alone; the feed-forward part keeps its own skip. shared: one λ learned "
-        "for all layers, from −1; learned: one for each layer; channel: one for each channel of each layer. "
-        "gate: the mixer's output is multiplied by a gate of its input. Pre-norm. " + NOTES[task],
+        notes="skips",
+        marks={"task": NOTES[task]},
         tables=lambda table: "\n\n".join(filter(None, (learned(table), collapse(table)))),
     )
 

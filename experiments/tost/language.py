@@ -143,16 +143,6 @@ LANGUAGE = Experiment(
         below("tost", "tost-uniform"),
         *NARROW_GOALS,
     ),
-    notes="Nats per byte of the last tenth of tiny Shakespeare; the paper's losses are per token of "
-    "GPT-2's vocabulary, on another text and at a hundred times the size: only the order can "
-    "be compared. All models have the weights of the transformer within 0.3 %, by their "
-    "feed-forward width, and the same optimizer; none was tuned; width 64: models of 214,016 weights, where "
-    "the others have 820,224; initial weights have the scale 0.02, "
-    "but where a row says another. tost-hybrid is the decayed one with softmax attention in every "
-    "fourth layer; tost-scan has a short convolution and a scan of 16 features with memberships as "
-    "steps (`rankwise.models.TokenStatisticsAttention`), tost-scan-hybrid too. Paper size: 12 layers "
-    "of width 768 on 1,024 tokens, as in GPT-2 base and ToST base; 85 million weights, "
-    "since bytes are a vocabulary of 259, and 10,000 steps of 64.",
     tables=by_context,
 )
 
@@ -181,8 +171,4 @@ WIKITEXT = Experiment(
         within("tost-scan, tokens", "transformer, tokens", 0.10, BYTE_LOSS),
         *NARROW_GOALS,
     ),
-    notes="As on tiny Shakespeare, on the 1.1 MB of WikiText-2's validation file, whose first nine tenths "
-    "are read and whose last tenth is judged: these losses cannot be compared with published losses. "
-    "tokens: of a byte-level BPE of 1,024 entries trained on the part that is read; nats per token, "
-    "and 918,144 weights each.",
 )

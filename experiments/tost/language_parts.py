@@ -93,23 +93,6 @@ def frontier(table: Table) -> str:
     return f"{said}\n\n{markdown_table(headings, rows)}"
 
 
-WHY = """\
-Why causal ToST trails: its output is −Π w / (1 + m), so whatever the past, each channel of a token's own
-w is multiplied by a number from −1 to 0, and its mixing operator is diagonal. The past comes in through
-sums alone, those in Π and the mean m, in which, without decay and with uniform memberships, the token
-before has weight 1 / t (tests/models/test_mixers.py holds both). No token hands its features to
-another, and the next byte depends first on the last few. What moves features at linear cost, each an
-option of `rankwise.models.TokenStatisticsAttention` that is off by default: a causal convolution of w
-over 4 tokens, separate for each channel (conv), and a scan of F features with memberships as steps
-(scanF), M[t, u] = c_t·b_u exp(−a Σ Π_r) Π_u. Its rates a are learned; half-lives of the statistics are
-not, since the kernels give them no gradient: short-lives has them from 1 to 16 tokens in place of 4 to
-128."""
-SETTING = """\
-Width 64, 300 steps on 128 bytes, a tenth of the cost of the experiment above, all with the weights of the
-transformer within 0.2 %. The transformer is far from the end of its training here. `softmax` is attention
-in the frame of the other rows, transformer that of Llama; hybrid has softmax attention in the last of its
-four layers."""
-
 LANGUAGE_PARTS = Experiment(
     name="language-parts",
     title="Causal ToST on bytes, part by part",
@@ -128,7 +111,6 @@ LANGUAGE_PARTS = Experiment(
         below("decayed-conv-scan16-gate", "decayed-conv-scan16", by=0.03),
         below("decayed-conv-scan16", "linear"),
     ),
-    notes=WHY + "\n\n" + SETTING,
     tables=frontier,
 )
 
@@ -168,8 +150,4 @@ RECALL_PARTS = Experiment(
         below("decayed", "decayed-conv-scan16", "accuracy", by=0.1),
         below("tost, needle", "softmax, needle", "accuracy", by=0.1, floor=0.25),
     ),
-    notes="Two layers of width 64, 2 pairs of keys and values in 16 tokens; not of equal "
-    "parameters. Half of the answers are right if a model finds the values of a sequence but not "
-    "their keys. needle: five digits hidden in 128 bytes of tiny Shakespeare, 600 steps; softmax is "
-    "softmax-rotary there. With the space before them, a quarter is right by chance.",
 )

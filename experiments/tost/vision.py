@@ -49,6 +49,4 @@ VISION = Experiment(
         below("transformer", "tost", "accuracy"),
         below("tost-uniform", "tost", "accuracy"),
     ),
-    notes="Trained from random weights with crops and mirror images, 400,000 weights each. transformer is a "
-    "plain ViT; softmax and tost have the released frame, so that they differ only in the mixer.",
 )
