@@ -160,7 +160,8 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({KEY: None}, "a configuration without a compression"),
+        ({KEY: None}, "got one without a compression"),
+        ({"architectures": None}, "got a configuration without `architectures`"),
         ({"architectures": ["OwnModel"]}, r"got OwnModel. Import .* `OwnModel.from_pretrained"),
         ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, "pass `trust_remote_code"),
         (
@@ -168,7 +169,7 @@ def test_the_structure_in_a_configuration_follows_the_model() -> None:
             "the structure of a compressed model",
         ),
     ],
-    ids=["plain", "class", "code", "structure"],
+    ids=["plain", "no class", "class", "code", "structure"],
 )
 def test_folders_that_hold_something_else_are_refused(
     change: dict[str, Any], said: str, tmp_path: Path
@@ -188,6 +189,9 @@ def test_folders_that_hold_something_else_are_refused(
 
 def test_missing_and_broken_weights_are_refused(tmp_path: Path) -> None:
     saved_gpt2(tmp_path / "one", {"qk": 0.5})
+    for name in ("README.md", "generation_config.json"):  # no part of the model
+        (tmp_path / "one" / name).unlink()
+        rw.load_compressed(tmp_path / "one")
     weights = tmp_path / "one" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(InputError, match="weights that `save_compressed` wrote"):
@@ -418,6 +422,7 @@ def test_a_plain_module_is_loaded_into_a_new_one_of_its_sizes(tmp_path: Path) ->
     model, x = TwoWidths().eval(), torch.randn(6, 30, 32)
     rw.compress(model, [x], keep=0.5)
     save_compressed(model, tmp_path / "one")
+    (tmp_path / "one" / "README.md").unlink()  # no part of the model
     assert torch.equal(rw.load_compressed(tmp_path / "one", TwoWidths())(x), model(x))
     small, wide, other = TwoWidths(), TwoWidths(), nn.Linear(2, 2)
     small.layers[0] = small.layers[1]

@@ -274,13 +274,14 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         return _load_into(folder, model)
     config_file = folder / "config.json"
     content = _read_json(config_file)
-    noted = content.get(KEY) if isinstance(content, dict) else None
+    noted: Any = content.get(KEY) if isinstance(content, dict) else None
     names = content.get("architectures") if isinstance(content, dict) else None
-    if not isinstance(noted, dict) or noted.get("quant_method") != NAME or not names:
+    compressed = isinstance(noted, dict) and noted.get("quant_method") == NAME
+    if not compressed or not names:
         raise CompressionError(
             f"folder {folder}",
             expected="a compressed model of transformers",
-            got="a configuration without a compression",
+            got="a configuration without `architectures`" if compressed else "one without a compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
     read_structure(noted.get("structure"), str(config_file))
