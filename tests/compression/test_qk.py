@@ -15,7 +15,7 @@ from rankwise.compression.qk_modules import narrow_linear, narrow_projections, r
 from rankwise.compression.qk_solve import (
     allocate_widths,
     closed_form,
-    hull,
+    hull_steps,
     widths_for_tolerance,
     widths_under_budget,
 )
@@ -110,10 +110,7 @@ def test_widths_sum_to_the_budget_and_are_optimal_for_convex_curves(
     curves = [(widths, [sum(sorted(one)[: 5 - at]) for at in range(5)]) for one in drawn]  # convex, falling
     budget = data.draw(st.integers(len(curves), 5 * len(curves)))
     taken = widths_under_budget(curves, budget)
-    reachable = sum(
-        segment.wide - segment.narrow for at, one in enumerate(curves) for segment in hull(at, *one)
-    )
-    assert sum(taken) == min(budget, len(curves) + reachable)
+    assert sum(taken) == min(budget, len(curves) + len(hull_steps(curves)))
     loss = sum(losses[width - 1] for width, (_, losses) in zip(taken, curves, strict=True))
     best = {0: 0.0}  # by dynamic programming over heads
     for _, losses in curves:
@@ -231,8 +228,8 @@ def test_pair_widths_round_down_for_a_share_and_up_for_a_tolerance() -> None:
 
 
 def test_calibration_without_gain_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worse(layer: Any, start: Factors, steps: int, *_: Any) -> tuple[Factors, int, bool]:
-        return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), steps, False
+    def worse(layer: Any, start: Factors, *_: Any) -> tuple[Factors, str]:
+        return Factors(start.query * (layer.projections.layer == 1), start.key, start.kept), ""
 
     monkeypatch.setattr("rankwise.compression.qk_solve.calibrate", worse)
     plain = rw.compress(bert(), [ids()], keep=0.5)

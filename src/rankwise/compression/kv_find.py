@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import Change, config_value, device_of, first_sequences, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
-from rankwise.compression.kv_modules import LatentLayer, LatentProjection, latent_change
+from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.layers import Nearby, at_once_and_in_halves, keep_passing, not_linear
 from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
 from rankwise.errors import CompressionError
@@ -149,8 +149,6 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
     """Return the record of a layer with a latent of full rank, or the reason why it cannot have a latent."""
     cached = cache.layers[at] if at < len(cache.layers) else None
     below = [module for module in seen.outputs if _inside(module, name)]
-    if any(isinstance(model.get_submodule(module), LatentProjection) for module in below):
-        return "it has a latent already"
     if type(cached) not in (DynamicLayer, NarrowKeys):
         what = "a window of fixed length" if getattr(cached, "is_sliding", False) else type(cached).__name__
         return f"its cache is {what}, not all keys and values"

@@ -191,8 +191,6 @@ class LatentProjection(ReplacedLinear):
         if self.rest is None:
             return read
         joined = torch.cat([self.rest(tokens), read], -1)
-        if len(self.runs) == 1:
-            return joined
         return torch.cat([joined.narrow(-1, first, count) for first, count in self.runs], -1)
 
     @property

@@ -14,6 +14,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
+from rankwise.operators import DenseMixing, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.projections import Projection, find_projection, head_layouts, linear_parts, names_below
 
@@ -123,7 +124,7 @@ def find_layers(
         if site.name in skipped:
             continue
         now = {name: own[min(call, len(own) - 1)] for name, own in outputs.items()}
-        layer = read(site, nearby(model, site.name, now))
+        layer = _unfit(site) or read(site, nearby(model, site.name, now))
         if isinstance(layer, str):
             skipped[site.name] = layer
             found.pop(site.name, None)
@@ -215,6 +216,18 @@ def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) 
             if float((norms - wanted).norm()) <= bound:
                 found.append(Projection(name, channels))
     return found
+
+
+def _unfit(site: MixerSite) -> str:
+    """Return why a mixer is no attention with finite queries and keys of one sequence; "" if it is."""
+    operator = site.operator
+    if not isinstance(operator, DenseMixing | SoftmaxMixing):
+        return f"its mixing is {operator.kind}, not softmax attention"
+    if site.cross:
+        return "its queries and keys come from different sequences"
+    read = [operator.matrix] if isinstance(operator, DenseMixing) else [operator.query, operator.key]
+    finite = all(bool(own.isfinite().all()) for own in read)
+    return "" if finite else "its attention, queries or keys hold NaN or infinity"
 
 
 def _same(first: Projections, other: Projections) -> bool:

@@ -49,19 +49,12 @@ def find_projections(model: nn.Module, batch: Any) -> tuple[list[Projections], d
 def _projections(site: MixerSite, near: Nearby) -> Projections | str:
     """Return the projections behind queries and keys, or the reason why there are none."""
     operator = site.operator
-    if site.cross:
-        return "its queries and keys come from different sequences"
     if isinstance(operator, DenseMixing):
-        if not bool(operator.matrix.isfinite().all()):
-            return "its attention holds NaN or infinity"
         explicit = find_explicit_softmax(operator.matrix, near)
         if isinstance(explicit, str):
             return f"its softmax is written out by hand, and {explicit}"
         return Projections(site.name, site.stack, site.layer, *explicit)
-    if not isinstance(operator, SoftmaxMixing):
-        return f"its mixing is {operator.kind}, not softmax attention"
-    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
-        return "its queries or keys hold NaN or infinity"
+    assert isinstance(operator, SoftmaxMixing)
     keys = operator.key
     query = find_projection(operator.query, near.linear)
     key = find_projection(keys, near.linear) or find_projection(keys := each_once(keys), near.linear)

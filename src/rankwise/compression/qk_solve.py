@@ -5,16 +5,17 @@
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rankwise._internals.statistics import mean
-from rankwise.compression.layers import Factors, Projections, Step, out_of_memory, rank_notes
+from rankwise.compression.layers import Factors, Projections, out_of_memory, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers
@@ -171,14 +172,12 @@ def _calibrated(
     Also return the reason if calibration stopped early, otherwise "".
     """
     try:
-        factors, done, interrupted = calibrate(layer, start, job.calibrate, job.seed, job.on_step)
+        factors, stopped = calibrate(layer, start, job)
         after = _by_key(layer, factors)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         return start, before, f"for want of memory at {layer.projections.name}, which is not calibrated"
-    steps = f"{done} of {job.calibrate} steps of {layer.projections.name}"
-    stopped = f"by Ctrl-C after {steps}, kept if they lowered attention KL" if interrupted else ""
     return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
@@ -200,16 +199,15 @@ def _by_key(layer: QueryKeyStatistics, factors: Factors) -> list[float]:
     return by_key
 
 
-def calibrate(
-    layer: QueryKeyStatistics, start: Factors, steps: int, seed: int = 0, on_step: Step = lambda step: None
-) -> tuple[Factors, int, bool]:
-    """Improve factors by Adam steps on mean attention KL; also return the steps done, and True after Ctrl-C.
+def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Factors, str]:
+    """Improve factors by Adam steps on mean attention KL; also return what stopped them, or "".
 
     Factors A and B are balanced and stepped in whitened coordinates, so that one rate fits all heads. Each
     step reads a few random sequences. With rotary positions, a kept pair may become any linear map of the
     head's channels before rotation: pairs of similar frequency take over the content of removed pairs.
     """
     groups, device = layer.projections.groups, layer.samples[0].query.device
+    steps, name = job.calibrate, layer.projections.name
     rotated = len(layer.projections.pairs) > 0
     white_q, white_k, start_q, start_k = [], [], [], []
     for head, key in enumerate(start.key):
@@ -233,8 +231,8 @@ def calibrate(
     to_q, to_k = (torch.stack(factors).float().to(device) for factors in (white_q, white_k))
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(seed)
-    done, interrupted = 0, False
+    generator = torch.Generator().manual_seed(job.seed)
+    done, stopped = 0, ""
     try:
         with torch.enable_grad():
             while done < steps:
@@ -244,13 +242,13 @@ def calibrate(
                 optimizer.step()
                 schedule.step()
                 done += 1
-                on_step(f"calibrating {layer.projections.name}: {done} of {steps}")
+                job.on_step(f"calibrating {name}: {done} of {steps}")
     except KeyboardInterrupt:
-        interrupted = True
+        stopped = f"by Ctrl-C after {done} of {steps} steps of {name}, kept if they lowered attention KL"
     query, key = torch.zeros_like(start.query), torch.zeros_like(start.key)
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
-    return Factors(query, key, start.kept), done, interrupted
+    return Factors(query, key, start.kept), stopped
 
 
 def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
@@ -301,33 +299,28 @@ def curve_widths(width: int) -> list[int]:
     return sorted({*small, *range(step, width + 1, step), width})
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Segment of the lower hull of a curve, from one width to a larger width."""
+def hull_steps(curves: list[Curve]) -> list[tuple[int, float]]:
+    """Return the steps by one channel along the lower convex hulls of the curves, the largest saving first.
 
-    head: int
-    narrow: int
-    wide: int
-    gain: float
-    """Attention KL saved per unit of width, in nats."""
+    Each step has its head and the attention KL that it saves. Later steps of a head save less.
+    """
+    steps: list[tuple[float, int, int]] = []
+    for head, (widths, losses) in enumerate(curves):
+        at = 0
+        while at < len(widths) - 1:
+            later = range(at + 1, len(widths))
+            gain, to = max(((losses[at] - losses[to]) / (widths[to] - widths[at]), to) for to in later)
+            if gain <= 0:
+                break
+            steps += [(-gain, head, width) for width in range(widths[at], widths[to])]
+            at = to
+    return [(head, -gain) for gain, head, _ in sorted(steps)]
 
 
-def hull(head: int, widths: list[int], losses: list[float]) -> list[Segment]:
-    """Return the lower convex hull of a curve: each segment saves less per unit than the previous segment."""
-    corners = [0]
-    at = 0
-    while at < len(widths) - 1:
-        slopes = [
-            ((losses[at] - losses[to]) / (widths[to] - widths[at]), to) for to in range(at + 1, len(widths))
-        ]
-        gain, at = max(slopes)
-        if gain <= 0:
-            break
-        corners.append(at)
-    return [
-        Segment(head, widths[a], widths[b], (losses[a] - losses[b]) / (widths[b] - widths[a]))
-        for a, b in pairwise(corners)
-    ]
+def _widened(curves: list[Curve], steps: list[tuple[int, float]]) -> list[int]:
+    """Return the widths of all heads after some steps from their least widths."""
+    added = Counter(head for head, _ in steps)
+    return [widths[0] + added[head] for head, (widths, _) in enumerate(curves)]
 
 
 def allocate_widths(
@@ -344,10 +337,10 @@ def allocate_widths(
         assert keep is not None
         found = widths_under_budget(every, round(keep * sum(widths[-1] for widths, _ in every)))
     if measured:
-        below = [bisect_right(widths, width) - 1 for (widths, _), width in zip(every, found, strict=True)]
-        above = [bisect_left(widths, width) for (widths, _), width in zip(every, found, strict=True)]
-        places = below if tolerance is None else above
-        found = [widths[at] for (widths, _), at in zip(every, places, strict=True)]
+        found = [
+            widths[bisect_right(widths, width) - 1 if tolerance is None else bisect_left(widths, width)]
+            for (widths, _), width in zip(every, found, strict=True)
+        ]
     each = iter(found)
     return [[next(each) for _ in own] for own in curves]
 
@@ -355,29 +348,21 @@ def allocate_widths(
 def widths_under_budget(curves: list[Curve], budget: int) -> list[int]:
     """Return the widths of all heads that sum to a budget, with the least attention KL on the hulls.
 
-    The segment that saves most per unit of width is taken next; the last segment is taken in part. On convex
-    curves this greedy choice is optimal.
+    The step that saves most is taken next. On convex curves this greedy choice is optimal.
 
     Examples:
         >>> widths_under_budget([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 4)
         [2, 2]
     """
-    taken = [widths[0] for widths, _ in curves]
-    room = budget - sum(taken)
-    if room < 0:
+    least = sum(widths[0] for widths, _ in curves)
+    if budget < least:
         raise CompressionError(
             "budget",
-            expected=f"a width of at least {math.ceil(sum(taken) / len(taken))} on average",
-            got=f"{budget / max(len(taken), 1):.2f}",
+            expected=f"a width of at least {math.ceil(least / len(curves))} on average",
+            got=f"{budget / max(len(curves), 1):.2f}",
             fix="Keep more.",
         )
-    for segment in _ordered(curves):
-        more = min(segment.wide - segment.narrow, room)
-        taken[segment.head] += more
-        room -= more
-        if not room:
-            break
-    return taken
+    return _widened(curves, hull_steps(curves)[: budget - least])
 
 
 def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
@@ -387,16 +372,13 @@ def widths_for_tolerance(curves: list[Curve], tolerance: float) -> list[int]:
         >>> widths_for_tolerance([([1, 2, 4], [1.0, 0.1, 0.0]), ([1, 2, 4], [0.3, 0.2, 0.15])], 0.2)
         [2, 1]
     """
-    taken = [widths[0] for widths, _ in curves]
-    loss = sum(losses[0] for _, losses in curves)
-    for segment in _ordered(curves):
-        excess = loss - tolerance * len(curves)
-        if excess <= 0:
-            break
-        steps = min(segment.wide - segment.narrow, math.ceil(excess / segment.gain - 1e-9))
-        taken[segment.head] += steps
-        loss -= steps * segment.gain
-    return taken
+    excess = sum(losses[0] for _, losses in curves) - tolerance * len(curves)
+    steps = hull_steps(curves)
+    for count, (_, gain) in enumerate(steps):
+        if excess <= 1e-9 * gain:
+            return _widened(curves, steps[:count])
+        excess -= gain
+    return _widened(curves, steps)
 
 
 def budget_curve(method: str, curves: list[Curve]) -> BudgetCurve:
@@ -410,10 +392,3 @@ def budget_curve(method: str, curves: list[Curve]) -> BudgetCurve:
         width, kl = (sum(numbers) / len(curves) for numbers in zip(*found, strict=True))
         points.append(BudgetPoint(width=width, kl=kl))
     return BudgetCurve(method=method, points=points)
-
-
-def _ordered(curves: list[Curve]) -> list[Segment]:
-    segments = [
-        segment for head, (widths, losses) in enumerate(curves) for segment in hull(head, widths, losses)
-    ]
-    return sorted(segments, key=lambda segment: (-segment.gain, segment.head, segment.narrow))

@@ -40,12 +40,7 @@ def _rotary_layer(site: MixerSite, near: Nearby) -> Projections | str:
     operator = site.operator
     if isinstance(operator, DenseMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"
-    if not isinstance(operator, SoftmaxMixing):
-        return f"its mixing is {operator.kind}, not softmax attention"
-    if site.cross:
-        return "its queries and keys come from different sequences"
-    if not bool(operator.query.isfinite().all() and operator.key.isfinite().all()):
-        return "its queries or keys hold NaN or infinity"
+    assert isinstance(operator, SoftmaxMixing)
     keys = each_once(operator.key)
     query, key = equal_norms(operator.query, near.linear), equal_norms(keys, near.linear)
     if not query or not key:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -146,30 +146,25 @@ def compress(
             if eval_data is not data:
                 _count_tokens(model, eval_data, "held_out")
             before = snapshot(model, eval_data, "before")
-            for name, (own_keep, own_tolerance) in targets.items():
-                job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
-                solutions[name] = solve_part(name, job)
-                solutions[name].change.apply()
-            changes = [solution.change for solution in solutions.values()]
-            evaluation = evaluate(model, eval_data, changes, before, time, report)
-        except BaseException as error:
-            for solution in reversed(solutions.values()):
-                solution.change.undo()
-            if out_of_memory(error.__cause__ or error):
-                raise CompressionError(
-                    f"model {type(model).__name__}",
-                    expected=f"memory for {step}",
-                    got=first_line(error),
-                    fix="Pass fewer or shorter sequences, or smaller batches; the model is unchanged.",
-                ) from error
-            if isinstance(error, Exception) and not isinstance(error, RankwiseError):
-                raise CompressionError(
-                    f"model {type(model).__name__}",
-                    expected=f"code that works for {step}",
-                    got=f"{type(error).__name__}: {first_line(error)}",
-                    fix="The model is unchanged.",
-                ) from error
-            raise
+            with ExitStack() as applied:
+                for name, (own_keep, own_tolerance) in targets.items():
+                    job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
+                    solutions[name] = solve_part(name, job)
+                    applied.enter_context(solutions[name].change)
+                changes = [solution.change for solution in solutions.values()]
+                evaluation = evaluate(model, eval_data, changes, before, time, report)
+                applied.pop_all()
+        except Exception as error:
+            full = out_of_memory(error.__cause__ or error)
+            if isinstance(error, RankwiseError) and not full:
+                raise
+            fewer = "Pass fewer or shorter sequences, or smaller batches; the model is unchanged."
+            raise CompressionError(
+                f"model {type(model).__name__}",
+                expected=f"memory for {step}" if full else f"code that works for {step}",
+                got=first_line(error) if full else f"{type(error).__name__}: {first_line(error)}",
+                fix=fewer if full else "The model is unchanged.",
+            ) from error
     for solution in solutions.values():
         for name, module in solution.change.modules.items():
             module.train(modes[name if name in modes else name.rpartition(".")[0]])

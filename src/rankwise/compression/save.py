@@ -8,7 +8,7 @@ load. A compressed model is prepared in the same way, but nothing is quantized.
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -93,17 +93,12 @@ def rebuilt(model: nn.Module, structure: Structure) -> Iterator[None]:
 
     Its new weights are still empty.
     """
-    changes: list[Change] = []
-    try:
+    with ExitStack() as applied:
         for saved in structure.changes:
-            changes.append(KINDS[saved.kind][1](model, saved))
-            changes[-1].apply()
+            applied.enter_context(KINDS[saved.kind][1](model, saved))
         _set_guards(model, saved=structure.format > 1)
         yield
-    except BaseException:
-        for change in reversed(changes):
-            change.undo()
-        raise
+        applied.pop_all()
 
 
 def _set_guards(model: nn.Module, saved: bool = True) -> None:
