@@ -40,6 +40,7 @@ def test_an_audit_does_not_differ_from_itself(name: str) -> None:
     audit = records.ALL[name]()
     comparison = compare(audit, audit)
     assert comparison.is_empty
+    assert comparison.structure == []
     assert (comparison.heads, comparison.layers) == (len(audit.heads), len(audit.layers))
 
 

@@ -17,7 +17,6 @@ from typer.testing import Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, text_batches
-from rankwise.cli import main
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -218,19 +217,6 @@ def test_half_precision_is_loaded(run: Run, tiny: Path, tmp_path: Path, dtype: s
     assert audit_of(tmp_path).provenance.model_dtype == dtype
 
 
-def test_a_note_names_missing_weights_as_random(run: Run, tiny: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    LlamaForCausalLM.from_pretrained(tiny).save_pretrained("partial")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained("partial")
-    weights = load_file("partial/model.safetensors")
-    del weights["model.layers.0.self_attn.q_proj.weight"]
-    save_file(weights, "partial/model.safetensors", metadata={"format": "pt"})
-    assert run("audit", "partial", *DATA).exit_code == 0
-    assert any("random" in note and "q_proj" in note for note in audit_of(tmp_path).provenance.notes)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -329,17 +315,6 @@ def test_ctrl_c_writes_the_finished_batches_but_not_over_a_finished_audit(run: R
     assert not Audit.load(tmp_path / "new").complete
 
 
-def test_an_error_is_a_single_line_with_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["rankwise", "audit", "--text", "none.txt"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    line = left.value.code  # a text: Python writes it to standard error and leaves with status 1
-    assert isinstance(line, str)
-    assert line.startswith("rankwise: none.txt")
-    assert "\n" not in line
-
-
 def test_the_demo_in_a_fresh_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rankwise", "audit", "--sequences", "1", "--tokens", "64"],
@@ -375,14 +350,6 @@ def test_a_reader_that_leaves_early_loses_nothing(tmp_path: Path) -> None:
     audit = f"{sys.executable} -c '{code}' audit {NETS}:with_batches | true"
     subprocess.run(["bash", "-c", audit], cwd=tmp_path, capture_output=True, check=False)
     assert len(audit_of(tmp_path).heads) == 4
-
-
-def test_a_wrong_option_has_status_2(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["rankwise", "audit", "--nonsense"])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
-    assert "--nonsense" in capsys.readouterr().err
 
 
 def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path) -> None:

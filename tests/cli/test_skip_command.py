@@ -380,18 +380,6 @@ def test_paths_are_printed_as_they_are(run: Run, tiny: Path) -> None:
     assert "new[/b]:boom:" in run(tiny, *ON_TEXT, "--out", "new[/b]:boom:").output
 
 
-def test_skips_of_another_model_in_the_folder(run: Run, tiny: Path) -> None:
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    saved(tiny)
-    other = LlamaForCausalLM(AutoConfig.from_pretrained(tiny, num_hidden_layers=3))
-    add_lambda_skip(other)
-    save_skips(other, "some")
-    result = run("some", *ON_TEXT, "--certify")
-    assert isinstance(result.exception, SkipError)
-    assert "parameters have other names or shapes" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     "option", [("--steps", -1), ("--tokens", 1), ("--sequences", 0), ("--batch-size", 0)]
 )

@@ -4,14 +4,13 @@ import math
 
 import pytest
 from tests.support import records
-from tests.support.documents import Document
+from tests.support.documents import Cell, Document, Figure, Section, Table
 
 import rankwise as rw
 from rankwise.auditing import Audit, Comparison, HeadRecord, History
 from rankwise.auditing.history import steps_of
 from rankwise.report import comparison_report, document_text
 from rankwise.report.comparison_report import comparison_document, finding_marks, history_document
-from rankwise.report.document import Cell, Figure, Section, Table
 
 
 def compare(before: Audit, after: Audit) -> Comparison:

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import documents, records
+from tests.support.documents import RANK, Figure
 from tests.support.records import DRAWN, HEAD_MEASURES, Baseline
 
 from rankwise.auditing import AttentionMap
 from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
-from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map, membership_maps, severity_signs
-from rankwise.report.format import RANK
 from rankwise.report.head_columns import head_columns, measure_column
 from rankwise.report.head_details import NONE, coarser, opening_head, pack_attention_maps, pack_spectra
 from rankwise.report.heatmap_grid import grids_of

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from tests.support import documents, records
-from tests.support.documents import audit_document
+from tests.support.documents import RANK, audit_document
 
 from rankwise.auditing import AttentionMap, Audit
 from rankwise.auditing.attention_maps import block_averages
 from rankwise.operators import DenseMixing
 from rankwise.report import write_page
-from rankwise.report.format import RANK
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 Browser, Locator, Page = sync_api.Browser, sync_api.Locator, sync_api.Page

@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from tests.support import documents, records
-from tests.support.documents import audit_document
+from tests.support.documents import RANK, Table, audit_document
 from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
-from rankwise.report.document import Table, column_kinds
-from rankwise.report.format import RANK
+from rankwise.report.document import column_kinds
 
 COLUMNS = [row for row in HEAD_MEASURES if row.console and not row.known_only]
 

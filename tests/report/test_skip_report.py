@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from tests.support.documents import Table
 
-from rankwise.report.document import Table
 from rankwise.report.skip_report import certificate_document, skip_document
 from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
 

@@ -17,7 +17,12 @@ from rankwise.plan import HeadDimPlan, TrainedWidth
 from rankwise.report.audit_report import audit_document
 from rankwise.report.comparison_report import comparison_document, history_document
 from rankwise.report.compression_report import compression_document
+from rankwise.report.document import Cell as Cell
 from rankwise.report.document import Document
+from rankwise.report.document import Figure as Figure
+from rankwise.report.document import Section as Section
+from rankwise.report.document import Table as Table
+from rankwise.report.format import RANK as RANK
 from rankwise.report.page import page_text
 from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
