@@ -2,8 +2,6 @@
 
 import copy
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -90,16 +88,6 @@ def test_ctrl_c_keeps_finished_removals():
     assert np.isfinite(importance.sites[0].estimate).all()
     assert importance.removable is None
     assert "interrupted" in importance.notes[-1]
-
-
-def test_records_load_without_torch():
-    record = rw.importance.measure(Heads(2), [states()]).record.model_dump_json()
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from rankwise.importance.records import ImportanceRecord\n"
-        "assert ImportanceRecord.model_validate_json(sys.argv[1]).removable is not None"
-    )
-    subprocess.run([sys.executable, "-c", code, record], check=True)
 
 
 def test_a_head_with_zero_weights_costs_nothing_and_is_removed_first():

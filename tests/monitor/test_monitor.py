@@ -153,13 +153,6 @@ def test_an_audit_restores_buffers_and_keeps_a_backward_pass_valid():
     assert (model.calls.item(), model.anew.item(), anew.item()) == (2, 2, 1)
 
 
-def test_an_audit_restores_the_mode_of_each_module():
-    model = encoder().train()
-    model.layers[0].eval()
-    rw.RankMonitor(probe()).step(model, 0)
-    assert (model.training, model.layers[0].training, model.layers[1].training) == (True, False, True)
-
-
 def test_a_monitor_audits_the_probe_in_evaluation_mode():
     model = encoder().train()
     found = rw.RankMonitor([probe(), probe()]).step(model, 0)
