@@ -1,6 +1,9 @@
-"""List of the experiments on training and of the studies; each is one file, and is entered here."""
+"""Experiments on training, which are entered here, and studies: each file with a `STUDY`."""
 
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 
 from experiments.experiment import Experiment
 from experiments.rank.head_width import SATURATION_IMAGES, SATURATION_TEXT
@@ -30,28 +33,16 @@ EXPERIMENTS: dict[str, Experiment] = {
     )
 }
 
-MODULES = (
-    "coverage.architectures",
-    "coverage.families",
-    "tost.memberships",
-    "tost.replacement",
-    "rank.compress_cache",
-    "rank.compress_demo",
-    "rank.compress_minilm",
-    "rank.importance",
-    "rank.initial_ranks",
-    "rank.rank_barrier",
-    "rank.rank_saturation",
-    "skips.bound_search",
-    "skips.collapse_depth",
-    "skips.collapse_trained",
-    "skips.monitor_collapse",
-    "skips.repair",
-    "skips.skip_families",
-    "tost.shortcuts",
-    "tost.rate_descent",
-)
-"""Modules of the studies."""
-STUDIES: dict[str, Study] = {
-    study.name: study for study in (*(import_module(f"experiments.{name}").STUDY for name in MODULES), *DEMOS)
-}
+FOLDERS = ("coverage", "rank", "skips", "tost")
+
+
+def _studies() -> Iterator[Study]:
+    """Yield the `STUDY` of each module in `FOLDERS` that has one."""
+    for folder in FOLDERS:
+        for module in iter_modules([str(Path(__file__).with_name(folder))]):
+            found = import_module(f"experiments.{folder}.{module.name}")
+            if hasattr(found, "STUDY"):
+                yield found.STUDY
+
+
+STUDIES: dict[str, Study] = {study.name: study for study in (*_studies(), *DEMOS)}

@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,34 +16,8 @@ LARGEST = 40_000_000
 """Maximum number of parameters with its own widths; larger models exceed the time limit."""
 WIDTH, HEADS, LAYERS, VOCABULARY = 32, 4, 2, 100
 
-SIZES: tuple[tuple[str, int], ...] = (
-    (r"(.*_)?(num_|n_)key_value_heads|(num_)?kv_heads|num_global_key_value_heads|.*_kv_heads", 2),
-    (r"(.*_)?num_attention_heads|.*attention_heads|num_heads|n_heads?|linear_num_heads", HEADS),
-    (r"mamba_n_heads|mamba_num_heads", 2 * HEADS),
-    (r"linear_num_(key|value)_heads|index_n_heads|indexer_n_heads|num_linear_.*heads", HEADS),
-    (r"head_dim|.*_head_dim|d_kv|dim_head|attention_head_size|mamba_d_head|mamba_head_dim", 8),
-    (r"rotary_dim", 4),
-    (r"hidden_size|d_model|embed_dim|n_embd|embedding_size|word_embed_proj_dim|.*projection_dim", WIDTH),
-    (r"(encoder|decoder|text|vision|output|out|projector|cross|audio|mm|fpn)_hidden_(size|dim)", WIDTH),
-    (
-        r"hidden_dim|attention_hidden_size|lru_width|out_dim|embedding_dim|output_dim|ple_embed_dim|emb_dim",
-        WIDTH,
-    ),
-    (r"mamba_d_ssm", 2 * WIDTH),
-    (r".*intermediate_(size|dim)|.*ffn_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|.*feedforward_dim", 48),
-    (r"num_feat_extract_layers|num_conv_layers|number_of_conv_layers", 100),  # lists hold one entry per layer
-    (r"num_hidden_layers|.*_layers|num_layers|n_layers?|num_blocks|depth|.*_depth", LAYERS),
-    (r"num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_moe_experts", 4),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
-    (r"(n|num)_groups?|num_expert_groups?|topk_groups?|n_shared_experts|num_shared_experts", 1),
-    (r"(q|kv|o)_lora_rank|.*_lora_rank|hc_lowrank", 8),
-    (r"mamba_n_groups|.*_num_groups", 2),
-    (r"mamba_d_state|state_size|ssm_state_size", 4),
-    (r"upsample_groups", WIDTH),
-    (r"max_source_positions", 50),
-    (r"num_queries", 8),
-    (r"(.*_)?vocab_size.*|.*_vocab_size|num_embeddings", VOCABULARY),
-)
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SIZES = [(re.compile(pattern), value) for pattern, value in TABLES["sizes"].items()]
 """Upper limit of an integer by its name; the first pattern that matches decides."""
 BY_LAYER = re.compile(r".*(layer_types|layers_block_type|block_types|layers_type|mlp_layer_types)$")
 KEPT = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -49,34 +25,10 @@ LEFT_OUT = ("transformers_version", "architectures", "dtype", "per_layer_config"
 LEFT_OUT += ("stage_names", "attention_layers")
 OUTPUTS = ("out_features", "out_indices")
 """Stages that a backbone returns: left out at first, so that it returns the last."""
-NAMED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-NAMED |= {"prediction_length": 8, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
-NAMED |= {"indexer_budget": 8, "indexer_compress_ratio": 4}
+REQUIRED: dict[str, int] = TABLES["required"]
 """Settings that a model requires and its default configuration leaves open."""
-SWIN = {"embed_dim": 24, "window_size": 2, "image_size": 64}
-"""Windows shrink permanently if a picture is smaller."""
-BY_TYPE: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8},
-    "zamba2": {"mamba_headdim": 8, "attention_head_dim": 16, "attention_hidden_size": 64}
-    | {"hybrid_layer_ids": [1]},
-    "nemotron": {"num_key_value_heads": 2},
-    "ministral": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 4},
-    "dots1": {"n_shared_experts": 1},
-    "step3p5": {"sliding_window": 8},
-    "mistral4": {"head_dim": 16, "qk_head_dim": 16},
-    "longcat_flash": {"qk_head_dim": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "funnel": {"architectures": ["FunnelModel"]},
-    # heads of its towers are 64 wide
-    **{f"bridgetower{part}": {"hidden_size": 64} for part in ("", "_text_model", "_vision_model")},
-    **{f"hunyuan_{part}": {"head_dim": 8} for part in ("v1_dense", "v1_moe", "vl_text")},
-    **{f"owl{part}_text_model": {"max_position_embeddings": 64} for part in ("vit", "v2")},
-    **{f"{part}swin": SWIN for part in ("", "donut-", "maskformer-")},
-}
+BY_TYPE: dict[str, dict[str, Any]] = TABLES["by_type"]
 """Further settings by type: sizes that depend on each other, and settings left open."""
-COMPILED = tuple((re.compile(pattern), value) for pattern, value in SIZES)
 
 
 def small(settings: dict[str, Any], widths: bool = True, stages: bool = False) -> dict[str, Any]:
@@ -124,7 +76,7 @@ def _small(name: str, value: Any, settings: dict[str, Any], widths: bool, stages
     if name.endswith(("_token_id", "_token_index", "_token_ids", "_id")):
         return _token(name, value)
     if isinstance(value, bool) or value is None:
-        return value if value is not None else NAMED.get(name)
+        return value if value is not None else REQUIRED.get(name)
     if name == "attention_types":  # GPT-Neo: kinds of layers, and their numbers
         return [[kinds, LAYERS // len(kinds)] for kinds, _ in value]
     if name.endswith("_in_channels") and isinstance(value, list) and widths:
@@ -140,7 +92,7 @@ def _small(name: str, value: Any, settings: dict[str, Any], widths: bool, stages
         return HEADS if widths else value
     if name in ("max_position_embeddings", "n_positions"):
         return min(value, 512)
-    for pattern, target in COMPILED:
+    for pattern, target in SIZES:
         if pattern.fullmatch(name):
             free = widths or "layer" in name or "vocab" in name or "expert" in name
             return min(value, target) if free else value
@@ -183,7 +135,7 @@ def tiny_variants(model_type: str) -> Iterator[tuple[str, nn.Module]]:
     ):
         try:
             given = cls()
-            open_ones = {name: None for name in NAMED if getattr(given, name, 0) is None}
+            open_ones = {name: None for name in REQUIRED if getattr(given, name, 0) is None}
             config = cls.from_dict(small(given.to_dict() | open_ones, widths, stages))
             if widths:
                 _split_angles(config)
@@ -370,15 +322,7 @@ PLAIN: dict[str, Callable[[], Tensor]] = {
     "audio_mel_mask": lambda: torch.zeros(BATCH, 64, dtype=torch.bool),
 }
 """Arguments with values that do not depend on settings."""
-FEATURES = {
-    "visual_feats": ("visual_feat_dim", DECODED),
-    "visual_pos": ("visual_pos_dim", DECODED),
-    "states": ("state_dim", TOKENS),
-    "actions": ("act_dim", TOKENS),
-    "rewards": ("", TOKENS),
-    "returns_to_go": ("", TOKENS),
-    "audio_mel": ("input_feat_size", 64),
-}
+FEATURES: dict[str, list[Any]] = TABLES["features"]
 """Arguments of vectors: the setting with their width (none: 1), and the number of vectors."""
 
 

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from experiments.coverage import architectures as experiment
+from experiments.coverage import third_party
 from experiments.zoo.any_architecture import find_inputs, small
 from torch import nn
+
+from rankwise.errors import InputError
 
 ENTRY = {
     "ran": True, "identical": True, "captured": 2, "there": 2, "kinds": ["softmax"], "uncaptured": {},
@@ -213,3 +216,22 @@ def test_kept_outputs_are_bit_identical():
     ran = [entry for entry in experiment.STUDY.kept()["entries"].values() if entry["ran"]]
     assert all(entry["identical"] for entry in ran)
     assert all(entry["no_op"] and entry["undone"] for entry in ran if entry["skips"])
+
+
+# --- models of other packages ----------------------------------------------------------------------------
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setattr(third_party, "distributions", lambda name: [] if "m" in name else [name])
+    with pytest.raises(InputError, match=r"pip install x-transformers mlstm_kernels nystrom-attention linf"):
+        third_party.measure()
+
+
+def test_the_kept_operators_of_other_packages_are_those_by_hand():
+    entries = third_party.STUDY.kept()["entries"]
+    assert {entry["package"] for entry in entries} == {*third_party.PACKAGES} - {"mlstm_kernels"}
+    for entry in entries:
+        assert entry["mixers"] == entry["layers"]
+        assert entry["layers"] or entry["notes"]
+        # Softmaxes of float32 scores of size ≤ 20, and an iterated pseudo-inverse.
+        assert not entry["layers"] or entry["difference"] < 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from capture_zoo import seen_with_outputs
-from experiments.zoo.state_space import ATTENTION, EXPERTS, GATED_DELTA, KIMI, SIZES, widen
+from experiments.zoo.state_space import SIZES, STATE_SPACE, widen
 from experiments.zoo.transformers import BERT
 
 import rankwise as rw
@@ -25,15 +25,18 @@ GLM = {
 QWEN4 = {"hc_lowrank": 4, "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "head_dim": 8}
 QWEN4 |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 QWEN4 |= {"indexer_budget": 8, "indexer_compress_ratio": 2}
+DELTA, KIMI = (STATE_SPACE[name].settings for name in ("Qwen3-Next", "Kimi-Linear"))
+KIMI = KIMI | {"q_lora_rank": None}
+EXPERTS = {name: value for name, value in DELTA.items() if "expert" in name or "moe" in name}
 MODELS = {
-    "Qwen3Next": GATED_DELTA | EXPERTS,
-    "Qwen3_5Text": GATED_DELTA,
-    "Qwen3_5MoeText": GATED_DELTA | EXPERTS,
-    "Qwen4ExpText": GATED_DELTA | EXPERTS | QWEN4,
-    "OlmoHybrid": GATED_DELTA | {"linear_allow_neg_eigval": True},
-    "KimiLinear": KIMI | EXPERTS,
-    "BailingHybrid": KIMI | EXPERTS,
-    "Glm5NextText": KIMI | EXPERTS | GLM,
+    "Qwen3Next": DELTA,
+    "Qwen3_5Text": DELTA,
+    "Qwen3_5MoeText": DELTA,
+    "Qwen4ExpText": DELTA | QWEN4,
+    "OlmoHybrid": DELTA | {"linear_allow_neg_eigval": True},
+    "KimiLinear": KIMI,
+    "BailingHybrid": KIMI,
+    "Glm5NextText": KIMI | GLM,
 }
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
@@ -53,7 +56,7 @@ def built(name, dtype=torch.float64, **settings):
 
 
 def delta_model(name):
-    return built(name, torch.float32, **SIZES | ATTENTION | {"head_dim": 8} | MODELS[name])
+    return built(name, torch.float32, **SIZES | MODELS[name])
 
 
 def tokens(count, padded=0):
