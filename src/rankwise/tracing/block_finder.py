@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from rankwise.tracing.axes import find_batch_first
-from rankwise.tracing.block_stacks import BY_HAND, BlockCall, BlockStacks
+from rankwise.tracing.block_stacks import BY_HAND, Block, BlockStacks
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import (
     ModuleCall,
@@ -21,55 +20,6 @@ from rankwise.tracing.module_calls import (
 )
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite
-
-
-@dataclass
-class BlockCandidate:
-    """A call of a module that may be a block."""
-
-    call: ModuleCall
-    stack: str
-    rank: int
-    input: Tensor
-    input_copy: Tensor
-    """Copy of the input, taken before the block can change the input in place."""
-    linked: bool
-    """True if the input is the output of the previous block of the stack."""
-    separate_tower: bool
-    """True if the call starts another chain of blocks, such as the second encoder of a two-tower model."""
-    output: Tensor | None = None
-    block: BlockCall | None = None
-    """Record of the call as a block; None if its input and output are not states of equal shape."""
-    open: list["BlockCandidate"] = field(default_factory=list)
-    """Calls inside this call that may turn out to be the blocks, in place of this call."""
-    plain: set[tuple[str, type]] = field(default_factory=set)
-    """Pairs (stack, class) of the calls inside this call that contain no mixer."""
-    settled: bool = False
-    """True once calls inside this call are known to be blocks, so that this call is not a block."""
-
-    @property
-    def kind(self) -> type:
-        """Class of the module."""
-        return type(self.call.module)
-
-    def offered(self, stack: str) -> list["BlockCandidate"]:
-        """Return the possible blocks inside this call that belong to one stack (chain of blocks)."""
-        return [inner for inner in self.open if inner.stack == stack]
-
-    def yields_to_inner(self) -> bool:
-        """Return True if the possible blocks inside this call are the blocks, in place of this call.
-
-        A single inner call is the block if its input and output are the input and output of this call.
-        Several inner calls are blocks if each reads the output of the previous one, as in a stage of blocks.
-        But if inner calls of the same class contain no mixer, they are sublayers (attention, feed-forward),
-        and this call is the block.
-        """
-        if len(self.open) == 1:
-            inner = self.open[0]
-            ends = self.output is not None and inner.output is not None and same(self.output, inner.output)
-            return ends and same(self.input, inner.input)
-        chained = all(inner.linked for inner in self.open[1:])
-        return bool(self.open) and chained and not any((v.stack, v.kind) in self.plain for v in self.open)
 
 
 class BlockFinder:
@@ -101,7 +51,6 @@ class BlockFinder:
         self._alike = {name for name, kind in kinds.items() if kind in mixing}
         """Items of a list that also holds items of the same class with a mixer, such as blocks of hybrids."""
         self._calls, self._stacks = calls, stacks
-        self._candidates: list[BlockCandidate] = []
         self._inner: dict[str, bool] = {}
         """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
         self._barren: set[str] = set()
@@ -118,39 +67,47 @@ class BlockFinder:
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
 
     def finish(self) -> None:
-        """End the forward pass: report the last state of each stack, and forget all candidates."""
-        self._candidates.clear()
+        """End the forward pass: report the last state of each stack, and forget all of them."""
         self._gave.clear()
         self._stacks.close()
         self._stacks.forget()
 
     # --- beginning and end of calls -----------------------------------------------------------------------
 
+    @property
+    def _running(self) -> list[Block]:
+        """Running calls that may be blocks, from the outermost to the innermost."""
+        return [call.block for call in self._calls.running if call.block is not None]
+
     def arguments_known(self, call: ModuleCall) -> None:
         """Register a finished call of PyTorch's own layer: keyword arguments are known only at its end."""
-        if is_torch_layer(call.module) and not any(candidate.call is call for candidate in self._candidates):
+        if is_torch_layer(call.module) and call.block is None:
             self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
-        """When a call begins, register it as a candidate if its module may be a block."""
-        self._drop_stale()
+        """When a call begins, register it as a possible block if its module may be one."""
         self._stacks.reads(call.tensors)
         if call.name in self._rank and call.name not in self._barren:
             given = call.stream
             if given is not None and (given.dim() < 4 or call.name not in self._around):
-                self._candidates.append(self._candidate(call, given))
+                call.block = self._possible_block(call, given)
 
-    def _candidate(self, call: ModuleCall, given: Tensor) -> BlockCandidate:
-        owning = self._owning()
+    def _possible_block(self, call: ModuleCall, given: Tensor) -> Block:
+        # The innermost enclosing call that is not a possible block itself runs the blocks.
+        around = reversed(self._calls.running[:-1])
+        owning = next((outer for outer in around if outer.block is None), None)
+        owner = BY_HAND if owning is None else owning.serial
         stack = stack_of(call.name, "" if owning is None else owning.name)
-        blocks = self._stacks.continues(stack, self._owner(), given)
+        blocks = self._stacks.continues(stack, owner, given)
         known = blocks.snapshot if blocks is not None and same(blocks.output, given) else None
-        inner = [inner for outer in self._candidates[-1:] for inner in outer.offered(stack)]
+        inner = [inner for outer in self._running[-1:] for inner in outer.offered(stack)]
         other = self._gave.get(stack)
-        return BlockCandidate(
-            call,
+        return Block(
+            call.name,
+            type(call.module),
             stack,
             self._rank[call.name],
+            owner,
             given,
             snapshot(given) if known is None else known,
             linked=blocks is not None or any(same(before.output, given) for before in inner),
@@ -159,143 +116,110 @@ class BlockFinder:
 
     def left(self, call: ModuleCall) -> None:
         """When a call ends, decide if it is a block; all mixers inside the call are known now."""
-        self._drop_stale()
-        candidate = self._candidates.pop() if self._candidates and self._candidates[-1].call is call else None
+        block: Block | None = call.block
+        call.block = None
         if call.raised:
             self._stacks.drop(call.serial)
             return
-        if candidate is not None:
-            candidate.output = first_tokens(call.output, axes=candidate.input.dim())
+        if block is not None:
+            block.output = first_tokens(call.output, axes=block.input.dim())
             # A call that returns nothing may have changed its input in place.
-            if call.output is None and not torch.equal(candidate.input_copy, candidate.input):
-                candidate.output = candidate.input
-            self._ended(candidate)
+            if call.output is None and not torch.equal(block.input_copy, block.input):
+                block.output = block.input
+            self._ended(block, call.module)
         self._stacks.close(call.serial, tensors_of(call.output))
 
-    def _ended(self, candidate: BlockCandidate) -> None:
-        call, outer = candidate.call, self._candidates[-1] if self._candidates else None
+    def _ended(self, block: Block, module: nn.Module) -> None:
+        around = self._running
         # Inside an item of a list of equal modules, items with and without a mixer are sublayers.
-        outermost = all(around.rank for around in self._candidates) or self._inner.get(candidate.stack)
-        expected = call.name in self._expected or (outermost and call.name in self._alike)
-        if not call.unplaced_mixers and not candidate.settled and not expected:
-            self._carry_on(candidate, outer)
+        outermost = all(outer.rank for outer in around) or self._inner.get(block.stack)
+        expected = block.name in self._expected or (outermost and block.name in self._alike)
+        if not block.mixers and not block.settled and not expected:
+            self._carry_on(block)
             return
-        candidate.block = self._block(candidate)
-        if candidate.block is None or candidate.yields_to_inner():
-            self._yield(candidate)
+        if not self._keeps_states(block, module) or block.yields_to_inner():
+            self._yield(block)
             return
-        for inner in candidate.open:
+        for inner in block.open:
             self._inner[inner.stack] = False
-        if outer is None or self._inner.get(candidate.stack):
-            self._settle(candidate.block)
+        if not around or self._inner.get(block.stack):
+            self._settle(block)
             return
-        self._hand_up(call.unplaced_mixers, candidate.stack, candidate.block.owner)
-        if outer.rank >= candidate.rank and candidate.stack not in self._inner:
-            self._offer(outer, candidate)
+        self._hand_up(block.mixers, block.stack, block.owner)
+        if around[-1].rank >= block.rank and block.stack not in self._inner:
+            self._offer(around[-1], block)
 
-    def _carry_on(self, candidate: BlockCandidate, outer: BlockCandidate | None) -> None:
+    def _carry_on(self, block: Block) -> None:
         """Register a module without a mixer, such as a norm, which may carry the stream between blocks."""
-        gave = candidate.output
-        if outer is not None:
-            outer.plain.add((candidate.stack, candidate.kind))
-        blocks = self._stacks.continues(candidate.stack, self._owner(), candidate.input)
-        if blocks is None or gave is None or gave.shape != candidate.input.shape:
-            self._barren.add(candidate.call.name)
+        for outer in self._running[-1:]:
+            outer.plain.add((block.stack, block.kind))
+        blocks = self._stacks.continues(block.stack, block.owner, block.input)
+        if blocks is None or block.output is None or block.output.shape != block.input.shape:
+            self._barren.add(block.name)
         else:
-            blocks.carry(candidate.input, gave, candidate.kind)
+            blocks.carry(block.input, block.output, block.kind)
 
-    def _block(self, candidate: BlockCandidate) -> BlockCall | None:
-        """Return a candidate as a `BlockCall`; None if its input and output are not states of equal shape."""
-        call, gave = candidate.call, candidate.output
-        if candidate.settled or gave is None:
-            return None
-        if not (candidate.input.is_nested or gave.is_nested) and candidate.input.shape != gave.shape:
-            return None
-        to_batch_first = find_batch_first(candidate.input_copy, call.module, call.unplaced_mixers)
-        if to_batch_first is None:
-            return None
-        shape = to_batch_first(candidate.input_copy).shape[:2]
-        own = (site.valid_tokens for site in call.unplaced_mixers if not site.cross)
-        mask = next((tokens for tokens in own if tokens.shape == shape), None)
-        if mask is None:
-            mask = find_token_mask(self._calls.running, OWN_MASK, *shape)
-        return BlockCall(
-            call.name,
-            candidate.kind,
-            candidate.stack,
-            self._owner(),
-            candidate.input_copy,
-            gave,
-            to_batch_first,
-            mask,
-            list(call.unplaced_mixers),
-            self._stacks.forward_pass,
-            candidate.linked,
-            separate_tower=not candidate.linked and any(outer.separate_tower for outer in self._candidates),
-        )
+    def _keeps_states(self, block: Block, module: nn.Module) -> bool:
+        """Set what is known of a block once it has run; False if it does not map states to equal shapes."""
+        gave = block.output
+        if block.settled or gave is None:
+            return False
+        if not (block.input.is_nested or gave.is_nested) and block.input.shape != gave.shape:
+            return False
+        block.to_batch_first = find_batch_first(block.input_copy, module, block.mixers)
+        if block.to_batch_first is None:
+            return False
+        shape = block.states(block.input_copy).shape[:2]
+        own = (site.valid_tokens for site in block.mixers if not site.cross)
+        block.mask = next((tokens for tokens in own if tokens.shape == shape), None)
+        if block.mask is None:
+            block.mask = find_token_mask(self._calls.running, OWN_MASK, *shape)
+        block.forward_pass = self._stacks.forward_pass
+        block.separate_tower = not block.linked and any(outer.separate_tower for outer in self._running)
+        return True
 
     # --- which of the nested calls is the block -----------------------------------------------------------
 
-    def _offer(self, outer: BlockCandidate, candidate: BlockCandidate) -> None:
+    def _offer(self, outer: Block, block: Block) -> None:
         """Keep a possible inner block; decide when a second one runs or the outer call ends."""
-        others = outer.offered(candidate.stack)
-        outer.open.append(candidate)
-        if any(same(other.input, candidate.input) for other in others):
+        others = outer.offered(block.stack)
+        outer.open.append(block)
+        if any(same(other.input, block.input) for other in others):
             # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
-            self._inner[candidate.stack] = False
-            outer.open = [inner for inner in outer.open if inner.stack != candidate.stack]
+            self._inner[block.stack] = False
+            outer.open = [inner for inner in outer.open if inner.stack != block.stack]
         elif others and outer.rank > 0:
             # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
             self._settle_inside(outer)
 
-    def _yield(self, candidate: BlockCandidate) -> None:
-        """Make the inner candidates blocks; pass mixers outside of them to the module around this call."""
-        self._candidates.append(candidate)
-        self._settle_inside(candidate)
-        self._candidates.pop()
-        if candidate.settled and candidate.output is not None:
-            self._gave[candidate.stack] = candidate.output
-        self._hand_up(candidate.call.unplaced_mixers, candidate.stack, self._owner())
+    def _yield(self, block: Block) -> None:
+        """Make the calls inside blocks; pass mixers outside of them to the module around this call."""
+        self._settle_inside(block)
+        if block.settled and block.output is not None:
+            self._gave[block.stack] = block.output
+        self._hand_up(block.mixers, block.stack, block.owner)
 
-    def _settle_inside(self, outer: BlockCandidate) -> None:
+    def _settle_inside(self, outer: Block) -> None:
         if len(outer.open) > 1:
             self._inner.update({inner.stack: True for inner in outer.open})
         for inner in outer.open:
-            if inner.block is not None:
-                self._settle(inner.block)
+            self._settle(inner, outer)
         outer.open.clear()
 
-    def _settle(self, block: BlockCall) -> None:
+    def _settle(self, block: Block, *outer: Block) -> None:
         mine = {id(mixer) for mixer in block.mixers}
-        for around in self._candidates:
+        for around in (*self._running, *outer):
             around.settled = True
-            mixers = around.call.unplaced_mixers
-            around.call.unplaced_mixers = [mixer for mixer in mixers if id(mixer) not in mine]
+            around.mixers = [mixer for mixer in around.mixers if id(mixer) not in mine]
         self._stacks.add(block)
 
     def _hand_up(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
-        """Pass mixers to the enclosing candidate; report them without a block if there is none."""
-        if self._candidates:
-            self._candidates[-1].call.unplaced_mixers.extend(mixers)
+        """Pass mixers to the enclosing possible block; report them without a block if there is none."""
+        around = self._running
+        if around:
+            around[-1].mixers.extend(mixers)
         elif mixers:
             self._stacks.add_bare(mixers, stack, owner)
-
-    # --- calls around the current call --------------------------------------------------------------------
-
-    def _drop_stale(self) -> None:
-        """Drop candidates that are no longer running, because their calls raised."""
-        running = {call.serial for call in self._calls.running}
-        self._candidates = [candidate for candidate in self._candidates if candidate.call.serial in running]
-
-    def _owning(self) -> ModuleCall | None:
-        """Return the innermost enclosing call that is not a candidate: the module that runs the blocks."""
-        visited = {candidate.call.serial for candidate in self._candidates}
-        around = self._calls.running[:-1]
-        return next((call for call in reversed(around) if call.serial not in visited), None)
-
-    def _owner(self) -> int:
-        owning = self._owning()
-        return BY_HAND if owning is None else owning.serial
 
 
 def _around(names: set[str]) -> set[str]:

@@ -22,27 +22,60 @@ UNREAD = (
 
 
 @dataclass
-class BlockCall:
-    """A call of a block, with the mixers inside it."""
+class Block:
+    """A call of a module that may be a block; `BlockFinder` decides when the call has ended."""
 
     name: str
     kind: type
     """Class of the module."""
     stack: str
+    rank: int
     owner: int
     """Serial number of the call that runs the blocks in sequence; `BY_HAND` if the user calls them."""
+    input: Tensor
     input_copy: Tensor
     """Copy of the input, taken before the block can change the input in place."""
-    output: Tensor
-    to_batch_first: Callable[[Tensor], Tensor]
-    """Function that converts states from the model's order of axes to (B, T, D)."""
-    mask: Tensor | None
-    mixers: list[MixerSite]
-    forward_pass: int
     linked: bool
     """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
-    """True if the block starts another chain, such as the second encoder of a two-tower model."""
+    """True if the call starts another chain of blocks, such as the second encoder of a two-tower model."""
+    forward_pass: int = 0
+    output: Tensor | None = None
+    to_batch_first: Callable[[Tensor], Tensor] | None = None
+    """Function that converts states from the model's order of axes to (B, T, D)."""
+    mask: Tensor | None = None
+    mixers: list[MixerSite] = field(default_factory=list)
+    """Mixers in the call that are not in a block inside it."""
+    open: list["Block"] = field(default_factory=list)
+    """Calls inside this call that may turn out to be the blocks, in place of this call."""
+    plain: set[tuple[str, type]] = field(default_factory=set)
+    """Pairs (stack, class) of the calls inside this call that contain no mixer."""
+    settled: bool = False
+    """True once calls inside this call are known to be blocks, so that this call is not a block."""
+
+    def offered(self, stack: str) -> list["Block"]:
+        """Return the possible blocks inside this call that belong to one stack (chain of blocks)."""
+        return [inner for inner in self.open if inner.stack == stack]
+
+    def yields_to_inner(self) -> bool:
+        """Return True if the possible blocks inside this call are the blocks, in place of this call.
+
+        A single inner call is the block if its input and output are the input and output of this call.
+        Several inner calls are blocks if each reads the output of the previous one, as in a stage of blocks.
+        But if inner calls of the same class contain no mixer, they are sublayers (attention, feed-forward),
+        and this call is the block.
+        """
+        if len(self.open) == 1:
+            inner = self.open[0]
+            ends = self.output is not None and inner.output is not None and same(self.output, inner.output)
+            return ends and same(self.input, inner.input)
+        chained = all(inner.linked for inner in self.open[1:])
+        return bool(self.open) and chained and not any((v.stack, v.kind) in self.plain for v in self.open)
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """Return states in the model's order of axes as (B, T, D)."""
+        assert self.to_batch_first is not None
+        return self.to_batch_first(tokens)
 
 
 @dataclass
@@ -52,7 +85,7 @@ class BlockStack:
     stack: str
     owner: int
     layers: int = 0
-    last: BlockCall | None = None
+    last: Block | None = None
     output: Tensor | None = None
     """End of the residual stream; a block that reads this tensor is the next block of the stack."""
     snapshot: Tensor | None = None
@@ -121,21 +154,23 @@ class BlockStacks:
             if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
                 blocks.read = True
 
-    def add(self, block: BlockCall) -> None:
+    def add(self, block: Block) -> None:
         """Append a block that has run to its stack; report its mixers and input state."""
         blocks = self._blocks_of(block)
         if blocks.layers:
             blocks.linked += block.linked
             blocks.broken += not block.linked
-        self._state(blocks, blocks.last or block, block.to_batch_first(block.input_copy), block)
+        self._state(blocks, blocks.last or block, block.states(block.input_copy), block)
         for mixer in block.mixers:
             self._place(mixer, blocks)
         names, _ = self._seen.get(block.stack, (set(), 0))
         self._seen[block.stack] = names | {block.name}, block.forward_pass
         blocks.layers += 1
         blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
+        assert block.output is not None
         blocks.keep(block.output)
-        blocks.last = replace(block, mixers=[], input_copy=block.output)
+        block.mixers, block.input, block.input_copy = [], block.output, block.output  # free the input
+        blocks.last = block
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """Report mixers that are in no block as one layer of a stack; this layer has no token states."""
@@ -168,7 +203,7 @@ class BlockStacks:
         self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
         self._calls[key] += 1
 
-    def _blocks_of(self, block: BlockCall) -> BlockStack:
+    def _blocks_of(self, block: Block) -> BlockStack:
         blocks = self._open.get(block.stack)
         if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
             return blocks
@@ -193,12 +228,12 @@ class BlockStacks:
             return
         read = blocks.read or blocks.owner == BY_HAND
         if blocks.linked or (read and not blocks.broken):
-            self._state(blocks, blocks.last, blocks.last.to_batch_first(blocks.snapshot), blocks.last)
+            self._state(blocks, blocks.last, blocks.last.states(blocks.snapshot), blocks.last)
             return
         note = (OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack)
         if note not in self._notes:
             self._notes.append(note)
 
-    def _state(self, blocks: BlockStack, writer: BlockCall, tokens: Tensor, block: BlockCall) -> None:
+    def _state(self, blocks: BlockStack, writer: Block, tokens: Tensor, block: Block) -> None:
         state = StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.forward_pass)
         self._on_state(state)

@@ -5,15 +5,15 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
 1. The call begins. `ModuleCalls` sets name, module, args, kwargs, serial, and the parent's ``called_inside``.
 2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
    the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``. `BlockFinder.entered`
-   registers the call if its module may be a block.
+   sets ``block`` if the module may be a block.
 3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a site (operator with
-   address) of each and sets ``mixed_inside``; `BlockFinder.add` extends ``unplaced_mixers``. Functions that
-   mix tokens without attention extend ``other_mixing``.
+   address) of each and sets ``mixed_inside``; `BlockFinder.add` hands the site to the innermost ``block``.
+   Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
 5. `capture._left` runs `BlockFinder.arguments_known` and `Substitution.left`. `capture._read` makes a site if
    ``sites=``, an adapter or PyTorch's own layer determines the operator. If an adapter of an outer call reads
-   this call, `_read` records it in the outer call's ``inner``. `BlockFinder.left` assigns ``unplaced_mixers``
-   to a block, and `BlockStacks` reports the sites and states of the block.
+   this call, `_read` records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a
+   block, and `BlockStacks` reports the sites and states of the block.
 """
 
 from collections.abc import Callable, Mapping, Sequence

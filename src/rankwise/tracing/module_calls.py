@@ -42,8 +42,8 @@ class ModuleCall:
     handled: BaseException | None = field(default_factory=lambda: sys.exc_info()[1])
     """Exception that the caller was handling when the call began; it is not an error of the call."""
     exit_stack: ExitStack = field(default_factory=ExitStack)
-    unplaced_mixers: list[Any] = field(default_factory=list)
-    """Mixers captured inside the call that are not assigned to a block yet."""
+    block: Any = None
+    """`Block` record of the call while it runs, if its module may be a block."""
     unfinished: list[Any] = field(default_factory=list)
     """`Unfinished` mixings of the call, which become mixers when it ends unless the model multiplies on."""
     called_inside: bool = False
