@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from rankwise._internals.torch_private import base_of
 from rankwise.operators import MixingOperator
 from rankwise.tracing.module_calls import ModuleCall, first_tokens
 from rankwise.tracing.trace import MixerSite
@@ -121,6 +122,14 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
     counts = [shape[0] for shape in given if shape]
     counts += [call.stream.shape[0] for call in calls if call.stream is not None and call.stream.dim() == 4]
     return min((count for count in counts if count and batch % count == 0), default=batch)
+
+
+def learned_tokens(parts: Sequence[Tensor], tokens: Tensor) -> int:
+    """Return how many tokens (B, T, D), if more than one, are weights that `torch.cat` put next to others."""
+    if tokens.dim() != 3 or any(part.dim() != 3 for part in parts):
+        return 0
+    count = sum(part.shape[1] for part in parts if isinstance(base_of(part), nn.Parameter))
+    return count if 1 < count < tokens.shape[1] == sum(part.shape[1] for part in parts) else 0
 
 
 def find_batch_first(

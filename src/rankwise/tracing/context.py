@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
-from rankwise._internals.torch_private import base_of, original_of, without_torch_function
+from rankwise._internals.torch_private import flex_attention_function, original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import model_checks, torch_layers
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import AdapterReader
+from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
 from rankwise.tracing.explicit_softmax import SoftmaxProduct
@@ -55,7 +56,15 @@ from rankwise.tracing.mixing_calls import (
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
-from rankwise.tracing.uncaptured import STATE_SUM, Sightings, mixer_like, uncaptured_modules, whose_tokens
+from rankwise.tracing.uncaptured import (
+    FUNCTIONS,
+    STATE_SUM,
+    Sightings,
+    mixed_lengths,
+    mixer_like,
+    uncaptured_modules,
+    whose_tokens,
+)
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
@@ -137,12 +146,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._entered_once = True
         self._trace.notes.extend(model_checks.training_notes(self._model))
         self._mode = AttentionMode(
-            self._fused,
-            self._functional,
+            {
+                F.scaled_dot_product_attention: self._fused,
+                F.multi_head_attention_forward: self._functional,
+                flex_attention_function(): self._flex,
+            },
             self._explicit,
-            self._mixed_otherwise,
-            self._flex,
-            self._joined,
+            self._other,
+            self._ignores,
             by_heads=None if self._intervention is None else self._functional_by_heads,
         )
         hookless = torch_layers.names_in_torch_layers(self._model)
@@ -245,8 +256,6 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return running[: own + 1]
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        if self._mode_ignores():
-            return None
         given = fused_arguments(args, kwargs)
         if given.get("dropout_p", 0.0) > 0:
             self._note(model_checks.dropout_note("fused attention"))
@@ -255,34 +264,29 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return self._replace(self._try(read, output, given["query"], made=output), output)
 
     def _flex(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        if self._mode_ignores():
-            return None
         output, *others = outputs
         read = partial(flex_mixing, args, output, self._calls.running[-1])
         changed = self._replace(self._try(read, output, args[0], made=output), output)
         return None if changed is None else (changed, *others)
 
     def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not self._mode_ignores():
-            call = self._calls.running[-1]
-            with torch.no_grad():
-                self._try(partial(torch_layers.functional_mixing, args, kwargs, call), *call.tensors[:1])
+        self._add_functional(args, kwargs)
 
     def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `multi_head_attention_forward`, and let the intervention replace the outputs of heads."""
-        if self._mode_ignores():
-            return functional.multi_head_attention_forward(*args, **kwargs)
-        calls = self._up_to_torch_layer()
-        outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
-        with without_torch_function(), torch.no_grad():
-            read = partial(torch_layers.functional_mixing, args, kwargs, outer)
-            added = self._try(read, *calls[-1].tensors[:1], calls=calls)
+        added = self._add_functional(args, kwargs)
         with without_torch_function():
             return torch_layers.attention_by_heads(args, kwargs, partial(self._replace_heads, added))
 
+    def _add_functional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Added | None:
+        own = is_torch_layer(self._calls.running[-1].module)
+        calls = self._up_to_torch_layer() if own else self._calls.running
+        outer = calls[-2] if own and len(calls) > 1 else calls[-1]
+        with without_torch_function(), torch.no_grad():
+            read = partial(torch_layers.functional_mixing, args, kwargs, outer)
+            return self._try(read, *calls[-1].tensors[:1], calls=calls)
+
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
-        if self._mode_ignores():
-            return None
         calls, call = self._calls.running, self._calls.running[-1]
         known = output in self._mode.weights.held
         if not product.softmax and (known or not mixes_without_softmax(product, calls)):
@@ -309,30 +313,30 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             return None
         return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
 
-    def _mixed_otherwise(self, what: str, lengths: set[int]) -> None:
-        if what is STATE_SUM and lengths and self._calls.running:
-            self._sightings.hints[self._calls.running[-1].name] = what
-        reader = None if self._mode_ignores() else whose_tokens(self._calls.running, what, lengths)
-        if reader is not None:
-            reader.other_mixing.setdefault(self._calls.running[-1].name, what)
-
-    def _joined(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Note that some tokens are learned vectors, if a model puts weights before or after its tokens."""
-        if self._mode_ignores() or out.dim() != 3 or any(part.dim() != 3 for part in parts):
-            return
-        weights = [part.shape[1] for part in parts if isinstance(base_of(part), nn.Parameter)]
-        tokens = out.shape[1]
-        if 1 < sum(weights) < tokens == sum(part.shape[1] for part in parts):
-            self._note(
-                f"{sum(weights)} of {tokens} tokens are learned vectors, such as class tokens or registers"
-            )
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note that a function mixes tokens without attention, or puts learned vectors next to tokens."""
+        innermost = self._calls.running[-1].name
+        if func is torch.cat and args:
+            learned = learned_tokens(args[0], output)
+            if learned:
+                self._note(
+                    f"{learned} of {output.shape[1]} tokens are learned vectors, such as class tokens or "
+                    "registers"
+                )
+        elif func in FUNCTIONS:
+            what, lengths = mixed_lengths(func, args, kwargs, output)
+            if what is STATE_SUM and lengths:
+                self._sightings.hints[innermost] = what
+            reader = whose_tokens(self._calls.running, what, lengths)
+            if reader is not None:
+                reader.other_mixing.setdefault(innermost, what)
 
     # --- from an operator to its site ---------------------------------------------------------------------
 
     def _named_by_hand(self) -> bool:
         return any(call.name in self._sites for call in self._calls.running)
 
-    def _mode_ignores(self) -> bool:
+    def _ignores(self) -> bool:
         """Return True outside of the model, and in calls that an adapter or a ``sites=`` function reads."""
         return not self._calls.running or self._named_by_hand() or self._reader.inside
 

@@ -1,6 +1,6 @@
 """Torch function mode that reports the attention functions and other token mixing of a running model."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, no_type_check
@@ -10,51 +10,34 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rankwise._internals.torch_private import (
-    flex_attention_function,
-    pop_mode,
-    push_mode,
-    without_torch_function,
-)
+from rankwise._internals.torch_private import pop_mode, push_mode, without_torch_function
 from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
-from rankwise.tracing.uncaptured import FUNCTIONS, mixed_lengths
 
-FusedListener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-ProductListener = Callable[[SoftmaxProduct, Tensor], Tensor | None]
+Listener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 ByHeads = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-OtherListener = Callable[[str, set[int]], None]
 
 
 class AttentionMode(TorchFunctionMode):
     """Torch function mode that runs each function of a model and reports token mixing to listeners.
 
-    ``on_fused`` receives calls of `scaled_dot_product_attention`, ``on_functional`` calls of
-    `multi_head_attention_forward`, ``on_flex`` calls of the function behind `flex_attention`, and
-    ``on_product`` each product of attention weights with values. A tensor that these return replaces the
-    function's result. ``on_other`` receives a description of a function that mixes tokens without attention,
-    and the lengths of the mixed axes; ``on_joined`` the parts and the result of `torch.cat`. ``by_heads``, if
-    given, runs in place of `multi_head_attention_forward`, so that heads can be replaced.
+    ``listeners`` receive the calls of functions that compute attention as a whole, and ``on_product`` each
+    product of attention weights with values. A result that these return replaces the function's result.
+    ``on_other`` receives all other calls. ``by_heads``, if given, runs in place of
+    `multi_head_attention_forward`, so that heads can be replaced. Calls are not reported where ``ignores()``.
     """
 
     def __init__(
         self,
-        on_fused: FusedListener,
-        on_functional: FusedListener,
-        on_product: ProductListener,
-        on_other: OtherListener,
-        on_flex: FusedListener,
-        on_joined: Callable[[Sequence[Any], Any], None],
+        listeners: Mapping[Any, Listener],
+        on_product: Callable[[SoftmaxProduct, Tensor], Tensor | None],
+        on_other: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+        ignores: Callable[[], bool],
         by_heads: ByHeads | None = None,
     ) -> None:
         super().__init__()
         self.weights = SoftmaxFollower()
-        self._whole = {
-            F.scaled_dot_product_attention: on_fused,
-            F.multi_head_attention_forward: on_functional,
-            flex_attention_function(): on_flex,
-        }
-        self._on_mixed, self._on_other, self._by_heads = on_product, on_other, by_heads
-        self._on_joined = on_joined
+        self._listeners, self._by_heads = listeners, by_heads
+        self._on_product, self._on_other, self._ignores = on_product, on_other, ignores
         self.lifted = False
         """True while the mode is not on torch's stack of function modes."""
         self._depth = 0
@@ -69,26 +52,26 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         """Run the function with this mode off, then report the call to the listener for it."""
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward and self._by_heads is not None:
+        # Do not change functions that the model compiles.
+        ignored = torch.compiler.is_dynamo_compiling() or self._ignores()
+        if func is F.multi_head_attention_forward and self._by_heads is not None and not ignored:
             return self._by_heads(args, kwargs)
         out = func(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():  # do not change functions that the model compiles
+        if ignored:
             return out
         with without_torch_function():
-            listener = self._whole.get(func)
+            listener = self._listeners.get(func)
             if listener is not None:
                 changed = listener(args, kwargs, out)
                 return out if changed is None else changed
             products = self.weights.observe(func, args, kwargs, out)
             for product in products:
-                changed = self._on_mixed(product, out)
+                changed = self._on_product(product, out)
                 if changed is not None:
                     self.weights.replace_product(out, changed)
                     return changed
-            if func is torch.cat and args:
-                self._on_joined(args[0], out)
-            elif not products and func in FUNCTIONS:
-                self._on_other(*mixed_lengths(func, args, kwargs, out))
+            if not products:
+                self._on_other(func, args, kwargs, out)
         return out
 
     @contextmanager

@@ -89,7 +89,6 @@ class Substitution:
         if changed is not None:
             call.args = in_place_of(call.args, given, changed)
             call.kwargs = in_place_of(call.kwargs, given, changed)
-            call.changed_arguments = True
 
     def left(self, call: ModuleCall) -> None:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
@@ -125,7 +124,7 @@ def _joined_at(call: ModuleCall) -> tuple[str, int] | None:
 
 def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:
     if new is not None:
-        call.output, call.changed = in_place_of(call.output, old, new), True
+        call.output = in_place_of(call.output, old, new)
 
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:

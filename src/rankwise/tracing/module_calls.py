@@ -58,10 +58,6 @@ class ModuleCall:
     """Copy of the block's input, if an intervention may replace the block's output."""
     call_id: CallId | None = None
     """Address of this mixer call, set before the call ends if an intervention receives its heads."""
-    changed: bool = False
-    """True if an intervention replaced the output."""
-    changed_arguments: bool = False
-    """True if an intervention replaced the arguments."""
     inner: dict[str, "RecordedCall"] = field(default_factory=dict)
     """Calls of submodules that the adapter of this call reads, by name relative to the mixer."""
 
@@ -195,7 +191,8 @@ class ModuleCalls:
         self.running.append(call)
         if self._on_enter is not None:
             self._on_enter(call)
-        return (call.args, call.kwargs) if call.changed_arguments else None
+        changed = call.args is not args or call.kwargs is not kwargs
+        return (call.args, call.kwargs) if changed else None
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> Any:
         if self._ignores() or not any(call.module is module for call in self.running):
@@ -213,7 +210,7 @@ class ModuleCalls:
                 self._on_leave(call)
         finally:
             self.running.pop()
-        return call.output if call.changed else None
+        return None if call.output is output else call.output
 
     def _ignores(self) -> bool:
         if in_backward():  # activation checkpointing runs a block again in the backward pass
