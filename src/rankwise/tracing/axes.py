@@ -102,7 +102,7 @@ def _folded_heads(leading: int, tokens: int, call: ModuleCall) -> int:
     return leading // batch if batch and leading % batch == 0 else 1
 
 
-def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
+def unpacked_groups(heads: Tensor, call: ModuleCall) -> Tensor:
     """Undo how transformers reshapes one query token: (B, Hkv, groups, K) → (B, Hkv·groups, 1, K).
 
     For a single token, transformers moves the query heads that share a key head (a group) to the token axis.
@@ -110,8 +110,8 @@ def unpacked_groups(query: Tensor, call: ModuleCall) -> Tensor:
     groups = getattr(call.module, "num_key_value_groups", 1)
     tokens = call.tokens
     single = tokens is not None and tokens.shape[1] == 1
-    packed = single and query.dim() == 4 and query.shape[-2] == groups > 1
-    return query.flatten(1, 2).unsqueeze(2) if packed else query
+    packed = single and heads.dim() == 4 and heads.shape[-2] == groups > 1
+    return heads.flatten(1, 2).unsqueeze(2) if packed else heads
 
 
 def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> int:

@@ -59,23 +59,16 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class SoftmaxProduct:
-    """A product of attention weights with values."""
+class SoftmaxProduct(MatrixProduct):
+    """A product of attention weights with values; the matrix has the highest precision that was computed."""
 
-    matrix: Tensor
-    """Attention weights (..., T, S), in the highest precision that the model computed."""
-    values: Tensor
-    output: Tensor | None
-    """Product M V; None if the function also added another tensor, as `torch.baddbmm` does."""
-    allowed: Entries | None
+    allowed: Entries | None = None
     """True at entries of the matrix that no mask has hidden; None if unknown."""
-    compared: bool
-    values_compared: bool
+    compared: bool = False
+    values_compared: bool = False
     """True if the values are themselves a product of two activations, such as Kᵀ V in linear attention."""
-    values_learned: bool
+    values_learned: bool = False
     """True if the values are a parameter of the model, such as a table of vectors."""
-    axes: tuple[int, ...] | None = None
-    """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if axes do not correspond."""
     softmax: bool = True
     """False if the matrix is not made by a softmax; it is then a product of activations, or queries alone."""
     keys: Tensor | None = None
@@ -239,14 +232,9 @@ class SoftmaxFollower:
         read = None if inner is not None or made is None else made.as_keys_and_values(product.contracted)
         keys, values = (None, product.values) if read is None else read
         return SoftmaxProduct(
-            matrix,
-            values,
-            product.output,
-            allowed=None,
-            compared=False,
+            **vars(product) | {"matrix": matrix, "values": values},
             values_compared=given in self._compared,
             values_learned=isinstance(given, nn.Parameter),
-            axes=product.axes,
             keys=keys,
             inner=inner,
         )

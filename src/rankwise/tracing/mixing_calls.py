@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -138,22 +139,16 @@ def fused_mixing(
     mask = given.get("attn_mask")
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    unpacked, given_back = unpacked_groups(query, call), output.shape
-    if unpacked is not query:
-        output = unpacked_groups(output, call)
-        mask = mask if mask is None or mask.dim() < 4 or mask.shape[1] == 1 else unpacked_groups(mask, call)
-    layout = layout_of(unpacked.shape, call)
+    unpack, shape = partial(unpacked_groups, call=call), output.shape
+    layout = layout_of(unpack(query).shape, call)
     if mask is not None and mask.dim() > 2:
-        mask = layout(mask.detach())
-    operator = SoftmaxMixing(
-        layout(unpacked), layout(key), mask, bool(given.get("is_causal", False)), given.get("scale")
-    )
-    axes = HeadAxes(
-        lambda out: layout(unpacked_groups(out, call) if unpacked is not query else out),
-        lambda heads: heads.reshape(given_back),
-    )
-    seen = axes if mapped is output else None
-    return composed(MixingCall(operator, layout(value), layout(output.detach()), axes=seen), inner)
+        mask = mask.detach()
+        mask = layout(mask if mask.shape[1] == 1 else unpack(mask))
+    causal, scale = bool(given.get("is_causal", False)), given.get("scale")
+    operator = SoftmaxMixing(layout(unpack(query)), layout(key), mask, causal, scale)
+    axes = HeadAxes(lambda out: layout(unpack(out)), lambda heads: heads.reshape(shape))
+    mixing = MixingCall(operator, layout(value), axes.to_heads(output.detach()))
+    return composed(mixing if mapped is not output else replace(mixing, axes=axes), inner)
 
 
 def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> MixingCall:

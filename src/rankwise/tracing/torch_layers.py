@@ -130,7 +130,7 @@ def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCal
     mask = None if causal else _joint_mask(attn_mask, key_padding_mask, q, k)
     if attention.add_zero_attn:
         k, v = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
-        mask = None if mask is None else F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+        mask = None if mask is None else F.pad(mask, (0, 1))
     return MixingCall(SoftmaxMixing(q, k, mask, causal), v, cross=cross, lengths=lengths, whole=True)
 
 
@@ -175,22 +175,20 @@ def _projections(
 def _joint_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
 ) -> Tensor | None:
-    """Merge both masks to (B or 1, H or 1, T, S): True = visible if both are boolean, otherwise a bias."""
+    """Merge both masks to one bias (B or 1, H or 1, T, S), as PyTorch does."""
     batch, heads, tokens, _ = q.shape
-    masks = []
+    biases = []
     if attn_mask is not None:
         shape = (1, 1, *attn_mask.shape) if attn_mask.dim() == 2 else (batch, heads, tokens, -1)
-        masks.append(attn_mask.reshape(shape))
+        biases.append(_as_bias(attn_mask, q.dtype).reshape(shape))
     if key_padding_mask is not None:
-        masks.append(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]))
-    if not masks:
+        sources = key_padding_mask.shape[-1]
+        biases.append(_as_bias(key_padding_mask, q.dtype).reshape(-1, 1, 1, sources))
+    if not biases:
         return None
-    if all(mask.dtype == torch.bool for mask in masks):
-        joint = ~(masks[0] if len(masks) == 1 else masks[0] | masks[1])
-    else:
-        joint = sum(_as_bias(mask, q.dtype) for mask in masks)  # type: ignore[assignment]
+    joint = biases[0] if len(biases) == 1 else biases[0] + biases[1]
     missing = k.shape[-2] - joint.shape[-1]  # every row sees the columns that bias_k adds
-    return F.pad(joint, (0, max(missing, 0)), value=True if joint.dtype == torch.bool else 0.0)
+    return F.pad(joint, (0, max(missing, 0)))
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

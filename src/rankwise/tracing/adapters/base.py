@@ -73,7 +73,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
-        """Return the operator of a finished call; with ``values``, also V and ``apply_output``.
+        """Return the operator of a finished call, and V and ``apply_output``, which ``values`` asks for.
 
         Raises:
             NotExactError: if the recorded calls do not determine the operator.

@@ -55,8 +55,6 @@ class MambaAdapter(StateSpaceAdapter):
             -mixer.A_log.detach().float().exp(),
             _step(mixer, time_step, inner),
         )
-        if not values:
-            return MixingCall(operator, whole=True)
         channels = inner["x_proj"].args[0].transpose(1, 2)
         gate = output_of(inner, "in_proj").transpose(1, 2).chunk(2, dim=1)[1]
         return _gated_channels(mixer, operator, channels, gate, mixer.D)
@@ -119,8 +117,6 @@ class ZambaAdapter(StateSpaceAdapter):
             -mixer.A_log.detach().float().exp().flatten(0, 1),
             F.softplus(step).flatten(1, 2),
         )
-        if not values:
-            return MixingCall(operator, whole=True)
         return _gated_channels(mixer, operator, channels, gate, mixer.D.detach().flatten())
 
 
@@ -162,8 +158,6 @@ class Mamba2Adapter(StateSpaceAdapter):
         delta = delta.clamp(*mixer.time_step_limit).float().transpose(1, 2)
         rate = -mixer.A_log.detach().float().exp()
         operator = SemiseparableMixing(c, b, rate[:, None] * delta, delta)
-        if not values:
-            return MixingCall(operator, whole=True)
 
         def apply_output(mixed: Tensor) -> Tensor:
             skipped = (mixed + mixer.D[:, None, None] * heads.float()).transpose(1, 2).flatten(2)
@@ -190,8 +184,6 @@ class ShortConvAdapter(StateSpaceAdapter):
         check_on_device(layer.conv.weight, layer.conv.bias)
         enters, leaves, x = output_of(inner, "in_proj").transpose(1, 2).chunk(3, dim=1)
         operator = short_convolution(layer.conv.weight, x.shape[0], x.shape[-1])
-        if not values:
-            return MixingCall(operator, whole=True)
         bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
 
         def apply_output(mixed: Tensor) -> Tensor:

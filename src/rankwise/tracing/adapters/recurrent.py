@@ -97,8 +97,6 @@ class LightningAdapter(Adapter):
         query, key, value = heads.split(layer.head_dim, dim=-1)
         slope = layer.slope_rate.detach()[:, 0].to(query.dtype)
         operator = SemiseparableMixing(query, key, -slope.expand(query.shape[:-1]))
-        if not values:
-            return MixingCall(operator, whole=True)
         gate = output_of(inner, "output_gate")
 
         def apply_output(mixed: Tensor) -> Tensor:
@@ -228,8 +226,6 @@ class GatedDeltaAdapter(StateSpaceAdapter):
             beta.transpose(1, 2).float(),
             log_decay.transpose(1, 2).float(),
         )
-        if not values:
-            return MixingCall(operator, whole=True)
         gate = gate.unflatten(-1, (heads, -1))
         norm = layer.norm if hasattr(layer, "norm") else layer.o_norm
         project = layer.out_proj if hasattr(layer, "out_proj") else layer.o_proj
