@@ -46,19 +46,6 @@ class HeadAxes:
     from_heads: Callable[[Tensor], Tensor]
 
 
-def permuted(axes: Sequence[int], layout: Layout) -> HeadAxes:
-    """Return `HeadAxes` for an output whose axes become (…, T, V) if permuted by ``axes``."""
-    home = sorted(range(len(axes)), key=lambda at: axes[at])
-    shape: list[int] = []
-
-    def turned(output: Tensor) -> Tensor:
-        ordered = output.permute(*axes)
-        shape[:] = ordered.shape
-        return layout(ordered)
-
-    return HeadAxes(turned, lambda heads: heads.reshape(shape).permute(*home))
-
-
 def layout_of(shape: Sequence[int], call: ModuleCall) -> Layout:
     """Return the layout of an attention call from the shape of its queries or weights, (…, T, ·).
 

@@ -38,9 +38,8 @@ class AttentionMode(TorchFunctionMode):
         self.weights = SoftmaxFollower()
         self._listeners, self._by_heads = listeners, by_heads
         self._on_product, self._on_other, self._ignores = on_product, on_other, ignores
-        self.lifted = False
-        """True while the mode is not on torch's stack of function modes."""
-        self._depth = 0
+        self._lifted_from: int | None = None
+        """Place in torch's stack of function modes from which the mode was lifted; None while it is there."""
 
     @no_type_check  # torch.compile inside the model traces this method, but cannot trace type checks
     def __torch_function__(
@@ -81,7 +80,7 @@ class AttentionMode(TorchFunctionMode):
         PyTorch skips its inference fast path if any function mode is active. So PyTorch's own layers run with
         this mode off the stack, while the user's modes stay on it.
         """
-        if on != self.lifted:
+        if on != (self._lifted_from is not None):
             yield
             return
         self._switch(on)
@@ -91,14 +90,12 @@ class AttentionMode(TorchFunctionMode):
             self._switch(not on)
 
     def _switch(self, on: bool) -> None:
-        if on and self.lifted:
-            push_mode(self, self._depth)
-            self.lifted = False
-        elif not on:
-            depth = pop_mode(self)
-            if depth is not None:
-                # Inside `__torch_function__` the depth is None, because torch has already removed the mode.
-                self._depth, self.lifted = depth, True
+        if not on:
+            # Inside `__torch_function__` the depth is None, because torch has already removed the mode.
+            self._lifted_from = pop_mode(self)
+        elif self._lifted_from is not None:
+            push_mode(self, self._lifted_from)
+            self._lifted_from = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -25,7 +25,6 @@ from rankwise.tracing.axes import (
     HeadAxes,
     given_shape,
     layout_of,
-    permuted,
     sequences_behind,
     unpacked_groups,
 )
@@ -190,10 +189,15 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
             # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
             allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
         operator = DenseMixing(layout(matrix), allowed)
-    output = None if mixed.output is None else layout(mixed.output.detach())
-    axes = None if mixed.axes is None else permuted(mixed.axes, layout)
+    output, axes, heads_axes = mixed.output, mixed.axes, None
+    if output is not None and axes is not None:
+        shape, home = output.shape, sorted(range(output.dim()), key=axes.__getitem__)
+        heads_axes = HeadAxes(
+            lambda out: layout(out.permute(*axes)), lambda heads: heads.reshape(shape).permute(*home)
+        )
+    output = None if output is None else layout(output.detach())
     kind = "softmax" if mixed.softmax and mixed.keys is None else ""
-    return composed(MixingCall(operator, layout(values), output, axes=axes, kind=kind), mixed.inner)
+    return composed(MixingCall(operator, layout(values), output, axes=heads_axes, kind=kind), mixed.inner)
 
 
 def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
@@ -214,14 +218,15 @@ def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
 def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxProduct:
     """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
     unmap, allowed = _without_vmap(mixed.matrix, call), mixed.allowed
-    matrix = unmap(mixed.matrix)
+    names = ("matrix", "values", "output", "keys")
+    parts: dict[str, Any] = {
+        name: unmap(part) for name in names if (part := getattr(mixed, name)) is not None
+    }
     if allowed is not None:
         seen = unmap(allowed.of(mixed.matrix.shape))
-        allowed = Entries(matrix.shape, lambda: seen)
-    output, keys = (None if part is None else unmap(part) for part in (mixed.output, mixed.keys))
-    return replace(
-        mixed, matrix=matrix, values=unmap(mixed.values), output=output, keys=keys, allowed=allowed, axes=None
-    )
+        allowed = Entries(seen.shape, lambda: seen)
+    parts = {name: None if part is None else unmap(part) for name, part in parts.items()}
+    return replace(mixed, **parts, allowed=allowed, axes=None)
 
 
 def mixes_without_softmax(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:

@@ -69,40 +69,31 @@ def checked_operator(given: object, site: str) -> MixingCall:
 
 def nothing_found(model: nn.Module, trace: Trace, calls: ModuleCalls, ran: bool) -> CaptureError:
     """Return the error for a capture that found no mixer; ``ran``: mixers ran, but in calls that raised."""
-    subject = f"model {type(model).__name__}"
-    if ran:
-        return CaptureError(
-            subject,
-            expected="at least one call that ends without an error",
-            got="mixers only in calls that raised",
-            fix="Do not catch the error inside the model, or fix its cause.",
-        )
-    if not calls.called and calls.in_other_thread:
-        return CaptureError(
-            "`capture`",
-            expected="the model to run in the thread that entered the block",
-            got="calls in another thread only",
-            fix="Enter `rw.capture(model)` in the thread that calls the model.",
-        )
-    if not calls.called:
-        return CaptureError(
-            "`capture`",
-            expected="the model to run inside the block",
-            got="no call of it or of any of its modules",
-            fix="Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`.",
-        )
+    subject = f"model {type(model).__name__}" if ran or calls.called else "`capture`"
     reasons: dict[str, list[str]] = {}
     for module in trace.uncaptured:
         reasons.setdefault(module.reason, []).append(f"{module.name or 'the model itself'} ({module.type})")
     like = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
-    return CaptureError(
-        subject,
-        expected="at least one mixing operator",
-        got=f"none; modules that look like mixers: {like or 'none'}",
-        fix="Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
-        "kwargs, output) returns the operator, such as `rw.operators.DenseMixing(weights)` of shape "
-        "(B, H, T, S).",
-    )
+    if ran:
+        expected, got = "at least one call that ends without an error", "mixers only in calls that raised"
+        fix = "Do not catch the error inside the model, or fix its cause."
+    elif calls.called:
+        expected = "at least one mixing operator"
+        got = f"none; modules that look like mixers: {like or 'none'}"
+        fix = (
+            "Name them by hand: `rw.capture(model, sites={'layers.0.mixer': f})`, where f(module, args, "
+            "kwargs, output) returns the operator, such as `rw.operators.DenseMixing(weights)` of shape "
+            "(B, H, T, S)."
+        )
+    elif calls.in_other_thread:
+        got = "calls in another thread only"
+        expected = "the model to run in the thread that entered the block"
+        fix = "Enter `rw.capture(model)` in the thread that calls the model."
+    else:
+        got = "no call of it or of any of its modules"
+        expected = "the model to run inside the block"
+        fix = "Call the captured model itself: `with rw.capture(model) as trace: model(**batch)`."
+    return CaptureError(subject, expected=expected, got=got, fix=fix)
 
 
 def _some(names: list[str]) -> str:
@@ -113,21 +104,16 @@ def _some(names: list[str]) -> str:
 def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> None:
     """Raise `InputError` if a name in ``sites`` or the pattern ``blocks`` matches no module of the model."""
     known = [name for name, _ in model.named_modules()]
-    for name in sites:
-        if name not in known:
-            raise InputError(
-                f"site {name!r}",
-                expected="the name of a module of the model",
-                got="none of that name",
-                fix=did_you_mean(name, filter(None, known)),
-            )
+    unknown = [
+        (f"site {name!r}", name, "the name of a module of the model", "none of that name")
+        for name in sites
+        if name not in known
+    ]
     if blocks is not None and not any(matches(name, blocks) for name in known):
-        raise InputError(
-            f"blocks {blocks!r}",
-            expected="a pattern that matches the names of the residual blocks",
-            got="no match",
-            fix=did_you_mean(blocks, filter(None, known)),
-        )
+        expected = "a pattern that matches the names of the residual blocks"
+        unknown.append((f"blocks {blocks!r}", blocks, expected, "no match"))
+    for subject, name, expected, got in unknown:
+        raise InputError(subject, expected=expected, got=got, fix=did_you_mean(name, filter(None, known)))
 
 
 def training_notes(model: nn.Module) -> list[str]:

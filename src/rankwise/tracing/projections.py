@@ -61,12 +61,9 @@ def find_projection(
     batch, count, tokens, width = heads.shape
     flat = as_float64(heads.transpose(1, 2).reshape(batch * tokens, count, width))
     for name, output in outputs.items():
-        if output.numel() % (batch * tokens) or output.shape[-1] < count * width:
+        if output.shape[-1] < count * width or output.numel() != flat.shape[0] * output.shape[-1]:
             continue
-        rows = output.reshape(-1, output.shape[-1])
-        if rows.shape[0] != flat.shape[0]:
-            continue
-        rows = as_float64(rows)
+        rows = as_float64(output.reshape(-1, output.shape[-1]))
         for channels in head_layouts(count, width, rows.shape[-1]):
             factor = _factor(flat, rows[:, channels], output.dtype)
             if factor is not None:
