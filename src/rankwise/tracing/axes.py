@@ -29,8 +29,6 @@ class Layout:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Reshape a tensor (…, T, K) to (B, H, T, K); grouped keys and values keep their smaller H."""
-        if self.axes == 0:
-            return tensor[None, None]
         if self.axes == 1:
             heads = max(tensor.shape[0] // self.batch, 1)
             return tensor.reshape(-1, heads, *tensor.shape[1:])

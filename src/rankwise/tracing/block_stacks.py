@@ -67,8 +67,7 @@ class Block:
         """
         if len(self.open) == 1:
             inner = self.open[0]
-            ends = self.output is not None and inner.output is not None and same(self.output, inner.output)
-            return ends and same(self.input, inner.input)
+            return same(self.output, inner.output) and same(self.input, inner.input)
         chained = all(inner.linked for inner in self.open[1:])
         return bool(self.open) and chained and not any((v.stack, v.kind) in self.plain for v in self.open)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from rankwise.tracing.adapters.base import AdapterReader
 from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
-from rankwise.tracing.explicit_softmax import SoftmaxProduct
+from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
@@ -60,7 +60,6 @@ from rankwise.tracing.uncaptured import (
     FUNCTIONS,
     STATE_SUM,
     Sightings,
-    mixed_lengths,
     mixer_like,
     uncaptured_modules,
     whose_tokens,
@@ -68,13 +67,8 @@ from rankwise.tracing.uncaptured import (
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
-
-
-class _Added(NamedTuple):
-    """A captured attention call and the `MixerSite` (operator with address) made from it."""
-
-    mixing: MixingCall
-    site: MixerSite
+Added = tuple[MixingCall, MixerSite]
+"""A captured attention call and the `MixerSite` (operator with address) made from it."""
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
@@ -146,15 +140,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._entered_once = True
         self._trace.notes.extend(model_checks.training_notes(self._model))
         self._mode = AttentionMode(
-            {
-                F.scaled_dot_product_attention: self._fused,
-                F.multi_head_attention_forward: self._functional,
-                flex_attention_function(): self._flex,
-            },
+            {F.scaled_dot_product_attention: self._fused, flex_attention_function(): self._flex},
             self._explicit,
             self._other,
             self._ignores,
-            by_heads=None if self._intervention is None else self._functional_by_heads,
+            self._functional,
         )
         hookless = torch_layers.names_in_torch_layers(self._model)
         self._calls = ModuleCalls(self._model, hookless, on_enter=self._entered, on_leave=self._left)
@@ -181,14 +171,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     ) -> None:
         """Remove the hooks, list the modules that were not captured, and raise if no mixer was found."""
         self._stack.close()
-        self._mode.weights.clear()
+        self._mode.weights = SoftmaxFollower()
         if kind is None:
             self._blocks.finish()
             if self._mixers and not self._states:
                 self._note(model_checks.NO_STATES)
         seen = self._sightings
-        for name, reason in seen.not_exact:
-            if name in seen.captured:
+        for (name, reason), exact in seen.left_out.items():
+            if exact and name in seen.captured:
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
         candidates = self._mixer_like | set(self._sites)
         self._trace.uncaptured = uncaptured_modules(self._model, candidates, self._calls.called, seen)
@@ -202,8 +192,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _entered(self, call: ModuleCall) -> None:
         if len(self._calls.running) == 1:
             self._begin(call)
-        torch_layer = is_torch_layer(call.module) or torch_layers.is_torch_encoder(call.module)
-        call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not torch_layer))
+        fast = is_torch_layer(call.module, torch_layers.FAST_PATH)
+        call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not fast))
         if not self._named_by_hand():
             self._reader.entered(call)
             self._substitution.entered(call)
@@ -215,14 +205,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._stacks.forward_pass += 1
             self._substitution.new_pass()
             self._outermost.clear()
-            self._mode.weights.clear()
+            self._mode.weights = SoftmaxFollower()
         self._outermost.add(call.name)
 
     def _left(self, call: ModuleCall) -> None:
         self._blocks.arguments_known(call)
-        if not call.raised and not self._named_by_hand():
-            self._substitution.left(call)
         if not call.raised:
+            if not self._named_by_hand():
+                self._substitution.left(call)
             self._add_unfinished(call)
             self._read(call)
             self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
@@ -247,13 +237,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             outer = self._calls.running[-2] if len(self._calls.running) > 1 else None
             read = partial(torch_layers.layer_mixing, call.module, call.args, call.kwargs, outer)
             with without_torch_function(), torch.no_grad():
-                self._try(read, *call.tensors[:1], calls=self._up_to_torch_layer())
+                self._try(read, *call.tensors[:1])
 
-    def _up_to_torch_layer(self) -> list[ModuleCall]:
-        """Return the running calls from the model down to the first PyTorch layer, which is the mixer."""
+    def _down_to_mixer(self) -> list[ModuleCall]:
+        """Return the running calls down to the mixer; of PyTorch's layers inside each other the outermost."""
         running = self._calls.running
-        own = next((at for at, call in enumerate(running) if is_torch_layer(call.module)), len(running) - 1)
-        return running[: own + 1]
+        layers = [at for at, call in enumerate(running, 1) if is_torch_layer(call.module)]
+        inside = layers[-1:] == [len(running)] and not self._named_by_hand()
+        return running[: layers[0]] if inside else running
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         given = fused_arguments(args, kwargs)
@@ -269,22 +260,18 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         changed = self._replace(self._try(read, output, args[0], made=output), output)
         return None if changed is None else (changed, *others)
 
-    def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._add_functional(args, kwargs)
-
-    def _functional_by_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `multi_head_attention_forward`, and let the intervention replace the outputs of heads."""
-        added = self._add_functional(args, kwargs)
-        with without_torch_function():
-            return torch_layers.attention_by_heads(args, kwargs, partial(self._replace_heads, added))
-
-    def _add_functional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Added | None:
-        own = is_torch_layer(self._calls.running[-1].module)
-        calls = self._up_to_torch_layer() if own else self._calls.running
-        outer = calls[-2] if own and len(calls) > 1 else calls[-1]
+    def _functional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `multi_head_attention_forward`, and let an intervention replace the outputs of heads."""
+        replaced, calls = self._substitution.on, self._down_to_mixer()
+        output = None if replaced else F.multi_head_attention_forward(*args, **kwargs)
+        outer = calls[-2] if len(calls) > 1 and is_torch_layer(calls[-1].module) else calls[-1]
         with without_torch_function(), torch.no_grad():
             read = partial(torch_layers.functional_mixing, args, kwargs, outer)
-            return self._try(read, *calls[-1].tensors[:1], calls=calls)
+            added = self._try(read, *calls[-1].tensors[:1])
+        if not replaced:
+            return output
+        with without_torch_function():
+            return torch_layers.attention_by_heads(args, kwargs, partial(self._replace_heads, added))
 
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
         calls, call = self._calls.running, self._calls.running[-1]
@@ -300,18 +287,19 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._sightings.leave_out(call.name, reason)
         return None
 
-    def _replace(self, added: _Added | None, output: Tensor) -> Tensor | None:
+    def _replace(self, added: Added | None, output: Tensor) -> Tensor | None:
         """Return the mixer's output after the intervention has replaced heads; None if it replaced none."""
-        axes = None if added is None else added.mixing.axes
+        axes = None if added is None else added[0].axes
         if axes is None or not self._substitution.on:
             return None
         heads = self._replace_heads(added, axes.to_heads(output))
         return None if heads is None else axes.from_heads(heads)
 
-    def _replace_heads(self, added: _Added | None, heads: Tensor) -> Tensor | None:
+    def _replace_heads(self, added: Added | None, heads: Tensor) -> Tensor | None:
         if added is None:
             return None
-        return self._substitution.heads(HeadOutputs(added.site.call_id, heads, added.site.valid_tokens))
+        _, site = added
+        return self._substitution.heads(HeadOutputs(site.call_id, heads, site.valid_tokens))
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note that a function mixes tokens without attention, or puts learned vectors next to tokens."""
@@ -324,7 +312,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                     "registers"
                 )
         elif func in FUNCTIONS:
-            what, lengths = mixed_lengths(func, args, kwargs, output)
+            what, read = FUNCTIONS[func]
+            lengths = read(output, *args, **kwargs)
             if what is STATE_SUM and lengths:
                 self._sightings.hints[innermost] = what
             reader = whose_tokens(self._calls.running, what, lengths)
@@ -348,16 +337,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self,
         read: Callable[[], MixingCall | None],
         *tensors: Tensor,
-        calls: Sequence[ModuleCall] | None = None,
         made: Tensor | None = None,
         hold: bool = False,
-    ) -> _Added | None:
+    ) -> Added | None:
         """Add the operator of a call; if the call cannot be read, list the module as not captured.
 
         If the model may multiply its output ``made`` further, or if ``hold``, the operator is added when the
         module's call ends.
         """
-        name = (calls or self._calls.running)[-1].name
+        calls = self._down_to_mixer()
+        name = calls[-1].name
         if any(model_checks.is_shard(tensor) for tensor in tensors):
             self._sightings.leave_out(name, model_checks.SHARD)
             return None
@@ -377,19 +366,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             return None
         if mixing is None:
             return None
-        if made is not None and (hold or unfinished(mixing, self._calls.running)):
+        if made is not None and (hold or unfinished(mixing, calls)):
             held = Unfinished(mixing, per_token=hold)
             self._mode.weights.held[made] = held
-            self._calls.running[-1].unfinished.append(held)
+            calls[-1].unfinished.append(held)
             if not hold:
                 return None
             held.call_id = number = self._call_counter.count(name)
-            return (
-                _Added(mixing, self._site(mixing, number, self._calls.running))
-                if self._substitution.on
-                else None
-            )
-        return self._add(mixing, calls=calls)
+            site = self._site(mixing, number, calls) if self._substitution.on else None
+            return None if site is None else (mixing, site)
+        return self._add(mixing)
 
     def _add_unfinished(self, call: ModuleCall) -> None:
         """When a call ends, add its operators that the model did not multiply further."""
@@ -402,10 +388,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                 one.used = True
                 self._add(one.mixing, call_id=one.call_id)
 
-    def _add(
-        self, mixing: MixingCall, calls: Sequence[ModuleCall] | None = None, call_id: CallId | None = None
-    ) -> _Added:
-        around = calls or self._calls.running
+    def _add(self, mixing: MixingCall, call_id: CallId | None = None) -> Added:
+        around = self._down_to_mixer()
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
         for note in axis_notes(mixing.operator, around):
             self._note(note)
@@ -414,7 +398,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             call.mixed_inside = True
         self._sightings.captured.add(site.name)
         self._blocks.add(site)
-        return _Added(mixing, site)
+        return mixing, site
 
     def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
         return mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)

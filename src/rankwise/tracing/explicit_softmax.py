@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rankwise._internals.forward import tensors_in
 from rankwise.tracing.score_masks import (
     ADDED_PRODUCTS,
     CUTS,
@@ -110,13 +111,9 @@ class SoftmaxProduct(MatrixProduct):
 
 
 class SoftmaxFollower:
-    """Observes torch functions and detects products of attention weights with their values."""
+    """Observes torch functions in one forward pass, and detects products of attention weights with values."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all tensors, before a new forward pass."""
         self._weights: Any = WeakIdKeyDictionary()
         self._logarithms: Any = WeakIdKeyDictionary()
         self._compared: Any = WeakIdKeyDictionary()
@@ -143,7 +140,7 @@ class SoftmaxFollower:
         if func in EXP and args[0] in self._logarithms:
             self._weights[out] = self._logarithms[args[0]]
             return []
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in((*args, *kwargs.values()))
         products = matrix_products(func, args, tensors, out) if kwargs.get("alpha", 1) == 1 else []
         found = self._softmax_product(products, out) if self._weights else None
         if found is not None:
@@ -283,13 +280,6 @@ class SoftmaxFollower:
             factor = factor if isinstance(factor, Tensor) else out.new_tensor(factor)
             if self.held[source].scale_rows(1 / factor if func in DIVIDES else factor, out):
                 self.held[out] = self.held[source]
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return all tensors among the arguments, including tensors in lists, as in `torch.cat`."""
-    given = (*args, *kwargs.values())
-    listed = (value if isinstance(value, list | tuple) else (value,) for value in given)
-    return [value for values in listed for value in values if isinstance(value, Tensor)]
 
 
 def _activations(first: Tensor, second: Tensor) -> bool:

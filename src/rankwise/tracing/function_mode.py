@@ -14,7 +14,6 @@ from rankwise._internals.torch_private import pop_mode, push_mode, without_torch
 from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 
 Listener = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-ByHeads = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AttentionMode(TorchFunctionMode):
@@ -22,8 +21,8 @@ class AttentionMode(TorchFunctionMode):
 
     ``listeners`` receive the calls of functions that compute attention as a whole, and ``on_product`` each
     product of attention weights with values. A result that these return replaces the function's result.
-    ``on_other`` receives all other calls. ``by_heads``, if given, runs in place of
-    `multi_head_attention_forward`, so that heads can be replaced. Calls are not reported where ``ignores()``.
+    ``on_other`` receives all other calls. ``functional`` runs in place of `multi_head_attention_forward`, so
+    that it can replace heads. Calls are not reported where ``ignores()``.
     """
 
     def __init__(
@@ -32,11 +31,11 @@ class AttentionMode(TorchFunctionMode):
         on_product: Callable[[SoftmaxProduct, Tensor], Tensor | None],
         on_other: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
         ignores: Callable[[], bool],
-        by_heads: ByHeads | None = None,
+        functional: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
         super().__init__()
         self.weights = SoftmaxFollower()
-        self._listeners, self._by_heads = listeners, by_heads
+        self._listeners, self._functional = listeners, functional
         self._on_product, self._on_other, self._ignores = on_product, on_other, ignores
         self._lifted_from: int | None = None
         """Place in torch's stack of function modes from which the mode was lifted; None while it is there."""
@@ -53,8 +52,8 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         # Do not change functions that the model compiles.
         ignored = torch.compiler.is_dynamo_compiling() or self._ignores()
-        if func is F.multi_head_attention_forward and self._by_heads is not None and not ignored:
-            return self._by_heads(args, kwargs)
+        if func is F.multi_head_attention_forward and not ignored:
+            return self._functional(args, kwargs)
         out = func(*args, **kwargs)
         if ignored:
             return out

@@ -7,7 +7,6 @@ from typing import Any
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rankwise.tracing.adapters.base import Adapter
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
@@ -81,20 +80,20 @@ class Substitution:
             call.input_copy = None if call.stream is None else call.stream.clone()
         # Heads are replaced in the input of the mixer's output projection, which holds all heads.
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
-        at = None if mixer is None else _joined_at(mixer)
-        if mixer is None or at is None or not at[0] or call.name != f"{mixer.name}.{at[0]}".lstrip("."):
-            return
-        given = call.tokens
-        changed = None if given is None else self._changed_heads(mixer, given, at[1])
-        if changed is not None:
-            call.args = in_place_of(call.args, given, changed)
-            call.kwargs = in_place_of(call.kwargs, given, changed)
+        at = None if mixer is None else mixer.adapter.joined_heads(mixer.module)
+        if mixer is not None and at is not None and call.name == f"{mixer.name}.{at[0]}".lstrip("."):
+            given = call.tokens
+            changed = None if given is None else self._changed_heads(mixer, given, at[1])
+            if changed is not None:
+                call.args = in_place_of(call.args, given, changed)
+                call.kwargs = in_place_of(call.kwargs, given, changed)
 
     def left(self, call: ModuleCall) -> None:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
         if self._intervention is None:
             return
-        at, joined = _joined_at(call), first_tokens(call.output)
+        at = None if call.adapter is None else call.adapter.joined_heads(call.module)
+        joined = first_tokens(call.output)
         if at is not None and not at[0] and joined is not None:
             _replace_output(call, joined, self._changed_heads(call, joined, at[1]))
         if call.name not in self._intervention.blocks:
@@ -115,11 +114,6 @@ class Substitution:
         values = joined.unflatten(-1, (heads or width, -1)).transpose(1, 2)
         changed = self._intervention.on_heads(HeadOutputs(mixer.call_id, values, real))
         return None if changed is None else changed.transpose(1, 2).reshape(joined.shape)
-
-
-def _joined_at(call: ModuleCall) -> tuple[str, int] | None:
-    adapter: Adapter | None = call.adapter
-    return None if adapter is None else adapter.joined_heads(call.module)
 
 
 def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:

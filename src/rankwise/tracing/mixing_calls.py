@@ -328,10 +328,7 @@ def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Broadcast the leading axes of queries, keys and values, except the axis of heads (grouped heads)."""
-    tensors = query, key, value
-    if query.dim() > 3 and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        return tensors
-    kept = 2 if query.dim() == 3 else 3
+    tensors, kept = (query, key, value), 2 if query.dim() == 3 else 3
     batch = torch.broadcast_shapes(*(tensor.shape[:-kept] for tensor in tensors))
     return tuple(tensor.expand(*batch, *tensor.shape[-kept:]) for tensor in tensors)  # type: ignore[return-value]
 
@@ -444,7 +441,7 @@ def valid_positions(
         rows = None
     else:
         # With a cache, the rows are the last tokens of the mask.
-        rows = find_token_mask(calls, OWN_MASK, batch, at_least=tokens)
+        rows = find_token_mask(calls, OWN_MASK, batch, tokens, longer=True)
     return _or_all(rows, batch, tokens, operator), _or_all(columns, batch, sources, operator)
 
 
@@ -452,23 +449,23 @@ def find_token_mask(
     calls: Sequence[ModuleCall],
     name: str,
     batch: int,
-    length: int = 0,
+    length: int,
     *,
-    at_least: int = 0,
+    longer: bool = False,
     past_none: bool = False,
 ) -> Bool[Tensor, "B T"] | None:
     """Return the two-axis mask of a given name and shape from the innermost module that has one.
 
-    ``at_least``: accept a mask with at least this number of tokens, and return its last entries.
+    ``longer``: accept a mask with more tokens, and return its last entries.
     ``past_none``: if a module received None, search the modules around it too.
     """
     for at in reversed(range(len(calls))):
         decodes = name == OWN_MASK and _runs_decoder(calls, at)
         value = calls[at].argument(DECODER_MASK if decodes else name)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == batch:
-            fits = value.shape[1] >= at_least if at_least else value.shape[1] == length
+            fits = value.shape[1] >= length if longer else value.shape[1] == length
             if fits and _is_token_mask(value):
-                return value[:, -at_least:].bool() if at_least else value.bool()
+                return value[:, -length:].bool()
         if decodes or (value is None and not past_none):
             return None
     return None

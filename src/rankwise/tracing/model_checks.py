@@ -13,6 +13,7 @@ from rankwise._internals.forward import config_value
 from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
 from rankwise.errors import CaptureError, InputError, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
+from rankwise.tracing.adapters.base import described
 from rankwise.tracing.block_finder import matches
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCalls, holds
@@ -57,11 +58,10 @@ def checked_operator(given: object, site: str) -> MixingCall:
     """Return a `MixingCall` of the result of a ``sites=`` function; raise if it is not an operator."""
     if isinstance(given, MixingOperator) and len(given.shape) == 4:
         return MixingCall(given)
-    shape = getattr(given, "shape", None)
     raise CaptureError(
         f"site {site!r}",
         expected="a function that returns a MixingOperator of shape (B, H, T, S)",
-        got=type(given).__name__ if shape is None else f"{type(given).__name__} {tuple(shape)}",
+        got=described(given),
         fix="Return `rw.operators.DenseMixing(weights)`, or `rw.operators.SoftmaxMixing(query, key)` with "
         "the heads split.",
     )

@@ -122,9 +122,9 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
 class ModuleCalls:
     """Stack of the running module calls of a model; calls listeners when a module call begins and ends.
 
-    Each module gets hooks, except the modules named in ``hookless``: PyTorch's own attention layers and the
-    modules inside them. Hooks on these would turn off the inference fast path and change the computation.
-    Global hooks, which the fast path ignores, follow these modules.
+    Each module gets hooks if ``where(name, module)``, except the modules named in ``hookless``: PyTorch's own
+    attention layers and the modules inside them. Hooks on these would turn off the inference fast path and
+    change the computation. Global hooks, which the fast path ignores, follow these modules.
     """
 
     def __init__(
@@ -132,6 +132,7 @@ class ModuleCalls:
         model: nn.Module,
         hookless: frozenset[str] = frozenset(),
         *,
+        where: Callable[[str, nn.Module], bool] = lambda name, module: True,
         on_enter: Listener | None = None,
         on_leave: Listener | None = None,
     ) -> None:
@@ -140,7 +141,7 @@ class ModuleCalls:
         self._on_enter, self._on_leave = on_enter, on_leave
         self._names = {id(module): name for name, module in model.named_modules()}
         self._hookless = {id(module) for name, module in model.named_modules() if name in hookless}
-        self._model = model
+        self._model, self._where = model, where
         self._thread = threading.get_ident()
         self.in_other_thread = False
         """True if the model was called in another thread, where the function mode is not active."""
@@ -153,8 +154,8 @@ class ModuleCalls:
         handles = []
         always: dict[str, Any] = {"with_kwargs": True, "always_call": True}
         try:
-            for module in self._model.modules():
-                if id(module) not in self._hookless:
+            for name, module in self._model.named_modules():
+                if id(module) not in self._hookless and self._where(name, module):
                     handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                     handles.append(module.register_forward_hook(Hook(self._leave), **always))
             if self._hookless:
@@ -257,9 +258,9 @@ def _ignore(*given: Any) -> None:
     """Do nothing, in place of a hook in a copy of a module."""
 
 
-def same(known: Tensor | None, tensor: Tensor) -> bool:
+def same(known: Tensor | None, tensor: Tensor | None) -> bool:
     """Return True if two tensors are views of the same entries of the same memory."""
-    if known is None or known is tensor:
+    if known is None or tensor is None or known is tensor:
         return known is tensor
     if known.is_nested or tensor.is_nested or known.device != tensor.device or known.device.type == "meta":
         return False
@@ -311,7 +312,8 @@ def record_calls(
         [('0', (1, 2), (1, 3))]
     """
     recorded: list[RecordedCall] = []
-    begun: list[tuple[nn.Module, tuple[Any, ...], Arguments]] = []
+    begun: dict[int, tuple[tuple[Any, ...], Arguments]] = {}
+    wanted = where if callable(where) else lambda name, module: name in where
 
     def kept(value: Any) -> Any:
         def one(tensor: Tensor) -> Tensor:
@@ -320,27 +322,14 @@ def record_calls(
 
         return map_tensors(value, one)
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        if not in_backward():
-            begun.append((module, kept(args), kept(kwargs)))
+    def enter(call: ModuleCall) -> None:
+        if copy:
+            begun[call.serial] = kept(call.args), kept(call.kwargs)
 
-    def leave(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        if in_backward():
-            return
-        entered = None if copy else module
-        args, kwargs = (args, kwargs) if copy else (kept(args), kept(kwargs))
-        while begun and entered is not module:  # skip calls that raised
-            entered, args, kwargs = begun.pop()
-        recorded.append(RecordedCall(name, module, args, kwargs, kept(output)))
+    def leave(call: ModuleCall) -> None:
+        if not call.raised:
+            args, kwargs = begun.pop(call.serial) if copy else (kept(call.args), kept(call.kwargs))
+            recorded.append(RecordedCall(call.name, call.module, args, kwargs, kept(call.output)))
 
-    handles = []
-    try:
-        for name, module in model.named_modules():
-            if where(name, module) if callable(where) else name in where:
-                if copy:
-                    handles.append(module.register_forward_pre_hook(Hook(enter), with_kwargs=True))
-                handles.append(module.register_forward_hook(Hook(partial(leave, name)), with_kwargs=True))
+    with ModuleCalls(model, where=wanted, on_enter=enter, on_leave=leave).following():
         yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -49,14 +49,7 @@ def find_projection(
 
     Channels of head h may begin at ``offset + h·K``, as in a projection of queries or in ``[q | k | v]``. Or
     they begin at ``(h·g + j)·K``, if each head has g adjacent parts (queries, keys, values) and j is the
-    part.
-
-    Args:
-        heads: queries, keys or values in attention.
-        outputs: output of each linear layer in the same call, by name.
-
-    Returns:
-        The projection. None if no output fits: for example, rotary positions or a norm follow the layer.
+    part. Without a layer that fits, as before rotary positions or a norm, None is returned.
     """
     batch, count, tokens, width = heads.shape
     flat = as_float64(heads.transpose(1, 2).reshape(batch * tokens, count, width))

@@ -1,7 +1,7 @@
 """Compute operators of PyTorch's attention layers from inputs and weights, even on the fast path."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,21 +19,14 @@ ATTRIBUTES = (
     *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
 )
 """Arguments of `multi_head_attention_forward` that are attributes of `nn.MultiheadAttention`."""
-Attention = nn.MultiheadAttention | SimpleNamespace
-"""`nn.MultiheadAttention`, or an object with the arguments of `multi_head_attention_forward`."""
+LAYERS = nn.MultiheadAttention, nn.TransformerEncoderLayer
+FAST_PATH = *LAYERS, nn.TransformerEncoder
+"""PyTorch's layers that may run on its fast path; the encoder decides on it before its layers run."""
 
 
-def is_torch_layer(module: nn.Module) -> bool:
-    """Return True for `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` with torch's ``forward``."""
-    return any(
-        isinstance(module, kind) and type(module).forward is kind.forward
-        for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    )
-
-
-def is_torch_encoder(module: nn.Module) -> bool:
-    """Return True for `nn.TransformerEncoder`, which decides on the fast path before its layers run."""
-    return isinstance(module, nn.TransformerEncoder) and type(module).forward is nn.TransformerEncoder.forward
+def is_torch_layer(module: nn.Module, kinds: tuple[type[nn.Module], ...] = LAYERS) -> bool:
+    """Return True for PyTorch's layers with torch's own ``forward``."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
 def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
@@ -106,8 +99,8 @@ def attention_by_heads(
     return projected.reshape(*joined.shape[:-1], -1), weights
 
 
-def from_attention(attention: Attention, given: dict[str, Any], outer: ModuleCall | None) -> MixingCall:
-    """Return the operator of `torch.nn.MultiheadAttention` on these arguments, from its weights."""
+def from_attention(attention: Any, given: dict[str, Any], outer: ModuleCall | None) -> MixingCall:
+    """Return the operator of an `nn.MultiheadAttention`, or an object with these attributes, on arguments."""
     query, key, value = given["query"], given["key"], given["value"]
     attn_mask, key_padding_mask = given.get("attn_mask"), given.get("key_padding_mask")
     cross = _is_cross(query, key, outer)
@@ -144,24 +137,17 @@ def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
     return query.data_ptr() != key.data_ptr() and (outer is None or len(streams) > 1)
 
 
-def _batch_first(attention: Attention, tensor: Tensor) -> Tensor:
+def _batch_first(attention: Any, tensor: Tensor) -> Tensor:
     if tensor.dim() == 2:
         return tensor.unsqueeze(0)
     return tensor if attention.batch_first else tensor.transpose(0, 1)
 
 
-def _projections(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights: Sequence[Tensor]
+def _projections(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
     if attention.in_proj_weight is not None:
         weights = attention.in_proj_weight.chunk(3)
-    else:
-        separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-        weights = [weight for weight in separate if weight is not None]
-    biases: Sequence[Tensor | None] = (None, None, None)
-    if attention.in_proj_bias is not None:
-        biases = attention.in_proj_bias.chunk(3)
+    biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
     q, k, v = (
         F.linear(tensor, weight, bias)
         for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)

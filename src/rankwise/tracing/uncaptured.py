@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -122,18 +123,16 @@ class Sightings:
 
     captured: set[str] = field(default_factory=set)
     """Names of modules in which a mixer was captured."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """By module name, the first reason why a mixer was seen but not captured."""
-    not_exact: dict[tuple[str, str], None] = field(default_factory=dict)
-    """Pairs (module, reason) for calls that no adapter could read exactly, in the order of the calls."""
+    left_out: dict[tuple[str, str], bool] = field(default_factory=dict)
+    """Pairs (module, reason) of mixers that were not captured; True if an adapter could not read the call."""
     other_mixing: dict[str, str] = field(default_factory=dict)
     """By module name, how the module mixed tokens without attention, such as by a convolution."""
     hints: dict[str, str] = field(default_factory=dict)
     """By module name, what the module may mix tokens by, if it looks like a mixer."""
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Register the reason why a mixer was not captured; the first reason stays."""
-        self.left_out.setdefault(name, reason)
+    def leave_out(self, name: str, reason: str, exact: bool = False) -> None:
+        """Register the reason why a mixer was not captured; ``exact``: its adapter could not read it."""
+        self.left_out.setdefault((name, reason), exact)
 
     def note_other_mixing(self, call: ModuleCall, is_block: bool) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
@@ -156,19 +155,15 @@ class Sightings:
             elif not any(_related(inner, site) for site in self.captured):
                 self.other_mixing[inner] = what
 
-    def reasons(self) -> dict[str, str]:
-        """Return the first reason why a mixer of each module was not captured."""
-        known = dict(self.left_out)
-        for name, reason in self.not_exact:
-            known.setdefault(name, reason)
-        return known
-
 
 def uncaptured_modules(
     model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
 ) -> list[UncapturedModule]:
     """Return the outermost modules that look like mixers, except inside or around captured mixers."""
-    known, others = sightings.reasons(), sightings.other_mixing
+    known: dict[str, str] = {}
+    for (name, reason), _ in sorted(sightings.left_out.items(), key=itemgetter(1)):
+        known.setdefault(name, reason)  # reasons of adapters come after others
+    others = sightings.other_mixing
     candidates = candidates | set(known) | set(others)
     seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}
     modules = dict(model.named_modules())
@@ -212,12 +207,6 @@ def _reason(
 
 Reader = Callable[..., set[int]]
 """Function (output, *arguments of a torch call) that returns the lengths of the axes that the call mixes."""
-
-
-def mixed_lengths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[str, set[int]]:
-    """Return a description of a function in `FUNCTIONS`, and the lengths of the axes that this call mixes."""
-    name, lengths = FUNCTIONS[func]
-    return name, lengths(out, *args, **kwargs)
 
 
 def _convolution(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import map_tensors
 from rankwise.errors import RankwiseError
 from rankwise.operators import MixingOperator
-from rankwise.tracing.mixing_calls import CACHE_ARGUMENTS, MixingCall
+from rankwise.tracing.mixing_calls import MixingCall, has_cache
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
 from rankwise.tracing.uncaptured import Sightings, why_no_operator
 
@@ -116,7 +115,8 @@ class StateSpaceAdapter(Adapter):
             fresh = cache in (None, ABSENT) or cache.get_conv_state(at, state_idx=self.state_index) is None
             if not fresh:
                 return CONTINUED
-        return PACKED if call.kwargs.get("seq_idx") is not None else None
+        packed = any(call.kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
+        return PACKED if packed else None
 
 
 class ProtocolAdapter(Adapter):
@@ -134,7 +134,7 @@ class ProtocolAdapter(Adapter):
 
     def why_not(self, call: ModuleCall) -> str | None:
         """Return a reason if the call has a cache, because a second call would change the cache."""
-        if any(call.argument(name) not in (None, ABSENT) for name in CACHE_ARGUMENTS):
+        if has_cache([call]):
             return "it was called with a cache that a second call would change; capture it without one"
         return None
 
@@ -145,30 +145,32 @@ class ProtocolAdapter(Adapter):
 
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
         """Return the operator, values and projection that the module's own methods return."""
-        module: Any = call.module
-        with _own_random_numbers(call):
-            operator = module.mixing_operator(*call.args, **call.kwargs)
+        operator = _own_method(call, "mixing_operator", *call.args, **call.kwargs)
         if not isinstance(operator, MixingOperator) or len(operator.shape) != 4:
-            shape = getattr(operator, "shape", None)
-            given = type(operator).__name__ if shape is None else f"{type(operator).__name__} {tuple(shape)}"
             raise NotExactError(
-                f"its `mixing_operator` returned {given}, expected a MixingOperator of shape (B, H, T, S)"
+                f"its `mixing_operator` returned {described(operator)}, expected a MixingOperator of shape "
+                "(B, H, T, S)"
             )
-        applied = projected = None
-        if values and callable(getattr(module, "mixing_values", None)):
-            with _own_random_numbers(call):
-                applied = module.mixing_values(*call.args, **call.kwargs)
-        if callable(getattr(module, "mixing_projection", None)):
-            with _own_random_numbers(call):
-                projected = module.mixing_projection(call.tensors[0]).transpose(1, 2)
-        return MixingCall(operator, applied, projection=projected)
+        applied = _own_method(call, "mixing_values", *call.args, **call.kwargs) if values else None
+        projected = _own_method(call, "mixing_projection", *call.tensors[:1])
+        return MixingCall(
+            operator, applied, projection=None if projected is None else projected.transpose(1, 2)
+        )
 
 
-def _own_random_numbers(call: ModuleCall) -> AbstractContextManager[None]:
-    """Return a context that restores torch's random state, because methods may draw random numbers."""
+def _own_method(call: ModuleCall, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return what a module's method returns, None if it has no such method; restore torch's random state."""
+    method = getattr(call.module, name, None)
     devices = {tensor.device for tensor in (*call.module.parameters(), *call.tensors)}
     drawn = [device for device in devices if device.type == "cuda"]
-    return torch.random.fork_rng(devices=drawn)
+    with torch.random.fork_rng(devices=drawn):
+        return method(*args, **kwargs) if callable(method) else None
+
+
+def described(value: object) -> str:
+    """Return the type of a value, and its shape if it has one, for error messages."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} {tuple(shape)}"
 
 
 class NoOperatorAdapter(Adapter):
@@ -230,7 +232,7 @@ class AdapterReader:
         return None
 
     def _leave_out(self, call: ModuleCall, reason: str) -> None:
-        self._sightings.not_exact[call.name, reason] = None
+        self._sightings.leave_out(call.name, reason, exact=True)
 
     def _keep(self, call: ModuleCall) -> None:
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)

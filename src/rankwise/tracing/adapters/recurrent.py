@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.linalg import as_float64
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, IndexedMixing, SemiseparableMixing, SumMixing
 from rankwise.tracing.adapters.base import (
     CONTINUED,
-    PACKED,
     Adapter,
     InnerCalls,
     StateSpaceAdapter,
@@ -141,22 +141,17 @@ class RwkvAdapter(Adapter):
 def weighted_means(key: Tensor, log_decay: Tensor, bonus: Tensor) -> SumMixing:
     """Return RWKV's matrices (B, D, T, T) from keys (B, D, T), log-decay −w ≤ 0 and bonus u, both (D).
 
-    As in the layer itself, weights are divided by the largest weight so far, so no exponential exceeds 1.
+    Weights are divided by their sum so far, so no exponential exceeds 1.
     """
-    most = total = None
-    kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for k in key.unbind(-1):
-        own = bonus + k
-        shift = own if most is None else torch.maximum(most, own)
-        read = torch.zeros_like(k) if most is None else (most - shift).exp()
-        mean = (own - shift).exp() + (0 if total is None else read * total)
-        now = k if most is None else torch.maximum(most + log_decay, k)
-        decay = torch.zeros_like(k) if most is None else most + log_decay - now
-        enter = (k - now).exp()
-        total = enter if total is None else decay.exp() * total + enter
-        most = now
-        kept.append((decay, enter, read / mean, (own - shift).exp() / mean))
-    decay, enter, read, own = (torch.stack(steps, -1) for steps in zip(*kept, strict=True))
+    k, log_decay = as_float64(key), as_float64(log_decay)[:, None]
+    decayed = torch.arange(k.shape[-1], device=k.device) * log_decay
+    total = torch.logcumsumexp(k - decayed, -1) + decayed  # log of the sum of weights after each token
+    before = F.pad(total[..., :-1], (1, 0), value=-torch.inf)
+    own = as_float64(bonus)[:, None] + k
+    mean = torch.logaddexp(before, own)
+    decay = (before + log_decay - total).nan_to_num(neginf=0.0)
+    steps = decay, (k - total).exp(), (before - mean).exp(), (own - mean).exp()
+    decay, enter, read, own = (step.to(key) for step in steps)
     # shift by one token: row t reads the state after token t − 1
     c = F.pad(read, (0, 1))[..., None]
     scan = SemiseparableMixing(c, torch.ones_like(c), F.pad(decay, (1, 0)), F.pad(enter, (1, 0)))
@@ -191,10 +186,6 @@ class GatedDeltaAdapter(StateSpaceAdapter):
     )
     """Classes with one decay per head, token and feature."""
     classes = by_token | by_feature
-
-    def why_not(self, call: ModuleCall) -> str | None:
-        """Return a reason if the state holds earlier tokens, or a row holds several sequences."""
-        return PACKED if call.kwargs.get("cu_seq_lens_q") is not None else super().why_not(call)
 
     def joined_heads(self, module: nn.Module) -> tuple[str, int] | None:
         """Return the name of the output projection, and the number of heads in its input."""
