@@ -18,7 +18,6 @@ from rankwise.tracing.module_calls import (
     snapshot,
     tensors_of,
 )
-from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite
 
 
@@ -58,10 +57,6 @@ class BlockFinder:
         self._gave: dict[str, Tensor] = {}
         """For each stack, the output of the last module that contains blocks, such as a vision stage."""
 
-    def may_be(self, name: str) -> bool:
-        """Return True if a module of this name may be a block."""
-        return name in self._rank
-
     def add(self, mixer: MixerSite) -> None:
         """Keep a mixer until the block around it is known; report the mixer at once if there is no block."""
         self._hand_up([mixer], stack_of(mixer.name), BY_HAND)
@@ -69,8 +64,7 @@ class BlockFinder:
     def finish(self) -> None:
         """End the forward pass: report the last state of each stack, and forget all of them."""
         self._gave.clear()
-        self._stacks.close()
-        self._stacks.forget()
+        self._stacks.finish()
 
     # --- beginning and end of calls -----------------------------------------------------------------------
 
@@ -78,11 +72,6 @@ class BlockFinder:
     def _running(self) -> list[Block]:
         """Running calls that may be blocks, from the outermost to the innermost."""
         return [call.block for call in self._calls.running if call.block is not None]
-
-    def arguments_known(self, call: ModuleCall) -> None:
-        """Register a finished call of PyTorch's own layer: keyword arguments are known only at its end."""
-        if is_torch_layer(call.module) and call.block is None:
-            self.entered(call)
 
     def entered(self, call: ModuleCall) -> None:
         """When a call begins, register it as a possible block if its module may be one."""

@@ -126,15 +126,10 @@ class BlockStacks:
     other tokens, a new forward pass begins at layer 0.
     """
 
-    def __init__(
-        self,
-        on_mixer: Callable[[MixerSite], None],
-        on_state: Callable[[StateSite], None],
-        notes: list[str],
-    ) -> None:
+    def __init__(self, report: Callable[[MixerSite | StateSite], None], note: Callable[[str], None]) -> None:
         self.forward_pass = -1
         """Index of the current forward pass, from 0; −1 before the first."""
-        self._on_mixer, self._on_state, self._notes = on_mixer, on_state, notes
+        self._report, self._note = report, note
         self._open: dict[str, BlockStack] = {}
         self._carriers: dict[str, set[type]] = {}
         self._seen: dict[str, tuple[set[str], int]] = {}
@@ -190,16 +185,16 @@ class BlockStacks:
         """Drop the stacks that a call ran before it raised, because their last states are unknown."""
         self._open = {stack: blocks for stack, blocks in self._open.items() if blocks.owner != owner}
 
-    def forget(self) -> None:
-        """Forget all stacks at the end of the outermost call."""
-        self._open.clear()
+    def finish(self) -> None:
+        """Close all stacks at the end of a forward pass, and forget which blocks have run."""
+        self.close()
         self._seen.clear()
         self._calls.clear()
 
     def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
         """Report a mixer as part of the current layer of a stack."""
         key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
-        self._on_mixer(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
+        self._report(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
         self._calls[key] += 1
 
     def _blocks_of(self, block: Block) -> BlockStack:
@@ -229,10 +224,8 @@ class BlockStacks:
         if blocks.linked or (read and not blocks.broken):
             self._state(blocks, blocks.last, blocks.last.states(blocks.snapshot), blocks.last)
             return
-        note = (OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack)
-        if note not in self._notes:
-            self._notes.append(note)
+        self._note((OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack))
 
     def _state(self, blocks: BlockStack, writer: Block, tokens: Tensor, block: Block) -> None:
-        state = StateSite(writer.name, blocks.layers, tokens, block.mask, blocks.stack, block.forward_pass)
-        self._on_state(state)
+        place = blocks.stack, block.forward_pass
+        self._report(StateSite(writer.name, blocks.layers, tokens, block.mask, *place))

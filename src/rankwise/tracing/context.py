@@ -10,10 +10,10 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
    address) of each and sets ``mixed_inside``; `BlockFinder.add` hands the site to the innermost ``block``.
    Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
-5. `capture._left` runs `BlockFinder.arguments_known` and `Substitution.left`. `capture._read` makes a site if
-   ``sites=``, an adapter or PyTorch's own layer determines the operator. If an adapter of an outer call reads
-   this call, `_read` records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a
-   block, and `BlockStacks` reports the sites and states of the block.
+5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, an adapter or
+   PyTorch's own layer determines the operator. If an adapter of an outer call reads this call, `_read` records
+   it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and `BlockStacks`
+   reports the sites and states of the block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,6 @@ from rankwise.tracing.uncaptured import (
     STATE_SUM,
     Sightings,
     mixer_like,
-    uncaptured_modules,
     whose_tokens,
 )
 
@@ -128,7 +127,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._stack, self._entered_once = ExitStack(), False
         self._sightings = Sightings()
         self._outermost: set[str] = set()
-        self._mixers = self._states = 0
+        self._emitted: set[type] = set()
 
     def __enter__(self) -> Trace:
         """Add hooks and start to record."""
@@ -154,7 +153,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         adapters = {name: found for name, module in modules if (found := adapter_of(module)) is not None}
         self._reader = AdapterReader(adapters, self._calls, self._sightings, self._values)
         self._mixer_like = mixer_like(self._model) | set(adapters)
-        self._stacks = BlockStacks(self._emit_mixer, self._emit_state, self._trace.notes)
+        self._stacks = BlockStacks(self._emit, self._note)
         self._blocks = BlockFinder(
             self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
         )
@@ -174,17 +173,17 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._mode.weights = SoftmaxFollower()
         if kind is None:
             self._blocks.finish()
-            if self._mixers and not self._states:
+            if self._emitted == {MixerSite}:
                 self._note(model_checks.NO_STATES)
         seen = self._sightings
         for (name, reason), exact in seen.left_out.items():
             if exact and name in seen.captured:
                 self._note(f"other calls of a mixer that was captured were left out: {reason}")
         candidates = self._mixer_like | set(self._sites)
-        self._trace.uncaptured = uncaptured_modules(self._model, candidates, self._calls.called, seen)
+        self._trace.uncaptured = list(seen.uncaptured(self._model, candidates, self._calls.called))
         if self._calls.in_other_thread:
             self._note(model_checks.OTHER_THREAD)
-        if kind is None and not self._mixers:
+        if kind is None and MixerSite not in self._emitted:
             raise model_checks.nothing_found(self._model, self._trace, self._calls, bool(seen.captured))
 
     # --- callbacks of the hooks and of the function mode --------------------------------------------------
@@ -209,13 +208,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._outermost.add(call.name)
 
     def _left(self, call: ModuleCall) -> None:
-        self._blocks.arguments_known(call)
+        if is_torch_layer(call.module) and call.block is None:
+            self._blocks.entered(call)  # keyword arguments of PyTorch's own layers are known only now
         if not call.raised:
             if not self._named_by_hand():
                 self._substitution.left(call)
             self._add_unfinished(call)
             self._read(call)
-            self._sightings.note_other_mixing(call, self._blocks.may_be(call.name))
+            self._sightings.note_other_mixing(call)
         # This call comes last, because a module may be both a mixer and a block.
         self._blocks.left(call)
 
@@ -403,15 +403,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
         return mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
 
-    def _emit_mixer(self, site: MixerSite) -> None:
-        self._mixers += 1
-        with self._outside_model(site.operator.device):
-            self._on_mixer(site)
-
-    def _emit_state(self, state: StateSite) -> None:
-        self._states += 1
-        with self._outside_model(state.tokens.device):
-            self._on_state(state)
+    def _emit(self, site: MixerSite | StateSite) -> None:
+        self._emitted.add(type(site))
+        tensor = site.operator if isinstance(site, MixerSite) else site.tokens
+        with self._outside_model(tensor.device):
+            if isinstance(site, MixerSite):
+                self._on_mixer(site)
+            else:
+                self._on_state(site)
 
     def _outside_model(self, device: torch.device | None) -> ExitStack:
         """Return a context without function modes, hooks and gradients; autocast is off on ``device``."""

@@ -143,10 +143,9 @@ class SoftmaxFollower:
         tensors = tensors_in((*args, *kwargs.values()))
         products = matrix_products(func, args, tensors, out) if kwargs.get("alpha", 1) == 1 else []
         found = self._softmax_product(products, out) if self._weights else None
-        if found is not None:
-            mixed = [found]
-        else:
-            mixed = [] if out in self._weights else self._products_without_softmax(products)
+        mixed = [] if found is None else [found]
+        if found is None and out not in self._weights:
+            mixed = self._products_without_softmax(products)
         self._note_comparison(func, tensors, args, out)
         if out in self._compared:
             if products and func not in ADDED_PRODUCTS:
@@ -174,10 +173,8 @@ class SoftmaxFollower:
         elif func in PRODUCTS or func in ADDED_PRODUCTS:
             first, second = tensors[-2:] if len(tensors) > 1 else (out, out)
             compared = _activations(first, second) and _same_batch(first, second)
-        elif self._compared:
-            compared = func not in STARTS_ANEW and any(tensor in self._compared for tensor in tensors)
         else:
-            compared = False
+            compared = func not in STARTS_ANEW and any(tensor in self._compared for tensor in tensors)
         if compared:
             self._compared[out] = True
 

@@ -55,17 +55,14 @@ class Substitution:
     """Applies an `Intervention` to a running model; ``counter`` numbers the calls of each mixer."""
 
     def __init__(self, intervention: Intervention | None, calls: ModuleCalls, counter: CallCounter) -> None:
-        self._intervention, self._calls, self._counter = intervention, calls, counter
-        self._block_counter = CallCounter()
-
-    @property
-    def on(self) -> bool:
+        self.on = intervention is not None
         """True if there is an intervention, so that outputs may be replaced."""
-        return self._intervention is not None
+        self._intervention = Intervention() if intervention is None else intervention
+        self._calls, self._counter, self._block_counter = calls, counter, CallCounter()
 
     def heads(self, outputs: HeadOutputs) -> Tensor | None:
         """Return the intervention's new outputs for the heads of a mixer; None keeps the outputs."""
-        return None if self._intervention is None else self._intervention.on_heads(outputs)
+        return self._intervention.on_heads(outputs)
 
     def new_pass(self) -> None:
         """Restart the numbering of calls at 0 for a new forward pass."""
@@ -74,7 +71,7 @@ class Substitution:
 
     def entered(self, call: ModuleCall) -> None:
         """When a call begins, replace heads that an output projection reads, or copy the input of a block."""
-        if self._intervention is None:
+        if not self.on:
             return
         if call.name in self._intervention.blocks:
             call.input_copy = None if call.stream is None else call.stream.clone()
@@ -90,7 +87,7 @@ class Substitution:
 
     def left(self, call: ModuleCall) -> None:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
-        if self._intervention is None:
+        if not self.on:
             return
         at = None if call.adapter is None else call.adapter.joined_heads(call.module)
         joined = first_tokens(call.output)
@@ -105,7 +102,6 @@ class Substitution:
             _replace_output(call, output, self._intervention.on_block(block))
 
     def _changed_heads(self, mixer: ModuleCall, joined: Tensor, heads: int) -> Tensor | None:
-        assert self._intervention is not None
         if mixer.call_id is None:
             mixer.call_id = self._counter.count(mixer.name)
         batch, tokens, width = joined.shape

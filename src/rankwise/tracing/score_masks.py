@@ -95,9 +95,8 @@ class Masks:
         self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, compared: Any
     ) -> None:
         """Register a call that returned scores; arguments in ``compared`` are scores, others are masks."""
-        sources = [arg for arg in args if isinstance(arg, Tensor) and arg in compared]
-        known = [(source, self._hidden[source]) for source in sources if source in self._hidden]
-        parts = [entries.through(func, args, kwargs, source, out) for source, entries in known]
+        known = [arg for arg in args if isinstance(arg, Tensor) and arg in self._hidden]
+        parts = [self._hidden[source].through(func, args, kwargs, source, out) for source in known]
         new = _newly_hidden(func, args, kwargs, compared)
         if new is not None:
             parts.append(Entries(out.shape, new))

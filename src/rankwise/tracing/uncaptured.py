@@ -1,7 +1,7 @@
 """Modules that mix tokens but were not captured, found by name and by the functions that they call."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
@@ -134,7 +134,7 @@ class Sightings:
         """Register the reason why a mixer was not captured; ``exact``: its adapter could not read it."""
         self.left_out.setdefault((name, reason), exact)
 
-    def note_other_mixing(self, call: ModuleCall, is_block: bool) -> None:
+    def note_other_mixing(self, call: ModuleCall) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
 
         They are registered if the call returns one vector for each token that it read. They are not
@@ -142,7 +142,7 @@ class Sightings:
         mixer. But a block may contain several mixers, so in a block the modules outside of captured mixers
         are registered.
         """
-        if not call.other_mixing or (call.mixed_inside and not is_block):
+        if not call.other_mixing or (call.mixed_inside and call.block is None):
             return
         tokens, output = call.tokens, first_tokens(call.output)
         if EMBEDS.search(type(call.module).__name__) or tokens is None or output is None:
@@ -155,24 +155,22 @@ class Sightings:
             elif not any(_related(inner, site) for site in self.captured):
                 self.other_mixing[inner] = what
 
-
-def uncaptured_modules(
-    model: nn.Module, candidates: set[str], called: set[str], sightings: Sightings
-) -> list[UncapturedModule]:
-    """Return the outermost modules that look like mixers, except inside or around captured mixers."""
-    known: dict[str, str] = {}
-    for (name, reason), _ in sorted(sightings.left_out.items(), key=itemgetter(1)):
-        known.setdefault(name, reason)  # reasons of adapters come after others
-    others = sightings.other_mixing
-    candidates = candidates | set(known) | set(others)
-    seen = {name for name in candidates if any(_related(name, site) for site in sightings.captured)}
-    modules = dict(model.named_modules())
-    outermost: list[UncapturedModule] = []
-    for name in sorted(candidates - seen, key=lambda name: (name.count("."), name)):
-        if not any(holds(outer.name, name) for outer in outermost):
-            reason = _reason(name, modules[name], called, known, others | sightings.hints)
-            outermost.append(UncapturedModule(name, type(modules[name]).__name__, reason))
-    return outermost
+    def uncaptured(
+        self, model: nn.Module, candidates: set[str], called: set[str]
+    ) -> Iterator[UncapturedModule]:
+        """Yield the outermost modules that look like mixers, except inside or around captured mixers."""
+        known: dict[str, str] = {}
+        for (name, reason), _ in sorted(self.left_out.items(), key=itemgetter(1)):
+            known.setdefault(name, reason)  # reasons of adapters come after others
+        candidates = candidates | set(known) | set(self.other_mixing)
+        seen = {name for name in candidates if any(_related(name, site) for site in self.captured)}
+        outermost: list[str] = []
+        for name in sorted(candidates - seen, key=lambda name: (name.count("."), name)):
+            if not any(holds(outer, name) for outer in outermost):
+                outermost.append(name)
+                module = model.get_submodule(name)
+                reason = _reason(name, module, called, known, self.other_mixing | self.hints)
+                yield UncapturedModule(name, type(module).__name__, reason)
 
 
 def _related(name: str, site: str) -> bool:

@@ -105,14 +105,12 @@ class StateSpaceAdapter(Adapter):
     """Base of adapters for transformers layers with a short convolution and a recurrent state."""
 
     output_projection = "out_proj"
-    state_index: ClassVar[int] = 0
-    """Index of the mixer's state among the convolution states that the cache keeps for a layer."""
 
     def why_not(self, call: ModuleCall) -> str | None:
         """Return a reason if a cache holds earlier tokens, or a batch row packs several sequences."""
         at = getattr(call.module, "layer_idx", None)
         for cache in map(call.argument, ("cache_params", "past_key_values")):
-            fresh = cache in (None, ABSENT) or cache.get_conv_state(at, state_idx=self.state_index) is None
+            fresh = cache in (None, ABSENT) or cache.get_conv_state(at) is None
             if not fresh:
                 return CONTINUED
         packed = any(call.kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
@@ -210,29 +208,26 @@ class AdapterReader:
         if reason is None:
             call.adapter = adapter
         else:
-            self._leave_out(call, reason)
+            self._sightings.leave_out(call.name, reason, exact=True)
 
     def left(self, call: ModuleCall) -> MixingCall | None:
         """When a call ends, return its operator, or record the call for the adapter of an outer call."""
         if call.adapter is None:
             self._keep(call)
             return None
-        if any(0 in tensor.shape for tensor in call.tensors[:1]):
-            self._leave_out(call, "it was called with no tokens or no sequences")
-            return None
+        reason = "it was called with no tokens or no sequences"
         try:
-            mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
-            return mixing
+            if not any(0 in tensor.shape for tensor in call.tensors[:1]):
+                mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
+                return mixing
         except torch.OutOfMemoryError:
             raise
         except NotExactError as error:
-            self._leave_out(call, error.reason)
+            reason = error.reason
         except Exception as error:  # catch everything: the module may differ in other versions
-            self._leave_out(call, _unreadable(error))
-        return None
-
-    def _leave_out(self, call: ModuleCall, reason: str) -> None:
+            reason = _unreadable(error)
         self._sightings.leave_out(call.name, reason, exact=True)
+        return None
 
     def _keep(self, call: ModuleCall) -> None:
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)

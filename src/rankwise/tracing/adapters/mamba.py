@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from rankwise.operators import SelectiveMixing, SemiseparableMixing, ToeplitzMixing
 from rankwise.tracing.adapters.base import InnerCalls, StateSpaceAdapter, check_on_device, output_of
 from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.module_calls import ModuleCall
 
 
 class MambaAdapter(StateSpaceAdapter):
@@ -49,12 +49,14 @@ class MambaAdapter(StateSpaceAdapter):
             next((inner[norm].output for norm in norms if norm in inner), part)
             for norms, part in zip(zip(*self.norms, strict=True), parts, strict=True)
         )
-        operator = SelectiveMixing(
-            c.unsqueeze(1),
-            b.float().unsqueeze(1),
-            -mixer.A_log.detach().float().exp(),
-            _step(mixer, time_step, inner),
-        )
+        bias = mixer.dt_proj.bias
+        if "dt_proj" in inner:  # quantized models call the projection as a module
+            step = inner["dt_proj"].output.transpose(1, 2)
+        else:
+            step = mixer.dt_proj.weight.detach() @ time_step.transpose(1, 2)
+            step = step if bias is None else step + bias.detach().float().to(step.dtype)[:, None]
+        rate = -mixer.A_log.detach().float().exp()
+        operator = SelectiveMixing(c.unsqueeze(1), b.float().unsqueeze(1), rate, F.softplus(step))
         channels = inner["x_proj"].args[0].transpose(1, 2)
         gate = output_of(inner, "in_proj").transpose(1, 2).chunk(2, dim=1)[1]
         return _gated_channels(mixer, operator, channels, gate, mixer.D)
@@ -63,17 +65,6 @@ class MambaAdapter(StateSpaceAdapter):
 def _parts(module: nn.Module) -> set[str]:
     """Return the names of a module's own submodules and weights."""
     return {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
-
-
-def _step(mixer: Any, time_step: Tensor, inner: InnerCalls) -> Tensor:
-    """Return the step sizes Δ, (B, D, T), of D channels."""
-    bias = mixer.dt_proj.bias
-    if "dt_proj" in inner:  # quantized models call the projection as a module
-        raw = inner["dt_proj"].output.transpose(1, 2)
-    else:
-        raw = mixer.dt_proj.weight.detach() @ time_step.transpose(1, 2)
-        raw = raw if bias is None else raw + bias.detach().float().to(raw.dtype)[:, None]
-    return F.softplus(raw)
 
 
 def _gated_channels(
@@ -216,7 +207,4 @@ def convolved(conv: nn.Conv1d, tokens: Tensor, activation: Callable[[Tensor], Te
 
 def without_padding(tokens: Tensor, mask: object) -> Tensor:
     """Return tokens with padding set to zero, as transformers does."""
-    if mask is None or mask is ABSENT:
-        return tokens
-    assert isinstance(mask, Tensor)
-    return (tokens * mask[:, :, None]).to(tokens.dtype)
+    return (tokens * mask[:, :, None]).to(tokens.dtype) if isinstance(mask, Tensor) else tokens
