@@ -11,9 +11,9 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
    Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
 5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, an adapter or
-   PyTorch's own layer determines the operator. If an adapter of an outer call reads this call, `_read` records
-   it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and `BlockStacks`
-   reports the sites and states of the block.
+   PyTorch's own layer determines the operator. If an adapter of an outer call reads this call, `_read`
+   records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and
+   `BlockStacks` reports the sites and states of the block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
