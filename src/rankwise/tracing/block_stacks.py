@@ -145,8 +145,7 @@ class BlockStacks:
     def reads(self, tensors: list[Tensor]) -> None:
         """Mark the stacks whose last output is among the arguments of a module call."""
         for blocks in self._open.values():
-            if not blocks.read and any(same(blocks.output, tensor) for tensor in tensors):
-                blocks.read = True
+            blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in tensors)
 
     def add(self, block: Block) -> None:
         """Append a block that has run to its stack; report its mixers and input state."""

@@ -31,7 +31,7 @@ from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import model_checks, torch_layers
 from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.base import AdapterReader
+from rankwise.tracing.adapters.base import NO_TOKENS, AdapterReader
 from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
@@ -145,7 +145,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             self._ignores,
             self._functional,
         )
-        hookless = torch_layers.names_in_torch_layers(self._model)
+        hookless = torch_layers.modules_in_torch_layers(self._model)
         self._calls = ModuleCalls(self._model, hookless, on_enter=self._entered, on_leave=self._left)
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
@@ -347,11 +347,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         """
         calls = self._down_to_mixer()
         name = calls[-1].name
-        if any(model_checks.is_shard(tensor) for tensor in tensors):
-            self._sightings.leave_out(name, model_checks.SHARD)
-            return None
-        if any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
-            self._sightings.leave_out(name, "it was called with no tokens or no sequences")
+        shard = any(model_checks.is_shard(tensor) for tensor in tensors)
+        if shard or any(0 in tensor.shape for tensor in tensors if not tensor.is_nested):
+            self._sightings.leave_out(name, model_checks.SHARD if shard else NO_TOKENS)
             return None
         try:
             mixing = read()
@@ -406,11 +404,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _emit(self, site: MixerSite | StateSite) -> None:
         self._emitted.add(type(site))
         tensor = site.operator if isinstance(site, MixerSite) else site.tokens
+        listener: Any = self._on_mixer if isinstance(site, MixerSite) else self._on_state
         with self._outside_model(tensor.device):
-            if isinstance(site, MixerSite):
-                self._on_mixer(site)
-            else:
-                self._on_state(site)
+            listener(site)
 
     def _outside_model(self, device: torch.device | None) -> ExitStack:
         """Return a context without function modes, hooks and gradients; autocast is off on ``device``."""

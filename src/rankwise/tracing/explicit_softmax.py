@@ -1,9 +1,9 @@
 """Detect attention written as softmax and product: follow each softmax to its product with the values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from rankwise.tracing.score_masks import (
     FILLS,
     MOVES_AXES,
     Entries,
+    Function,
     Masks,
     named_functions,
 )
 
-Function = Callable[..., Any]
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax}
 PRODUCTS = {*named_functions(torch, "matmul bmm mm"), *named_functions(Tensor, "matmul __matmul__ bmm mm")}
 LOG_SOFTMAX = {torch.log_softmax, Tensor.log_softmax, F.log_softmax, torch.special.log_softmax}
@@ -74,8 +74,8 @@ class MatrixProduct:
     """Product (…, T, V); None if the function also added another tensor, as `torch.baddbmm` does."""
     axes: tuple[int, ...] | None
     """Axis ``axes[i]`` of the function's result is axis i of ``output``; None if axes do not correspond."""
-    order: tuple[int, ...] | None
-    """Permutation of the axes of ``operand`` to the axes of ``matrix``; None if they have the same order."""
+    order: tuple[int, ...]
+    """Permutation of the axes of ``operand`` to the axes of ``matrix``."""
     summed: tuple[int, ...]
     """Axis of ``operand`` that is summed over; in `matmul`, also the other axis that may hold sources."""
     contracted: int | None
@@ -225,13 +225,12 @@ class SoftmaxFollower:
                 # A product of two matrices is a matrix, such as a step of an iterated pseudo-inverse.
                 self._weights[out] = Weights(None, None, compared=True)
                 return None
-            matrix, allowed = product.matrix, weights.allowed
-            if product.order is not None:
-                if allowed is not None:
-                    order = (product.operand, *product.order)
-                    allowed = allowed.through(Tensor.permute, order, {}, product.operand, matrix)
-            elif weights.probabilities is not None:
-                matrix = weights.probabilities.reshape(matrix.shape)
+            operand, matrix, allowed = product.operand, product.matrix, weights.allowed
+            if weights.probabilities is not None:
+                matrix = weights.probabilities.reshape(operand.shape).permute(*product.order)
+            if allowed is not None:
+                order = (operand, *product.order)
+                allowed = allowed.through(Tensor.permute, order, {}, operand, matrix)
             mixed = self._mixed(product, matrix)
             keys = None if weights.compared else mixed.keys
             return replace(mixed, allowed=allowed, compared=weights.compared, keys=keys)
@@ -330,7 +329,7 @@ def _still_weights(func: Function, source: Tensor, out: Tensor) -> bool:
 
 
 def matrix_products(
-    func: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
+    func: Function, args: tuple[Any, ...], tensors: list[Tensor], out: Tensor
 ) -> list[MatrixProduct]:
     """Return the ways to read a call of a torch function as a matrix times values; [] for other functions."""
     if func is torch.einsum:
@@ -346,54 +345,51 @@ def _matmul_products(tensors: list[Tensor], out: Tensor) -> list[MatrixProduct]:
     if len(tensors) != 2 or min(tensor.dim() for tensor in (*tensors, out)) < 2:
         return []
     first, second = tensors
-    straight = tuple(range(out.dim()))
-    turned = (*straight[:-2], straight[-1], straight[-2])
+    whole, straight = tuple(range(out.dim())), tuple(range(first.dim()))
+    turned = (*whole[:-2], whole[-1], whole[-2])
     swapped = (*range(second.dim() - 2), second.dim() - 1, second.dim() - 2)
     return [
-        MatrixProduct(first, first, second, second, out, straight, None, (-1,), second.dim() - 2),
+        MatrixProduct(first, first, second, second, out, whole, straight, (-1,), second.dim() - 2),
         # If channels come before tokens, the model computes Y = V Mᵀ, which is Yᵀ = M Vᵀ.
         MatrixProduct(second, second.mT, first, first.mT, out.mT, turned, swapped, (-1, -2), first.dim() - 1),
     ]
 
 
-class Einsum(NamedTuple):
-    """An einsum of two tensors, with the ellipsis of its equation replaced by letters."""
-
-    tensors: tuple[Tensor, Tensor]
-    letters: tuple[str, str]
-    result: str
+Einsum = tuple[list[Tensor], list[str], str]
+"""The operands of an einsum, their letters and those of its result; letters stand for an ellipsis, too."""
 
 
 def _einsum_products(args: tuple[Any, ...], out: Tensor) -> Iterator[MatrixProduct]:
     read = read_einsum(args)
     if read is None:
         return
+    tensors, letters_of, result = read
     for step in (1, -1):
-        (operand, other), (mine, theirs) = read.tensors[::step], read.letters[::step]
-        summed = [letter for letter in mine if letter in theirs and letter not in read.result]
-        rows = [letter for letter in mine if letter in read.result and letter not in theirs]
+        (operand, other), (mine, theirs) = tensors[::step], letters_of[::step]
+        summed = [letter for letter in mine if letter in theirs and letter not in result]
+        rows = [letter for letter in mine if letter in result and letter not in theirs]
         channels = [letter for letter in theirs if letter not in mine]
         if len(summed) != 1 or len(channels) != 1 or not rows:
             continue
         source, row, channel = summed[0], rows[-1], channels[0]
         leading = mine.replace(source, "").replace(row, "")
         wanted = leading + row + channel
-        if not set(wanted) <= set(read.result):
+        if not set(wanted) <= set(result):
             continue
         letters = leading + row + source
-        order = None if letters == mine else tuple(map(mine.index, letters))
-        whole = sorted(wanted) == sorted(read.result)
+        order = tuple(map(mine.index, letters))
+        whole = sorted(wanted) == sorted(result)
         aligned = leading == "".join(letter for letter in theirs if letter in leading)
         values = other
         if set(leading) <= set(theirs):
             values = torch.einsum(f"{theirs}->{leading}{source}{channel}", other)
         yield MatrixProduct(
             operand,
-            operand if order is None else operand.permute(*order),
+            operand.permute(*order),
             other,
             values,
-            torch.einsum(f"{read.result}->{wanted}", out),
-            tuple(map(read.result.index, wanted)) if whole else None,
+            torch.einsum(f"{result}->{wanted}", out),
+            tuple(map(result.index, wanted)) if whole else None,
             order,
             (mine.index(source) - len(mine),),
             theirs.index(source) if aligned else None,
@@ -429,14 +425,14 @@ def read_einsum(args: tuple[Any, ...]) -> Einsum | None:
         scaled = torch.einsum(f"{letters[to]},{letters[at]}->{letters[to]}", tensors[to], tensors[at])
         kept = [(scaled if i == to else tensors[i], letters[i]) for i in range(3) if i != at]
         tensors, letters = [tensor for tensor, _ in kept], [mine for _, mine in kept]
-    return Einsum(tuple(tensors), tuple(letters), result)  # type: ignore[arg-type]
+    return list(tensors), letters, result
 
 
 def compares(args: tuple[Any, ...]) -> bool:
     """Return True if an einsum may compute scores Q Kᵀ: its operands share a batch axis, or have none."""
     einsum = read_einsum(args)
-    if einsum is None or any(isinstance(tensor, nn.Parameter) for tensor in einsum.tensors):
+    if einsum is None or any(isinstance(tensor, nn.Parameter) for tensor in einsum[0]):
         return False
-    first, second = einsum.letters
-    shared = set(first) & set(second) & set(einsum.result)
+    _, (first, second), result = einsum
+    shared = set(first) & set(second) & set(result)
     return bool(shared) or len(first) == len(second) == 2

@@ -157,38 +157,41 @@ def flex_mixing(args: tuple[Any, ...], output: Tensor, call: ModuleCall) -> Mixi
     groups = query.shape[1] // key.shape[1]
     scores = (query @ key.repeat_interleave(groups, 1).mT).mul(scale)
     at = [torch.arange(size, device=query.device) for size in scores.shape]
-    scores = _each_entry(score_mod, len(score_buffers))(scores, *at, *score_buffers)
-    allowed = _each_entry(lambda _, *entry: mask_mod(*entry), len(mask_buffers))(scores, *at, *mask_buffers)
+    scores = _each_entry(lambda *entry: score_mod(*entry, *score_buffers))(scores, *at)
+    allowed = _each_entry(lambda _, *entry: mask_mod(*entry, *mask_buffers))(scores, *at)
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
-    operator = DenseMixing(weights, allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else allowed)
     axes = HeadAxes(lambda out: out, lambda heads: heads)
-    return MixingCall(operator, value, output.detach(), axes=axes, kind="softmax")
+    return MixingCall(_dense(weights, allowed), value, output.detach(), axes=axes, kind="softmax")
 
 
-def _each_entry(function: Callable[..., Tensor], buffers: int) -> Callable[..., Tensor]:
-    """Return a function of (scores, b, h, i, j, *buffers) for all entries, of a function for one entry."""
+def _each_entry(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of (scores, b, h, i, j) for all entries, of a function for one entry."""
     for axis in (4, 3, 2, 1):
-        mapped = [0, *(0 if axis == other else None for other in (1, 2, 3, 4)), *[None] * buffers]
-        function = torch.vmap(function, in_dims=tuple(mapped))
+        mapped = (0, *(0 if axis == other else None for other in (1, 2, 3, 4)))
+        function = torch.vmap(function, in_dims=mapped)
     return function
+
+
+def _dense(weights: Tensor, allowed: Tensor | None) -> DenseMixing:
+    if allowed is not None and bool(allowed.all()):
+        # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
+        allowed = allowed.new_ones((1, 1, 1, 1))
+    return DenseMixing(weights, allowed)
 
 
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     """Return the operator of attention that the model computes as a matrix product, or as two products."""
     mixed = _product_without_vmap(mixed, call) if in_function_transform() else mixed
     layout = layout_of(mixed.matrix.shape, call)
-    matrix, values, allowed = mixed.matrix.detach(), mixed.values.detach(), None
+    matrix, values = mixed.matrix.detach(), mixed.values.detach()
     operator: MixingOperator
     if mixed.keys is not None:
         keys = mixed.keys.detach().mT
         keys, values = (part.expand(*matrix.shape[:-2], *part.shape[-2:]) for part in (keys, values))
         operator = LinearAttentionMixing(layout(matrix), layout(keys))
     else:
-        if mixed.allowed is not None:
-            allowed = mixed.allowed.of(matrix.shape)
-            # A single True means "nothing is masked": zeros in this matrix are underflow, not masked entries.
-            allowed = allowed.new_ones((1, 1, 1, 1)) if bool(allowed.all()) else layout(allowed)
-        operator = DenseMixing(layout(matrix), allowed)
+        allowed = None if mixed.allowed is None else layout(mixed.allowed.of(matrix.shape))
+        operator = _dense(layout(matrix), allowed)
     output, axes, heads_axes = mixed.output, mixed.axes, None
     if output is not None and axes is not None:
         shape, home = output.shape, sorted(range(output.dim()), key=axes.__getitem__)
@@ -218,10 +221,7 @@ def _without_vmap(like: Tensor, call: ModuleCall) -> Callable[[Tensor], Tensor]:
 def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxProduct:
     """Return a product inside `torch.vmap` as a product of tensors that have the mapped axes too."""
     unmap, allowed = _without_vmap(mixed.matrix, call), mixed.allowed
-    names = ("matrix", "values", "output", "keys")
-    parts: dict[str, Any] = {
-        name: unmap(part) for name in names if (part := getattr(mixed, name)) is not None
-    }
+    parts: dict[str, Any] = {name: getattr(mixed, name) for name in ("matrix", "values", "output", "keys")}
     if allowed is not None:
         seen = unmap(allowed.of(mixed.matrix.shape))
         allowed = Entries(seen.shape, lambda: seen)
@@ -249,10 +249,9 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     if mixed.inner is not None:
         return None
     given = given_shape(call, tokens)
-    if given is not None and tokens == 1 and matrix.dim() > 3:
-        one_for_each = matrix.shape[1] == given[1] and (given[1] > 1 or not mixed.compared)
-        if one_for_each:
-            return ROUTER
+    count = given[1] if given is not None and matrix.dim() > 3 else 0
+    if tokens == 1 and count == matrix.shape[1] and (count > 1 or not mixed.compared):
+        return ROUTER
     if not mixed.compared and _streams_of_each_token(matrix, calls):
         return STREAMS
     if mixed.values_learned:
@@ -434,11 +433,9 @@ def valid_positions(
         columns = operator.support().any(-2).any(-2)
     if cross:
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, past_none=True)
-    elif tokens == sources and (given or not _has_second_stream(calls[-1])):
-        rows = columns
     elif tokens == sources:
-        # Keys of the second stream do not show which rows are padding.
-        rows = None
+        # Keys of a second stream do not show which rows are padding.
+        rows = columns if given or not _has_second_stream(calls[-1]) else None
     else:
         # With a cache, the rows are the last tokens of the mask.
         rows = find_token_mask(calls, OWN_MASK, batch, tokens, longer=True)

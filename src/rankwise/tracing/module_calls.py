@@ -119,10 +119,14 @@ def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def _ignore(*given: Any) -> None:
+    """Do nothing, as a listener or in place of a hook in a copy of a module."""
+
+
 class ModuleCalls:
     """Stack of the running module calls of a model; calls listeners when a module call begins and ends.
 
-    Each module gets hooks if ``where(name, module)``, except the modules named in ``hookless``: PyTorch's own
+    Each module gets hooks if ``where(name, module)``, except the modules in ``hookless``: PyTorch's own
     attention layers and the modules inside them. Hooks on these would turn off the inference fast path and
     change the computation. Global hooks, which the fast path ignores, follow these modules.
     """
@@ -130,18 +134,17 @@ class ModuleCalls:
     def __init__(
         self,
         model: nn.Module,
-        hookless: frozenset[str] = frozenset(),
+        hookless: Collection[nn.Module] = frozenset(),
         *,
         where: Callable[[str, nn.Module], bool] = lambda name, module: True,
-        on_enter: Listener | None = None,
-        on_leave: Listener | None = None,
+        on_enter: Listener = _ignore,
+        on_leave: Listener = _ignore,
     ) -> None:
         self.running: list[ModuleCall] = []
         self.called: set[str] = set()
         self._on_enter, self._on_leave = on_enter, on_leave
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._hookless = {id(module) for name, module in model.named_modules() if name in hookless}
-        self._model, self._where = model, where
+        self._model, self._hookless, self._where = model, hookless, where
         self._thread = threading.get_ident()
         self.in_other_thread = False
         """True if the model was called in another thread, where the function mode is not active."""
@@ -155,7 +158,7 @@ class ModuleCalls:
         always: dict[str, Any] = {"with_kwargs": True, "always_call": True}
         try:
             for name, module in self._model.named_modules():
-                if id(module) not in self._hookless and self._where(name, module):
+                if module not in self._hookless and self._where(name, module):
                     handles.append(module.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
                     handles.append(module.register_forward_hook(Hook(self._leave), **always))
             if self._hookless:
@@ -190,8 +193,7 @@ class ModuleCalls:
         call = ModuleCall(self._names[id(module)], module, args, kwargs, next(self._serial))
         self.called.add(call.name)
         self.running.append(call)
-        if self._on_enter is not None:
-            self._on_enter(call)
+        self._on_enter(call)
         changed = call.args is not args or call.kwargs is not kwargs
         return (call.args, call.kwargs) if changed else None
 
@@ -207,8 +209,7 @@ class ModuleCalls:
         # A call that raised has the output None, but some modules also return None.
         call.raised = output is None and sys.exc_info()[1] is not call.handled
         try:
-            if self._on_leave is not None:
-                self._on_leave(call)
+            self._on_leave(call)
         finally:
             self.running.pop()
         return None if call.output is output else call.output
@@ -225,11 +226,11 @@ class ModuleCalls:
             self.running.pop().exit_stack.close()
 
     def _enter_hookless(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if id(module) in self._hookless:
+        if module in self._hookless:
             self._enter(module, args, {})
 
     def _leave_hookless(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
-        if id(module) not in self._hookless:
+        if module not in self._hookless:
             return None
         *kwargs, output = rest  # PyTorch omits kwargs if the module raised
         return self._leave(module, args, kwargs[0] if kwargs else {}, output)
@@ -252,10 +253,6 @@ class Hook:
     def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
         """Return a hook without effect, which replaces this hook in copies and pickles."""
         return partial, (_ignore,)
-
-
-def _ignore(*given: Any) -> None:
-    """Do nothing, in place of a hook in a copy of a module."""
 
 
 def same(known: Tensor | None, tensor: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from rankwise.operators import SoftmaxMixing
 from rankwise.tracing.axes import padded
 from rankwise.tracing.mixing_calls import MixingCall
-from rankwise.tracing.module_calls import ModuleCall, holds
+from rankwise.tracing.module_calls import ModuleCall
 
 ATTRIBUTES = (
     *("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn"),
@@ -41,11 +41,9 @@ def why_not_known(module: nn.Module, called_inside: bool) -> str | None:
     return None
 
 
-def names_in_torch_layers(model: nn.Module) -> frozenset[str]:
-    """Return the names of PyTorch's own layers and all modules inside them, which must not have hooks."""
-    modules = dict(model.named_modules())
-    layers = [name for name, module in modules.items() if is_torch_layer(module)]
-    return frozenset(name for name in modules if any(holds(layer, name) for layer in layers))
+def modules_in_torch_layers(model: nn.Module) -> set[nn.Module]:
+    """Return PyTorch's own layers and all modules inside them, which must not have hooks."""
+    return {inner for module in model.modules() if is_torch_layer(module) for inner in module.modules()}
 
 
 def layer_mixing(
@@ -109,7 +107,9 @@ def from_attention(attention: Any, given: dict[str, Any], outer: ModuleCall | No
         query, lengths = padded(query)
         key, value = query, query
         key_padding_mask = None if lengths is None else ~lengths
-    query, key, value = (_batch_first(attention, tensor) for tensor in (query, key, value))
+    batched = (tensor.unsqueeze(0) if tensor.dim() == 2 else tensor for tensor in (query, key, value))
+    first = attention.batch_first or query.dim() == 2
+    query, key, value = (tensor if first else tensor.transpose(0, 1) for tensor in batched)
     if lengths is None and not cross and key_padding_mask is not None:
         hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask.isneginf()
         lengths = ~hidden.reshape(-1, hidden.shape[-1])
@@ -135,12 +135,6 @@ def _is_cross(query: Tensor, key: Tensor, outer: ModuleCall | None) -> bool:
         return True
     streams = [t for t in outer.tensors if t.is_floating_point() and t.dim() == query.dim()] if outer else []
     return query.data_ptr() != key.data_ptr() and (outer is None or len(streams) > 1)
-
-
-def _batch_first(attention: Any, tensor: Tensor) -> Tensor:
-    if tensor.dim() == 2:
-        return tensor.unsqueeze(0)
-    return tensor if attention.batch_first else tensor.transpose(0, 1)
 
 
 def _projections(attention: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ FUSED = (
     "without the kernel"
 )
 OFFLOADED = "its weights are offloaded again once it has run; capture it with all weights on a device"
+NO_TOKENS = "it was called with no tokens or no sequences"
 PACKED = "a row holds several sequences, as its arguments say; pass each sequence as a separate row"
 CONTINUED = (
     "it continued from a cache that holds earlier tokens, which are not columns of its operator; capture the "
@@ -95,6 +96,11 @@ def output_of(inner: InnerCalls, name: str) -> Tensor:
     return output
 
 
+def split_heads(tokens: Tensor, heads: int) -> Tensor:
+    """Return projected tokens (B, T, H·K) as heads (B, H, T, K)."""
+    return tokens.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def check_on_device(*weights: Tensor | None) -> None:
     """Raise `NotExactError` if a weight is offloaded (on the meta device)."""
     if any(weight is not None and weight.is_meta for weight in weights):
@@ -110,8 +116,7 @@ class StateSpaceAdapter(Adapter):
         """Return a reason if a cache holds earlier tokens, or a batch row packs several sequences."""
         at = getattr(call.module, "layer_idx", None)
         for cache in map(call.argument, ("cache_params", "past_key_values")):
-            fresh = cache in (None, ABSENT) or cache.get_conv_state(at) is None
-            if not fresh:
+            if cache not in (None, ABSENT) and cache.get_conv_state(at) is not None:
                 return CONTINUED
         packed = any(call.kwargs.get(name) is not None for name in ("seq_idx", "cu_seq_lens_q"))
         return PACKED if packed else None
@@ -215,7 +220,7 @@ class AdapterReader:
         if call.adapter is None:
             self._keep(call)
             return None
-        reason = "it was called with no tokens or no sequences"
+        reason = NO_TOKENS
         try:
             if not any(0 in tensor.shape for tensor in call.tensors[:1]):
                 mixing: MixingCall = call.adapter.mixing(call, call.inner, self._values)
@@ -231,10 +236,10 @@ class AdapterReader:
 
     def _keep(self, call: ModuleCall) -> None:
         mixer = next((other for other in reversed(self._calls.running[:-1]) if other.adapter), None)
-        if mixer is None or not call.name.startswith(f"{mixer.name}."):
+        name = "" if mixer is None else call.name.removeprefix(f"{mixer.name}.")
+        if mixer is None or name not in mixer.adapter.inner:
             return
-        name = call.name[len(mixer.name) + 1 :]
-        if name in mixer.adapter.inner and call.tokens is not None and isinstance(call.output, Tensor):
+        if call.tokens is not None and isinstance(call.output, Tensor):
             args = map_tensors(call.args, Tensor.detach)
             mixer.inner[name] = RecordedCall(name, call.module, args, call.kwargs, call.output.detach())
 

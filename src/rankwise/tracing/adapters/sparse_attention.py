@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankwise.operators import SoftmaxMixing
-from rankwise.tracing.adapters.base import Adapter, InnerCalls, NotExactError, output_of
+from rankwise.tracing.adapters.base import Adapter, InnerCalls, NotExactError, output_of, split_heads
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
 
@@ -30,12 +30,14 @@ class LongformerAdapter(Adapter):
     def mixing(self, call: ModuleCall, inner: InnerCalls, values: bool) -> MixingCall:
         """Return the operator: one softmax over the whole sequence per head."""
         layer: Any = call.module
-        query, key, value = (self._heads(layer, output_of(inner, name)) for name in self.inner[:3])
+        # the layer's order of axes is (T, B, D)
+        projected = [output_of(inner, name).transpose(0, 1) for name in self.inner[:3]]
+        query, key, value = (split_heads(tokens, layer.num_heads) for tokens in projected)
         masked = call.argument("is_index_masked")
         if not call.argument("is_global_attn"):
             # scale=1, because the layer has already divided the queries by √K in place
             operator = SoftmaxMixing(query, key, _local(layer, masked), scale=1.0)
-            output = self._heads(layer, call.output[0].detach().transpose(0, 1))
+            output = split_heads(call.output[0].detach(), layer.num_heads)
             return MixingCall(operator, value, output, whole=True)
         is_global = call.argument("is_index_global_attn")
         chosen = torch.zeros_like(query)
@@ -43,17 +45,12 @@ class LongformerAdapter(Adapter):
         place = is_global.cumsum(1)[at] - 1
         own = output_of(inner, "query_global").unflatten(-1, (layer.num_heads, -1))
         chosen[at[0], :, at[1]] = own[place, at[0]]
-        key_global = self._heads(layer, output_of(inner, "key_global"))
+        key_global = split_heads(output_of(inner, "key_global").transpose(0, 1), layer.num_heads)
         query = query.masked_fill(is_global[:, None, :, None], 0)
         allowed = _local(layer, masked | is_global) | (is_global[:, None, None] & ~masked[:, None, :, None])
         allowed = torch.where(is_global[:, None, :, None], ~masked[:, None, None], allowed)
         both = torch.cat([query, chosen], -1), torch.cat([key, key_global], -1)
         return MixingCall(SoftmaxMixing(*both, allowed, scale=1.0), whole=True)
-
-    @staticmethod
-    def _heads(layer: Any, projected: Tensor) -> Tensor:
-        """Return projected states (T, B, D), which is the layer's order of axes, as heads (B, H, T, K)."""
-        return projected.unflatten(-1, (layer.num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _local(layer: Any, hidden: Tensor) -> Tensor:
@@ -80,16 +77,13 @@ class BigBirdAdapter(Adapter):
         layer: Any = call.module
         if layer.training:
             raise NotExactError(DRAWN)
-        query, key, value = (_big_bird_heads(layer, output_of(inner, name)) for name in self.inner)
+        heads = layer.num_attention_heads
+        query, key, value = (split_heads(output_of(inner, name), heads) for name in self.inner)
         rows, columns = call.argument("from_mask") > 0, call.argument("to_mask") > 0
         bias = _log_counts(layer, query.shape[-2]).to(query)
         bias = bias.masked_fill(~(rows & columns), -torch.inf)
-        output = _big_bird_heads(layer, call.output[0].detach())
+        output = split_heads(call.output[0].detach(), heads)
         return MixingCall(SoftmaxMixing(query, key, bias), value, output, whole=True)
-
-
-def _big_bird_heads(layer: Any, projected: Tensor) -> Tensor:
-    return projected.unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
 
 
 def _log_counts(layer: Any, tokens: int) -> Tensor:
