@@ -14,6 +14,7 @@ from experiments.zoo.state_space import STATE_SPACE, tiny
 from torch import nn
 
 import rankwise as rw
+from rankwise.tracing import record_calls
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import NoOperatorAdapter
 from rankwise.tracing.module_calls import ModuleCall
@@ -61,6 +62,17 @@ def output_error(site, outputs, operator=None):
         got = mixed if site.apply_output is None else site.apply_output(mixed)
     expected = site.output if site.apply_output is None else outputs[site.name]
     return float((got.double() - expected.double()).abs().max() / max(1.0, float(expected.abs().max())))
+
+
+@every_family
+def test_a_mixer_is_captured_if_it_is_the_model(name):
+    model, site = tiny(name), mixers_without_softmax(traced(name, padded=False)[0])[0]
+    with torch.no_grad(), record_calls(model, {site.name}) as calls:
+        model(**batch(), use_cache=False)
+    call = calls[0]
+    with torch.no_grad(), rw.capture(call.module) as trace:
+        call.module(*call.args, **call.kwargs)
+    assert torch.equal(trace.mixers[0].operator.dense(), site.operator.dense())
 
 
 @every_family

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import rankwise as rw
 from rankwise.errors import CaptureError
+from rankwise.tracing import Intervention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask"),
@@ -393,13 +394,26 @@ def test_a_custom_layer_inside_pytorchs_encoder_is_captured():
         assert (site.operator.dense() - rw.operators.SoftmaxMixing(q, q).dense()).abs().max() < TOLERANCE
 
 
-def test_a_layer_has_the_same_name_on_the_fast_path_and_off_it():
+class OwnHeads(nn.MultiheadAttention):
+    """PyTorch's attention in a class of its own."""
+
+    def forward(self, *given, **named):
+        return super().forward(*given, **named)
+
+
+@pytest.mark.parametrize("attention", [nn.MultiheadAttention, OwnHeads])
+def test_a_layer_has_the_same_name_on_the_fast_path_and_off_it(attention):
     layers = [nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    for layer in layers:
+        layer.self_attn = attention(WIDTH, 4, batch_first=True)
     model, x = nn.Sequential(*layers).eval(), torch.randn(B, T, WIDTH)
     fast, calls, _ = compared(model, x)
+    with torch.no_grad(), rw.capture(model, intervention=Intervention()) as replaced:
+        model(x)
     slow, slow_calls, _ = compared(model.train(), x)
     assert (calls[LAYER], slow_calls[LAYER]) == (2, 0)
-    assert [site.name for site in fast.mixers] == [site.name for site in slow.mixers] == ["0", "1"]
+    for trace in (fast, slow, replaced):
+        assert [(site.name, site.call_id.module) for site in trace.mixers] == [("0", "0"), ("1", "1")]
     for one, other in zip(fast.mixers, slow.mixers, strict=True):
         assert (one.layer, one.cross) == (other.layer, other.cross)
         assert (one.operator.dense() - other.operator.dense()).abs().max() < TOLERANCE

@@ -40,13 +40,13 @@ from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import (
+    FUSED_ARGUMENTS,
     WITHIN_TOKENS,
     MixingCall,
     Unfinished,
     axis_notes,
     explicit_mixing,
     flex_mixing,
-    fused_arguments,
     fused_mixing,
     mixer_site,
     mixes_without_softmax,
@@ -60,7 +60,7 @@ from rankwise.tracing.uncaptured import (
     FUNCTIONS,
     STATE_SUM,
     Sightings,
-    mixer_like,
+    looks_like_mixer,
     whose_tokens,
 )
 
@@ -149,10 +149,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._calls = ModuleCalls(self._model, hookless, on_enter=self._entered, on_leave=self._left)
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
-        modules = self._model.named_modules()
-        adapters = {name: found for name, module in modules if (found := adapter_of(module)) is not None}
+        modules = dict(self._model.named_modules())
+        adapters = {name: found for name, module in modules.items() if (found := adapter_of(module))}
         self._reader = AdapterReader(adapters, self._calls, self._sightings, self._values)
-        self._mixer_like = mixer_like(self._model) | set(adapters)
+        self._mixer_like = {name for name, module in modules.items() if looks_like_mixer(module)} - {""}
+        self._mixer_like |= set(adapters)
         self._stacks = BlockStacks(self._emit, self._note)
         self._blocks = BlockFinder(
             self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
@@ -190,22 +191,19 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _entered(self, call: ModuleCall) -> None:
         if len(self._calls.running) == 1:
-            self._begin(call)
+            if call.name in self._outermost or self._stacks.forward_pass < 0:
+                self._blocks.finish()
+                self._stacks.forward_pass += 1
+                self._substitution.new_pass()
+                self._outermost.clear()
+                self._mode.weights = SoftmaxFollower()
+            self._outermost.add(call.name)
         fast = is_torch_layer(call.module, torch_layers.FAST_PATH)
         call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not fast))
         if not self._named_by_hand():
             self._reader.entered(call)
             self._substitution.entered(call)
         self._blocks.entered(call)
-
-    def _begin(self, call: ModuleCall) -> None:
-        if call.name in self._outermost or self._stacks.forward_pass < 0:
-            self._blocks.finish()
-            self._stacks.forward_pass += 1
-            self._substitution.new_pass()
-            self._outermost.clear()
-            self._mode.weights = SoftmaxFollower()
-        self._outermost.add(call.name)
 
     def _left(self, call: ModuleCall) -> None:
         if is_torch_layer(call.module) and call.block is None:
@@ -243,11 +241,12 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         """Return the running calls down to the mixer; of PyTorch's layers inside each other the outermost."""
         running = self._calls.running
         layers = [at for at, call in enumerate(running, 1) if is_torch_layer(call.module)]
-        inside = layers[-1:] == [len(running)] and not self._named_by_hand()
-        return running[: layers[0]] if inside else running
+        # The fast path of a layer runs no attention inside it, not even one of a subclass.
+        inside = isinstance(running[-1].module, torch_layers.LAYERS) and not self._named_by_hand()
+        return running[: layers[0]] if inside and layers else running
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        given = fused_arguments(args, kwargs)
+        given = dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
         if given.get("dropout_p", 0.0) > 0:
             self._note(model_checks.dropout_note("fused attention"))
         inner = self._mode.weights.held.get(given["value"])

@@ -81,9 +81,8 @@ class Substitution:
         if mixer is not None and at is not None and call.name == f"{mixer.name}.{at[0]}".lstrip("."):
             given = call.tokens
             changed = None if given is None else self._changed_heads(mixer, given, at[1])
-            if changed is not None:
-                call.args = in_place_of(call.args, given, changed)
-                call.kwargs = in_place_of(call.kwargs, given, changed)
+            call.args = in_place_of(call.args, given, changed)
+            call.kwargs = in_place_of(call.kwargs, given, changed)
 
     def left(self, call: ModuleCall) -> None:
         """When a call ends, replace the output of a block, or of a mixer that returns concatenated heads."""
@@ -92,14 +91,14 @@ class Substitution:
         at = None if call.adapter is None else call.adapter.joined_heads(call.module)
         joined = first_tokens(call.output)
         if at is not None and not at[0] and joined is not None:
-            _replace_output(call, joined, self._changed_heads(call, joined, at[1]))
+            call.output = in_place_of(call.output, joined, self._changed_heads(call, joined, at[1]))
         if call.name not in self._intervention.blocks:
             return
         given = call.stream if call.input_copy is None else call.input_copy
         output = None if given is None else first_tokens(call.output, axes=given.dim())
         if given is not None and output is not None and output.shape == given.shape:
             block = BlockOutput(self._block_counter.count(call.name), given, output)
-            _replace_output(call, output, self._intervention.on_block(block))
+            call.output = in_place_of(call.output, output, self._intervention.on_block(block))
 
     def _changed_heads(self, mixer: ModuleCall, joined: Tensor, heads: int) -> Tensor | None:
         if mixer.call_id is None:
@@ -112,15 +111,10 @@ class Substitution:
         return None if changed is None else changed.transpose(1, 2).reshape(joined.shape)
 
 
-def _replace_output(call: ModuleCall, old: Tensor, new: Tensor | None) -> None:
-    if new is not None:
-        call.output = in_place_of(call.output, old, new)
-
-
-def in_place_of(values: Any, old: Tensor | None, new: Tensor) -> Any:
-    """Return nested dicts, tuples and lists with the tensor ``old`` replaced by ``new``."""
-    if values is old:
-        return new
+def in_place_of(values: Any, old: Tensor | None, new: Tensor | None) -> Any:
+    """Return dicts, tuples and lists with the tensor ``old`` replaced by ``new``, unless that is None."""
+    if values is old or new is None:
+        return values if new is None else new
     if isinstance(values, Mapping):
         changed = {name: in_place_of(value, old, new) for name, value in values.items()}
         return changed if type(values) is dict else type(values)(**changed)

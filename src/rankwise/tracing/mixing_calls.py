@@ -49,6 +49,7 @@ CACHE_ARGUMENTS = (
 )
 OWN_MASK, OTHER_MASK, DECODER_MASK = "attention_mask", "encoder_attention_mask", "decoder_attention_mask"
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+"""Names of the arguments of `scaled_dot_product_attention`, in order."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,6 @@ def unfinished(mixing: MixingCall, calls: Sequence[ModuleCall]) -> bool:
     # Queries (B, H, T, K) that a module receives may be landmarks.
     lengths = _lengths(calls, most_axes=3)
     return bool(lengths) and 1 < rows < columns and rows not in lengths | _areas(calls)
-
-
-def fused_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `scaled_dot_product_attention` call as a dict by name."""
-    return dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
 
 
 def fused_mixing(

@@ -56,11 +56,10 @@ def layer_mixing(
     assert isinstance(module, nn.TransformerEncoderLayer)
     source = given["src"]
     if module.norm_first:
-        norm = module.norm1
-        if source.is_nested:
-            source = torch.nested.nested_tensor([_norm(norm, item) for item in source.unbind()])
-        else:
-            source = _norm(norm, source)
+        norm, items = module.norm1, source.unbind() if source.is_nested else [source]
+        settings = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+        normed = [F.layer_norm(item, *settings) for item in items]
+        source = torch.nested.nested_tensor(normed) if source.is_nested else normed[0]
     masks = {"attn_mask": given.get("src_mask"), "key_padding_mask": given.get("src_key_padding_mask")}
     return from_attention(module.self_attn, {"query": source, "key": source, "value": source} | masks, outer)
 
@@ -175,7 +174,3 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-
-
-def _norm(norm: nn.LayerNorm, tensor: Tensor) -> Tensor:
-    return F.layer_norm(tensor, norm.normalized_shape, norm.weight, norm.bias, norm.eps)

@@ -100,11 +100,6 @@ def why_no_operator(module: nn.Module) -> str | None:
     return next((why for pattern, why in NO_OPERATOR.items() if re.search(pattern, kind.__name__)), None)
 
 
-def mixer_like(model: nn.Module) -> set[str]:
-    """Return the names of the modules of a model that look like mixers."""
-    return {name for name, module in model.named_modules() if name and looks_like_mixer(module)}
-
-
 def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
     """Return the innermost call, outside of `torch.nn`, whose input (B, T, D) a function mixed along T."""
     for call in reversed(calls):
