@@ -17,10 +17,6 @@ DOCS = Path(__file__).parents[1] / "docs"
 Report = dict[str, Any]
 
 
-def _none(report: Report) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Study:
     """A measurement and its page; `experiments.registry` lists the studies."""
@@ -31,9 +27,9 @@ class Study:
     """Data folder → report, plain JSON; its `settings` are everything that decides the run."""
     page: str = ""
     """Name of docs/PAGE.md, made from pages/PAGE.md; empty: no page."""
-    tables: Callable[[Report], Mapping[str, str]] = _none
+    tables: Callable[[Report], Mapping[str, str]] = lambda report: {}
     """Mark on the page → Markdown."""
-    figures: Callable[[Report], Mapping[str, str]] = _none
+    figures: Callable[[Report], Mapping[str, str]] = lambda report: {}
     """Name in docs/images → SVG."""
     template: str = ""
     """Name of pages/TEMPLATE.md, if it is not the name of the page."""

@@ -253,6 +253,12 @@ def of_estimate(rows):
     yield f"{constant:.0f} MiB and {slope * 2**10:.1f} KiB a token"
 
 
+def of_ways(rows):
+    (estimate, exact) = (row for row in rows if row["tokens"] == 4096)
+    yield f"take {exact['core_seconds']:.1f} core seconds and {exact['mib']:.0f} MiB, the estimate"
+    yield f"{estimate['core_seconds']:.1f} and {estimate['mib']:.0f} "
+
+
 PAGES = {
     "state_space": ("how-to/adapters", of_state_space),
     "monitor": ("how-to/monitor", of_monitor),
@@ -260,6 +266,7 @@ PAGES = {
     "tssa": ("how-to/tssa", of_tssa),
     "rank_1024": ("decisions/004-fast-ranks", of_rank),
     "estimate": ("how-to/long-contexts", of_estimate),
+    "estimate_4096": ("how-to/long-contexts", of_ways),
 }
 
 
