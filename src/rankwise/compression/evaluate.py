@@ -20,6 +20,7 @@ from rankwise._internals.forward import (
     device_of,
     first_sequences,
     run_model,
+    tensors_in,
     to_device,
 )
 from rankwise._internals.linalg import as_float64
@@ -199,12 +200,8 @@ def cache_bytes(model: nn.Module, batch: Any) -> int:
     ids = batch["input_ids"][:1, :CACHE_TOKENS]
     with torch.no_grad():
         cache = getattr(run_model(model, {"input_ids": ids, "use_cache": True}), "past_key_values", None)
-    kept = [
-        tensor
-        for layer in getattr(cache, "layers", [])
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
-        if isinstance(tensor, Tensor)
-    ]
+    layers = getattr(cache, "layers", [])
+    kept = tensors_in([getattr(layer, name, None) for layer in layers for name in ("keys", "values")])
     return sum(tensor.numel() * tensor.element_size() for tensor in kept) // ids.shape[1]
 
 
@@ -349,14 +346,15 @@ def _alternate(
     """Time the compressed and the original model in alternating rounds."""
     device = device_of(model)
 
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def seconds(run: Callable[[], Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = now()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return now() - start
 
     old: list[float] = []
     new: list[float] = []

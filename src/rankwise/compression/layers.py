@@ -116,6 +116,7 @@ def find_layers(
     with recording as records, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
     outputs = outputs_by_name(records)
+    linear = linear_names(model, outputs)
     found: dict[str, Projections] = {}
     skipped: dict[str, str] = {}
     calls: dict[str, int] = {}
@@ -124,7 +125,7 @@ def find_layers(
         if site.name in skipped:
             continue
         now = {name: own[min(call, len(own) - 1)] for name, own in outputs.items()}
-        layer = _unfit(site) or read(site, nearby(model, site.name, now))
+        layer = _unfit(site) or read(site, nearby(model, site.name, now, linear))
         if isinstance(layer, str):
             skipped[site.name] = layer
             found.pop(site.name, None)
@@ -177,13 +178,17 @@ class Nearby:
         return f"its {what} are the output of no module: its code changes them after its linear layers"
 
 
-def nearby(model: nn.Module, name: str, outputs: Mapping[str, Any]) -> Nearby:
+def nearby(model: nn.Module, name: str, outputs: Mapping[str, Any], linear: set[str]) -> Nearby:
     """Return the outputs of the modules near an attention layer, from those of all modules in one call."""
     tensors = {own: output for own, output in outputs.items() if isinstance(output, Tensor) and output.dim()}
-    linear = [own for own in tensors if not not_linear(model, own)]
-    others = [own for own in tensors if not_linear(model, own)]
-    near = ({own: tensors[own] for own in names_below(names, name)} for names in (linear, others))
+    kinds = ([own for own in tensors if (own in linear) == kind] for kind in (True, False))
+    near = ({own: tensors[own] for own in names_below(names, name)} for names in kinds)
     return Nearby(model, name, *near)
+
+
+def linear_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of the modules that can be changed as linear layers."""
+    return {name for name in names if not not_linear(model, name)}
 
 
 def not_linear(model: nn.Module, name: str) -> str:
