@@ -333,6 +333,12 @@ def test_the_folder_of_a_model_is_not_overwritten(run: Run, tiny: Path, tmp_path
         assert isinstance(result.exception, InputError)
         assert "Choose another name" in str(result.exception)
     assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+    facts = json.loads(Path("new/skips.json").read_text())
+    del facts["fitted"]["model"]  # as in folders of earlier versions
+    Path("new/skips.json").write_text(json.dumps(facts))
+    assert "an earlier version wrote it" in str(run(tiny, *ON_TEXT, "--out", "new").exception)
+    shutil.rmtree("new")  # what the message says
+    assert run(tiny, *ON_TEXT, "--out", "new").exit_code == 0
 
 
 def test_a_compressed_model_keeps_its_record(run: Run, tiny: Path) -> None:

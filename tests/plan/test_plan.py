@@ -180,8 +180,20 @@ def test_trained_heads_require_the_width_of_an_audit() -> None:
 @pytest.mark.parametrize("batches", [None, 3, "text", torch.randn(2, 5, 8), {"src": torch.randn(2, 5, 8)}])
 def test_a_single_batch_is_refused(batches: object) -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    with unchecked(), pytest.raises(rw.RankwiseError, match="`batches`: expected a list of batches, got"):
+    with (
+        unchecked(),
+        pytest.raises(rw.RankwiseError, match="`batches`: expected an iterable of at least one batch"),
+    ):
         trained_widths(layer, batches)  # type: ignore[arg-type]
+
+
+def test_a_batch_on_which_the_model_fails_is_named() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    batches = [torch.randn(2, 5, 8), torch.randn(2, 5, 9)]
+    with pytest.raises(
+        rw.RankwiseError, match=r"`batches`, batch 2: expected a batch that Transformer.* runs"
+    ):
+        trained_widths(layer, batches)
 
 
 def test_save_load_and_page(tmp_path: Path) -> None:

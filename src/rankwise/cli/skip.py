@@ -81,8 +81,10 @@ def command(
         expected, fix = "--out DIR, --certify, or both", "Add one of them."
         raise InputError("what to do", expected=expected, got="neither", fix=fix)
     # a folder that this command wrote for the model may be written again
-    if out is not None and (out.resolve() == Path(model).resolve() or fit_notes(out).get("model") != model):
-        check_unused(out)
+    saved = {} if out is None or out.resolve() == Path(model).resolve() else fit_notes(out)
+    if out is not None and saved.get("model") != model:
+        old = ", or delete the folder: an earlier version wrote it, which did not name the model"
+        check_unused(out, fix=f"Choose another name{old * bool(saved and 'model' not in saved)}.")
     if init is not None:
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on)

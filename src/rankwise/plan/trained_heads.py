@@ -1,13 +1,12 @@
 """Measure the query/key widths that the heads of a trained model require."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rankwise._internals.forward import run_model
-from rankwise.errors import InputError
+from rankwise._internals.forward import batch_errors, each_batch, run_model
 from rankwise.measures import LogitMoments, logit_moments, required_head_dim
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.record import TrainedWidth
@@ -29,18 +28,19 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
     Returns:
         One record per head of each self-attention; empty if the model has no softmax self-attention.
 
+    Raises:
+        InputError: if there are no batches, or the model does not run on one.
+
     Examples:
         >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> [head.width for head in trained_widths(model, [torch.randn(3, 10, 8)])]
         [4, 4]
     """
-    if isinstance(batches, str | Tensor | Mapping) or not isinstance(batches, Iterable):
-        got = type(batches).__name__
-        raise InputError("`batches`", expected="a list of batches", got=got, fix="Pass `[batch]`.")
     moments: dict[HeadId, LogitMoments] = {}
     widths: dict[HeadId, int] = {}
-    for batch in batches:
-        with torch.no_grad(), capture(model) as trace:
+    for number, batch in enumerate(each_batch(batches), 1):
+        failures = batch_errors(model, batch, subject=f"`batches`, batch {number}")
+        with failures, torch.no_grad(), capture(model) as trace:
             run_model(model, batch)
         for site in trace.mixers:
             op = site.operator
