@@ -50,6 +50,13 @@ def sharded() -> nn.Module:
     return fully_shard(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
 
 
+def compiled() -> tuple[nn.Module, object]:
+    """A compiled model with batches."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    return torch.compile(model, backend="eager"), list(torch.randn(4, 1, 9, 8))
+
+
 def failing() -> tuple[nn.Module, object]:
     """A model with batches; the second batch of the second process fails."""
 

@@ -53,6 +53,7 @@ WAYS = {
     "failing": [f"{WORKER}:failing"],
     "drawn": [f"{WORKER}:drawn"],
     "baseline": ["tiny", *DATA, "--sequences", "5", "--baseline-seeds", "2"],
+    "compiled": [f"{WORKER}:compiled"],
     "several": ["tiny", "tiny", *DATA],
     "spread": ["tiny", *DATA, "--device-map", "auto"],
     "no_gpu": ["tiny", *DATA, "--device", "cuda"],
@@ -112,6 +113,13 @@ def test_the_baseline_of_two_processes_equals_the_baseline_of_one(told, folder, 
     assert compared(alone(folder, "baseline", monkeypatch), shared, of_all=set()) == []
     assert shared.baseline.seeds == [0, 1]
     assert shared.heads[0].baseline.band[2].pairs == 2 * 5
+
+
+def test_a_compiled_model_is_audited_uncompiled_in_two_processes(told, folder, monkeypatch) -> None:
+    assert told[0]["compiled"]["status"] == 0, told[0]["compiled"]
+    shared = Audit.load(folder / "compiled")
+    assert compared(alone(folder, "compiled", monkeypatch), shared, of_all=set()) == []
+    assert any("uncompiled" in note for note in shared.provenance.notes)
 
 
 def test_a_process_without_sequences_adds_nothing(told, folder, monkeypatch) -> None:

@@ -401,6 +401,12 @@ def test_a_cache_cannot_be_cropped() -> None:
         MixerCache(2).crop(-1)
 
 
+def test_assisted_generation_is_refused() -> None:
+    for assistant in ({"assistant_model": model()}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(ValueError, match="assisted generation is not supported"):
+            model().generate(texts(1, 5), max_new_tokens=4, do_sample=False, **assistant)
+
+
 @pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
 def test_generation_refuses_another_cache(kind: str) -> None:
     with pytest.raises(InputError, match=f"`cache_implementation`: expected None, got '{kind}'"):
