@@ -192,3 +192,13 @@ def test_spreads_are_returned_by_stack_and_layer() -> None:
     (found,) = spread_by_layer(model, [states]).values()
     assert found[0] == pytest.approx(float(token_spread(states).mean()))
     assert spread_by_layer(model, [(states,)]) == {"layers": found}
+
+
+@pytest.mark.parametrize("call", [mean_loss, partial(fit_skips, steps=1)])
+def test_a_batch_on_which_the_model_fails_is_refused(call: Any) -> None:
+    model = skipped(init=0.7)
+    with (
+        untouched(model),
+        pytest.raises(InputError, match="batch: expected a batch that GPT2LMHeadModel runs on"),
+    ):
+        call(model, [{"input_ids": IDS + 1000}])

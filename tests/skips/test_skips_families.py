@@ -2,12 +2,17 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
-from tests.skips.cases import FOUND, outputs, same
+from experiments.zoo.transformers import hugging_face
+from tests.skips.cases import FOUND, MAMBA2, STATE_SPACE, outputs, same
+from tests.support.modules import SelfAttention
 from tests.support.torch_names import hooks_of
 from tests.support.untouched import state_of
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise._internals.forward import tensors_in
 from rankwise.skips import add_lambda_skip, remove_lambda_skip, skips_of
@@ -56,3 +61,83 @@ def test_skips_act_in_every_family(name: str) -> None:
         assert not hooks_of(changed)
     torch.manual_seed(0)
     assert state_of(model) == state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "FalconMamba"])
+def test_a_residual_in_float32_is_the_state_that_it_was_cast_from(name: str, dtype: torch.dtype) -> None:
+    sizes = (MAMBA2 if name == "Mamba2" else STATE_SPACE) | {"num_hidden_layers": 4}
+    skips = add_lambda_skip(hugging_face(f"{name}Model", f"{name}Config", **sizes)().to(dtype))
+    assert list(skips) == [f"layers.{at}" for at in range(4)]
+    assert skips.notes == ()
+
+
+class Copying(nn.Module):
+    """Block that adds its branch to a copy of its input; `branch` has the same layout as the copy."""
+
+    def __init__(self, copied: Callable[[Tensor], Tensor], branch: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(8), SelfAttention(), nn.Linear(8, 8)
+        self.copied, self.branch, self.skip = copied, branch, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual, branch = self.copied(x), self.branch(self.mix(self.norm(x)))
+        residual = residual if self.skip == 1 else self.skip * residual
+        return self.out((residual + branch).to(x.dtype)).view(x.shape)
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": torch.clone,
+    "cast": Tensor.double,
+    "type": lambda x: x.type(torch.float64),
+    "as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float64),
+    "slice": lambda x: x[:],
+    "view": lambda x: x.view(x.shape),
+    "axes added and removed": lambda x: x[None].squeeze(0),
+    "copy in place": lambda x: torch.empty_like(x).copy_(x),
+    "cat of one": lambda x: torch.cat([x]),
+    "stack of one": lambda x: torch.stack([x])[0],
+    "chunk of one": lambda x: x.chunk(1)[0],
+    "no dropout": lambda x: F.dropout(x, 0.0),
+    "contiguous": lambda x: x.mT.contiguous().mT,
+    "several": lambda x: x.clone().flatten().view(x.shape).double(),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tokens in a row": lambda x: x.reshape(-1, 8),
+    "time first": lambda x: x.transpose(0, 1),
+    "copy with time first": lambda x: x.transpose(0, 1).contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", [*COPIES, *LAYOUTS])
+def test_a_copy_of_the_state_is_the_state(name: str) -> None:
+    torch.manual_seed(0)
+    copied = (COPIES | LAYOUTS)[name]
+    blocks = [Copying(copied, LAYOUTS.get(name, torch.positive)) for _ in range(2)]
+    model, x = nn.Sequential(*blocks), torch.randn(2, 5, 8)
+    skips = add_lambda_skip(model, example=x)
+    assert (list(skips), skips.notes) == (["0.mix", "1.mix"], ())
+    for value in skips.values():
+        value.data.fill_(0.5)
+    got = model(x)
+    remove_lambda_skip(model)
+    for block in blocks:
+        block.skip = 0.5
+    torch.testing.assert_close(got, model(x))
+
+
+NO_SUM = "no sum x + f(x) ran in it in which f mixes tokens"
+
+
+def test_blocks_without_a_lambda_are_named() -> None:
+    """A product is not a copy, so its block has no sum x + f(x); a list of parts is no list of blocks."""
+    scaled, whole = Copying(lambda x: 0.9 * x, torch.positive), Copying(torch.clone, torch.positive)
+    one, two, three = (copy.deepcopy(whole) for _ in range(3))
+    for names, model in (
+        (["1", "3"], nn.Sequential(whole, scaled, one, copy.deepcopy(scaled))),
+        (["0.1"], nn.Sequential(nn.Sequential(whole, scaled), nn.Sequential(one, two))),
+        ([], nn.Sequential(nn.Sequential(whole, nn.Linear(8, 8)), nn.Sequential(three, nn.Linear(8, 8)))),
+    ):
+        notes = add_lambda_skip(model, example=torch.randn(2, 5, 8)).notes
+        assert notes == tuple(f"no λ in {name}: {NO_SUM}" for name in names)
+        remove_lambda_skip(model)

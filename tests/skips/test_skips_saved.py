@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.zoo.transformers import BERT, hugging_face
+from experiments.zoo.transformers import BERT, hugging_face, text_inputs
 from safetensors.torch import load_file, save_file
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.untouched import untouched
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import rankwise as rw
 from rankwise.compression import save_compressed
@@ -21,6 +22,7 @@ from rankwise.skips import (
     SkipError,
     add_lambda_skip,
     apply_saved_skips,
+    fit_skips,
     load_skips,
     save_skips,
     skip_parameter_groups,
@@ -55,6 +57,16 @@ def test_skips_of_a_compressed_model_are_saved_in_the_documented_order(tmp_path:
     again = rw.load_compressed(tmp_path / "folder")
     assert apply_saved_skips(again, tmp_path / "folder") is not None
     assert same(outputs(again, batch), outputs(model, batch))
+
+
+def test_skips_are_loaded_after_the_weights_of_a_saved_model(tmp_path: Path) -> None:
+    model = bert()
+    save_skips_of(model, tmp_path)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert not skips_of(again)
+    load_skips(again, tmp_path)
+    assert same(outputs(again, text_inputs()), outputs(model, text_inputs()))
 
 
 @pytest.mark.parametrize("name", ["BERT", "T5", "ALBERT", "Mamba-2"])
@@ -117,7 +129,41 @@ def with_adapter(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("change", [with_adapter, lambda model: model.encoder])
+def renamed(model: nn.Module) -> nn.Module:
+    """Give the blocks another name."""
+    model.encoder.blocks = model.encoder.layer
+    del model.encoder.layer
+    return model
+
+
+def test_skips_added_to_a_model_around_are_saved_for_the_model(tmp_path: Path) -> None:
+    around = nn.ModuleDict({"base": bert()})
+    around.forward = around["base"].forward
+    add_lambda_skip(around, init=0.5, example=text_inputs())
+    save_skips(around["base"], tmp_path)
+    assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [0.5] * 3
+
+
+def test_skips_of_a_part_are_saved_for_the_part(tmp_path: Path) -> None:
+    model, x = bert(), torch.randn(1, 5, 32)
+    add_lambda_skip(model)
+    save_skips(model.encoder, tmp_path)
+    with pytest.raises(SkipError, match=r"Pass the model inside, `model.encoder`"):
+        load_skips(bert(), tmp_path)
+    names = [f"layer.{layer}.attention.output" for layer in range(3)]
+    assert list(load_skips(bert().encoder, tmp_path, example=x)) == names
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, averaged, partial(torch.compile, backend="eager")])
+def test_loading_into_a_wrapper_names_the_model_inside(wrap: Any, saved: Path) -> None:
+    wrapped = wrap(bert())
+    with pytest.raises(SkipError, match=r"Pass the model inside, `(model\.[a-z_.]*)`, before") as raised:
+        load_skips(wrapped, saved, example=text_inputs())
+    inside = str(raised.value).split("`")[1].removeprefix("model.")
+    assert len(load_skips(wrapped.get_submodule(inside), saved)) == 3
+
+
+@pytest.mark.parametrize("change", [with_adapter, renamed])
 def test_skips_of_a_changed_model_are_not_saved(change: Any, tmp_path: Path) -> None:
     model = bert()
     add_lambda_skip(model)
@@ -263,6 +309,66 @@ def test_parameter_groups_need_a_lambda_that_can_learn() -> None:
     model = bert()
     with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
         skip_parameter_groups(model)
-    add_lambda_skip(model, learnable=False)
-    with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
+    skips = add_lambda_skip(model, learnable=False)
+    with pytest.raises(SkipError, match=r"can learn, got 3 frozen ones. Call `requires_grad_\(True\)`"):
         skip_parameter_groups(model)
+    for value in skips.values():
+        value.requires_grad_(True)
+    assert len(skip_parameter_groups(model)[0]["params"]) == 3
+
+
+# --- parametrizations ------------------------------------------------------------------------------------
+
+
+class Softplus(nn.Module):
+    """Compute a positive λ from a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.softplus(x)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return value.expm1().log()
+
+
+class Scaled(nn.Module):
+    """Compute λ from two parameters, of which one is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def parametrized(model: nn.Module, parametrization: type[nn.Module]) -> nn.Module:
+    for site in add_lambda_skip(model, init=0.5).sites.values():
+        register_parametrization(model.get_submodule(site.name), site.parameter, parametrization())
+    return model
+
+
+@pytest.mark.parametrize(("parametrization", "count"), [(Softplus, 1), (Scaled, 2)])
+def test_a_lambda_with_a_parametrization_is_saved_and_learns(
+    parametrization: type[nn.Module], count: int, tmp_path: Path
+) -> None:
+    model = parametrized(bert(), parametrization)
+    skips, wanted = skips_of(model), outputs(model, text_inputs())
+    assert len(skip_parameter_groups(model)[0]["params"]) == count * len(skips)
+    save_skips(model, tmp_path)
+    plain = bert()
+    loaded = load_skips(plain, tmp_path)
+    torch.testing.assert_close(dict(loaded), dict(skips))
+    torch.testing.assert_close(outputs(plain, text_inputs()), wanted)
+    with untouched(model), pytest.raises(SkipError, match="expected λ without a parametrization"):
+        add_lambda_skip(model, sites="encoder.layer.0", exist_ok=True)
+    rw.remove_lambda_skip(model)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in bert().named_parameters()]
+    assert same(outputs(model, text_inputs()), outputs(bert(), text_inputs()))
+
+
+def test_a_lambda_with_a_parametrization_is_fitted() -> None:
+    model = parametrized(hugging_face("BertForMaskedLM", "BertConfig", **BERT)(), Softplus)
+    fit = fit_skips(model, [text_inputs()], steps=2, mask_token=63)
+    now = {name: value.item() for name, value in skips_of(model).items()}
+    assert {name: after for name, (_, after) in fit.scales.items()} == now
+    assert all(before != after > 0 for before, after in fit.scales.values())

@@ -20,10 +20,12 @@ from tests.support.untouched import untouched
 from tests.unchecked import unchecked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel
 
 from rankwise.errors import InputError
+from rankwise.models import ToSTConfig, ToSTModel
 from rankwise.skips import (
     SkipError,
     add,
@@ -38,6 +40,7 @@ from rankwise.skips import (
 )
 
 bert = hugging_face("BertModel", **BERT)
+CPU = torch.device("cpu")
 SITES = [f"encoder.layer.{layer}.attention.output" for layer in range(3)]
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -264,6 +267,11 @@ def inference_bert() -> nn.Module:
         return bert()
 
 
+def tost(**options: Any) -> nn.Module:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return ToSTModel(ToSTConfig(**sizes, **options))
+
+
 IDS, ONE = text_inputs(), {"input_ids": torch.tensor([[3]])}
 INIT = "`init`: expected a finite number, in float32"
 NOT_FINITE = "expected finite numbers.*got NaN or infinity in"
@@ -281,7 +289,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "no residual mixer": (Plain, "expected residual connections around mixers, got none", {"example": X}),
     "one token": (nano, "have two tokens or more", {"example": ONE}),
     "unknown input": (Plain, "expected an example of its input.*example=batch", {}),
-    "compiled": (compiled, "not compiled or wrapped yet, got.*compiled", {}),
+    "compiled": (compiled, "not compiled or wrapped yet, got.*compiled.*inside, `model._orig_mod`", {}),
+    "own λ of ½": (partial(tost, skip_init=0.5), "none: no sum.* own λ in layers.0.* set `skip_init`", {}),
+    "own learned λ": (partial(tost, skip="learned"), "has its own λ in layers.0.* set `skip_init`", {}),
     "inference mode": (inference_bert, "parameters made in it", {}),
     "NaN in the embedding": (spoiled("Llama", "embed_tokens", math.nan), NOT_FINITE, {"example": IDS}),
     "NaN in a mixer": (spoiled("Llama", "layers.1.self_attn.o_proj", math.nan), NOT_FINITE, {"example": IDS}),
@@ -371,10 +381,12 @@ def one_process() -> Iterator[None]:
 def test_wrapped_models_are_refused() -> None:
     """DDP would not synchronize a λ that is added after wrapping."""
     with one_process():
-        for wrapped in (nn.parallel.DistributedDataParallel(bert()), nn.DataParallel(bert())):
-            with pytest.raises(SkipError, match="not compiled or wrapped yet, got one wrapped by"):
+        for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel):
+            wrapped = wrap(bert())
+            with pytest.raises(SkipError, match=r"one wrapped by .* Use the model inside, `model\.module`"):
                 add_lambda_skip(wrapped, example=text_inputs())
             assert not skips_of(wrapped)
+            assert len(add_lambda_skip(wrapped.module)) == 3
         del wrapped  # if DDP is the last to hold the process group, its end can wait for the GIL forever
 
 
@@ -385,11 +397,16 @@ def test_weights_on_a_mesh_are_refused_although_one_process_has_all(tmp_path: Pa
         for call in (add_lambda_skip, lambda model: certify_skip(model, text_inputs())):
             with pytest.raises(SkipError, match=r"DTensor weights, such as .encoder\.layer\.0"):
                 call(model)
-        model = bert()
-        add_lambda_skip(model)
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(SkipError, match="got one with an adapter or shards"):
-            save_skips(model, tmp_path)
+        for shard in (partial(fully_shard, mesh=mesh), partial(FullyShardedDataParallel, device_id=CPU)):
+            model = bert()
+            add_lambda_skip(model, init=0.5)
+            sharded = shard(model)
+            if shard.func is fully_shard:  # λ is gathered
+                save_skips(sharded, tmp_path)
+                assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [0.5] * 3
+            else:
+                with pytest.raises(SkipError, match=r"got FSDP1\. Save it before it is wrapped"):
+                    save_skips(sharded, tmp_path)
 
 
 def with_example(model: nn.Module, batch: Any) -> None:

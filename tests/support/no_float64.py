@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.support.nets import collapsing
 from tests.support.torch_names import tree_leaves, tree_map
 from torch import Tensor, nn
 from torch.utils import backend_registration
@@ -174,6 +175,49 @@ def check_compressions() -> None:
         print(*options["keep"])
 
 
+def check_skips() -> None:
+    """Raise if certificates, trials and recommendations of λ differ from those on the CPU."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    averaging, batches = collapsing()
+    for name, model, batch in (
+        ("post-norm", encoder, torch.randn(2, 5, 8)),
+        ("averages", averaging, next(batches)),
+    ):
+        found = []
+        for device in ("cpu", "other"):
+            model.eval().to(device)
+            there, numbers = batch.to(device), []
+            for skipped in (False, True):
+                if skipped:
+                    rw.add_lambda_skip(model, init=0.5, example=there)
+                certificate = rw.certify_skip(model, there)
+                numbers += [layer.model_dump() for layer in certificate.layers]
+                stack = certificate.stacks[0].stack
+                numbers.append(rw.skips.choose_lambda(model, there, stack).model_dump())
+                audit = rw.skips.recommend(rw.audit(model, [there]), model, there)
+                numbers += [finding.evidence for finding in audit.findings if finding.code == "COLLAPSE"]
+            rw.remove_lambda_skip(model)
+            found.append(numbers)
+        compare(*found, name)
+        print(name)
+
+
+def compare(first: Any, other: Any, name: str) -> None:
+    """Raise if nested numbers differ by more than the rounding of float32."""
+    if isinstance(first, float):
+        torch.testing.assert_close(first, other, rtol=1e-3, atol=1e-5, equal_nan=True, msg=name)
+    elif isinstance(first, dict):
+        compare(list(first.items()), list(other.items()), name)
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(other), name
+        for one, two in zip(first, other, strict=True):
+            compare(one, two, f"{name}: {one}")
+    else:
+        assert first == other, name
+
+
 if __name__ == "__main__":
     register()
-    {"audit": check_audits, "compress": check_compressions}[sys.argv[1]]()
+    {"audit": check_audits, "compress": check_compressions, "skips": check_skips}[sys.argv[1]]()

@@ -10,26 +10,31 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from rankwise._internals.forward import Batch, check_batch, config_value, device_of
-from rankwise._internals.torch_private import is_compiled, remove_forward_hooks
+from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
 from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
-from rankwise.skips.locate import NOTES, SkipSite, check_module, find_sites, skip_sites
+from rankwise.skips.locate import NOTES, SkipSite, blocks_without, check_module, find_sites, skip_sites
+from rankwise.skips.modules import own_skips
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
 TOKENS, DECODER_TOKENS = 8, 6
 """Numbers of tokens in an example; they differ, to distinguish states of the encoder and the decoder."""
-WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
+WRAPPERS = frozenset({
+    "AveragedModel", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
+})  # fmt: skip
 """Names of wrapper classes, which do not synchronize parameters that are added after wrapping."""
 
 
-class Skips(Mapping[str, nn.Parameter]):
+class Skips(Mapping[str, Tensor]):
     """Mapping from the name of a site (a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    `sites` maps the same names to the places where λ is applied. `notes` are limits that users must know.
+    With a parametrization (`torch.nn.utils.parametrize`), λ is computed from `parameters`. `sites` maps the
+    same names to the places where λ is applied. `notes` are limits that users must know.
     """
 
     def __init__(self, model: nn.Module, sites: Iterable[SkipSite], notes: Iterable[str] = ()) -> None:
@@ -37,9 +42,18 @@ class Skips(Mapping[str, nn.Parameter]):
         self.sites = {site.name: site for site in sites}
         self.notes = tuple(notes)
 
-    def __getitem__(self, name: str) -> nn.Parameter:
+    def __getitem__(self, name: str) -> Tensor:
         site = self.sites[name]
-        return self._model.get_submodule(site.write.module).get_parameter(site.parameter)
+        value: Tensor = getattr(self._model.get_submodule(site.write.module), site.parameter)
+        return value
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters of λ at a site: λ itself, or those that a parametrization computes λ from."""
+        site = self.sites[name]
+        module: Any = self._model.get_submodule(site.write.module)
+        if is_parametrized(module, site.parameter):
+            return list(module.parametrizations[site.parameter].parameters())
+        return [module.get_parameter(site.parameter)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)
@@ -110,7 +124,11 @@ def add_lambda_skip(
     one_of("`learnable`", learnable, (True, False), error=SkipError)
     subject = f"model {type(model).__name__}"
     before = skips_of(model)
-    kept = dict(before)
+    kept: dict[str, Any] = dict(before)
+    if computed := [name for name, value in kept.items() if not isinstance(value, nn.Parameter)]:
+        expected, got = "λ without a parametrization", f"one at {computed[0]!r}"
+        fix = "Remove it by `torch.nn.utils.parametrize.remove_parametrizations`."
+        raise SkipError(subject, expected=expected, got=got, fix=fix)
     if kept and (per == "channel") != any(parameter.numel() > 1 for parameter in kept.values()):
         expected = "the kind of λ that the model has at other sites"
         fix = "Use the other `per`, or call `rw.remove_lambda_skip(model)` first."
@@ -123,6 +141,8 @@ def add_lambda_skip(
             out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
             got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
             fix = "A block must compute x + f(x), f in a module, and the example have two tokens or more."
+            if own := own_skips(model):
+                fix = f"The model has its own λ in {min(own)}: set `skip_init` in its configuration."
             raise SkipError(subject, expected="residual connections around mixers", got=got, fix=fix)
         if lost := kept.keys() - {site.name for site in found}:
             expected, got = "a batch on which every λ-skip runs", f"one on which {min(lost)!r} does not"
@@ -137,7 +157,7 @@ def add_lambda_skip(
         for site in chosen:
             install(model, site, learnable=learnable, per=per)
         verify(model, example, chosen, found)
-        skips = Skips(model, chosen, _notes(chosen, missed))
+        skips = Skips(model, chosen, [*_notes_of_missed(model, found, missed), *_notes(chosen)])
         with torch.no_grad():
             for parameter in skips.values():
                 parameter.fill_(float(init))
@@ -159,13 +179,15 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
     for module in model.modules():
         remove_forward_hooks(module, lambda hook: isinstance(hook, SkipHook))
         for site in vars(module).pop(NOTES, ()):
+            if is_parametrized(module, site.parameter):
+                remove_parametrizations(module, site.parameter)
             delattr(module, site.parameter)
 
 
 def skips_of(model: nn.Module) -> Skips:
     """Return the λ-skips of a model, or of a copy of a model; empty if there are none."""
     sites = skip_sites(model)
-    return Skips(model, sites, _notes(sites, ()))
+    return Skips(model, sites, _notes(sites))
 
 
 def check_skips(model: nn.Module) -> None:
@@ -235,14 +257,19 @@ def check_lambda(subject: str, value: object) -> None:
         warnings.warn(f"λ = 0 removes the skip connections: {effect}", UserWarning, stacklevel=3)
 
 
-def _notes(sites: Iterable[SkipSite], missed: Iterable[str]) -> list[str]:
-    notes = [
-        f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed
+def _notes_of_missed(model: nn.Module, found: Iterable[SkipSite], missed: list[str]) -> list[str]:
+    known = [name for site in found for name in (site.write.module, site.block)]
+    without = blocks_without(model, [*known, *missed])
+    return [
+        *(f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed),
+        *(f"no λ in {name}: no sum x + f(x) ran in it in which f mixes tokens" for name in without),
     ]
-    if dropping := [site.name for site in sites if site.drops]:
-        limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
-        notes.append(f"in training, the dropout after {dropping[0]} also acts on (λ − 1)·x: {limit}")
-    return notes
+
+
+def _notes(sites: Iterable[SkipSite]) -> list[str]:
+    dropping = [site.name for site in sites if site.drops]
+    limit = f"it is a function, not a module, and cannot be stepped over ({len(dropping)} sites)"
+    return [f"in training, the dropout after {name} also acts on (λ − 1)·x: {limit}" for name in dropping[:1]]
 
 
 def check_traceable(model: Any) -> None:
@@ -253,7 +280,9 @@ def check_traceable(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule) or any(map(is_compiled, model.modules())) or wrappers:
         expected = "a module that is not compiled or wrapped yet"
         got = f"one wrapped by {min(wrappers)}" if wrappers else "one that is compiled or scripted"
-        fix = "Add the skips to the model itself first, then compile or wrap it."
+        inner = [name for name, _ in model.named_children() if name in ("module", COMPILED_PREFIX[:-1])]
+        which = f"inside, `model.{inner[0]}`," if inner else "itself"
+        fix = f"Use the model {which} first, then compile or wrap it."
     elif placed or split_modules(model):
         expected = "a model whose weights are plain tensors, whole in this process"
         got = f"{len(placed)} DTensor weights, such as {placed[0]!r}" if placed else "layers split by a plan"

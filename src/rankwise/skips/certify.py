@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, check_batch, tensors_of
+from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
@@ -198,7 +199,7 @@ def _common(first: str, other: str) -> int:
 
 
 def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]) -> _Mixing:
-    operator, valid = mixer.operator, mixer.valid_tokens
+    operator, valid = mixer.operator.to(float64_device(mixer.operator.device)), mixer.valid_tokens
     batch, heads = operator.shape[0], operator.shape[1]
     squares = torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
@@ -214,18 +215,18 @@ def _mixing(mixer: MixerSite, added: ObservedSkip, calls: Sequence[RecordedCall]
         return found
     into, out = calls[int(read.module)], calls[int(gave.module)]
     values, projection = _linear(into), _linear(out)
-    written = as_batch(out.output, added.site.axis).double()
-    if values is None or projection is None or not torch.equal(written, added.branch.double()):
+    written = as_float64(as_batch(out.output, added.site.axis))
+    if values is None or projection is None or not torch.equal(written, as_float64(added.branch)):
         return found  # not linear, or the projection's output is changed before the sum
     group = heads // once.shape[1]
     square, reach = 0.0, torch.zeros(batch, dtype=torch.float64)
     for head in range(heads):
         weights = projection[0][:, gave.channels[head]]
         square += float((weights @ values[0][read.channels[head // group]]).square().sum())
-        lengths = (once[:, head // group].double().cpu() @ weights.mT).norm(dim=-1)
+        lengths = (as_float64(once[:, head // group]).cpu() @ weights.mT).norm(dim=-1)
         reach += lengths.masked_fill(~mixer.valid_sources.cpu(), 0).amax(-1)
     found.value_norm, found.max_row_norm = square**0.5, reach + float(projection[1].norm())
-    if not torch.equal(as_batch(into.args[0], added.site.axis).double(), added.x.double()):
+    if not torch.equal(as_float64(as_batch(into.args[0], added.site.axis)), as_float64(added.x)):
         found.unlike = "the mixer reads something else than the state that the skip connection adds"
     elif bool(values[1][read.channels].any()):
         found.unlike = "its values have a bias"
@@ -242,7 +243,7 @@ def _projection(heads: Tensor, mask: Tensor, tables: Iterable[Tensor]) -> Projec
         if len(rows) and table.dtype == heads.dtype and table.numel() == real.numel() * table.shape[-1]:
             numbers = table.reshape(*real.shape, -1)[real]
             # Whole columns are compared only if one row matches, which excludes most tables.
-            if torch.isin(rows[0].double(), numbers[0].double()).all():
+            if torch.isin(as_float64(rows[0]), as_float64(numbers[0])).all():
                 likely[str(at)] = numbers[None]
     found = find_projection(rows.transpose(0, 1)[None], likely)
     return found if found is not None and found.factor == 1 else None
@@ -256,9 +257,9 @@ def _linear(call: RecordedCall) -> tuple[Tensor, Tensor] | None:
     """
     weight, bias = _weight(call.module), getattr(call.module, "bias", None)
     assert weight is not None  # only modules with a matrix are recorded
-    given, gave = call.args[0].double(), call.output.double()
-    shift = bias.detach().double() if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
-    for matrix in (weight.double(), weight.double().mT):
+    given, gave, own_weight = (as_float64(value) for value in (call.args[0], call.output, weight))
+    shift = as_float64(bias.detach()) if isinstance(bias, Tensor) else gave.new_zeros(gave.shape[-1])
+    for matrix in (own_weight, own_weight.mT):
         if matrix.shape != (gave.shape[-1], given.shape[-1]) or shift.shape != gave.shape[-1:]:
             continue
         own = torch.finfo(call.output.dtype).eps

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,10 @@ from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_nam
 
 SUMS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
 COPIES = frozenset((
-    Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.clone,
-    Tensor.contiguous, torch.clone,
+    "CloneBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "CatBackward0", "StackBackward0",
+    "torch::autograd::CopyBackwards",
 ))  # fmt: skip
-"""Functions that return the same values in another tensor."""
-RESHAPES = frozenset((torch.reshape, torch.flatten, Tensor.reshape, Tensor.flatten, Tensor.reshape_as))
-"""Reshaping functions, which copy the values if a view is impossible."""
+"""Names of autograd nodes of functions that return the values of one tensor in another tensor."""
 PRODUCTS = frozenset((
     F.linear, F.conv1d, F.conv2d, F.multi_head_attention_forward, torch.matmul, torch.mm, torch.bmm,
     torch.addmm, torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm,
@@ -55,6 +53,8 @@ class Sum:
     time: int
     operands: tuple[Version, Version]
     edges: tuple[GradientEdge, GradientEdge]
+    origins: tuple[GradientEdge, GradientEdge]
+    """Edges of the tensors of which the operands are copies; the edges themselves if they are none."""
     result: Version
     out: GradientEdge
     like: Tensor
@@ -72,7 +72,8 @@ class Use:
     """Name of the sum, if the function is a sum."""
     running: frozenset[int]
     """Serial numbers of the module calls around this call."""
-    returns: Literal["copy", "view", "other"]
+    copies: bool
+    """True if the function returns a copy of the tensor."""
     function: str
     numbers: int
     """Entries of the largest output; 0 for a matrix product.
@@ -88,6 +89,7 @@ class Passage:
     time: int
     call: ModuleCall
     port: Port
+    shape: torch.Size
 
 
 @dataclass
@@ -95,8 +97,8 @@ class ForwardRecord:
     """Record of one forward pass: sums, copies and uses of tensors, and their passages through modules."""
 
     sums: list[Sum] = field(default_factory=list)
-    sources: dict[Version, tuple[Version, Literal["copy", "view", "dropout"]]] = field(default_factory=dict)
-    """By tensor: the source of a copy, of a view of all values, or of an output of functional dropout."""
+    sources: dict[Version, tuple[Version, str, GradientEdge]] = field(default_factory=dict)
+    """By tensor: its source, "copy" (or cast, or view of all values) or "dropout", and the source's edge."""
     uses: dict[Version, list[Use]] = field(default_factory=dict)
     received: dict[Version, list[Passage]] = field(default_factory=dict)
     returned: dict[Version, list[Passage]] = field(default_factory=dict)
@@ -126,25 +128,26 @@ class ForwardRecord:
     def _pass(self, notes: Any, time: int, call: ModuleCall, value: Any, way: Any, key: Key = None) -> None:
         if isinstance(value, Tensor):
             self.alive.append(value)
-            notes.setdefault(version(value), []).append(Passage(time, call, Port(call.name, way, key)))
+            passage = Passage(time, call, Port(call.name, way, key), value.shape)
+            notes.setdefault(version(value), []).append(passage)
 
-    def origin(self, tensor: Version) -> Version:
-        """Return the tensor at the start of the chain of copies that ends with a tensor."""
+    def origin(self, tensor: Version, edge: Any = None) -> tuple[Version, Any]:
+        """Return the tensor at the start of the chain of copies that ends with a tensor, and its edge."""
         while tensor in self.sources and self.sources[tensor][1] == "copy":
-            tensor = self.sources[tensor][0]
-        return tensor
+            tensor, _, edge = self.sources[tensor]
+        return tensor, edge
 
     def same_numbers(self, tensor: Version) -> list[Version]:
-        """Return a tensor with its copies, views and dropout outputs, which are equal in evaluation mode."""
+        """Return a tensor with its copies and dropout outputs, which are equal in evaluation mode."""
         found = [tensor]
-        for made, (source, _) in self.sources.items():
+        for made, (source, *_) in self.sources.items():
             if source in found:
                 found.append(made)
         return found
 
     def copies_of(self, origin: Version) -> list[Version]:
-        """Return a tensor and its copies, without views and outputs of dropout."""
-        return [tensor for tensor in self.same_numbers(origin) if self.origin(tensor) == origin]
+        """Return a tensor and its copies, without outputs of dropout."""
+        return [tensor for tensor in self.same_numbers(origin) if self.origin(tensor)[0] == origin]
 
 
 @no_type_check
@@ -193,14 +196,15 @@ class SumRecorder(TorchFunctionMode):
         edges = None
         if states and self._running and pair[0].requires_grad and pair[1].requires_grad:
             edges = tuple(map(get_gradient_edge, pair))  # read before an operand changes in place
-        given = floating((*args, *kwargs.values()))
+        given = floating(tensors_in((args, kwargs)))
         versions = {id(value): version(value) for value in given}
         out = func(*args, **kwargs)
         name = None if pair is None else self._names.next()
         if edges is not None and isinstance(out, Tensor) and out.requires_grad:
             time, known = record.tick(), (versions[id(pair[0])], versions[id(pair[1])])
+            origins = tuple(record.origin(*operand)[1] for operand in zip(known, edges, strict=True))
             made, edge, frames = version(out), get_gradient_edge(out), tuple(self._running)
-            record.sums.append(Sum(name, time, known, edges, made, edge, out.detach(), frames))
+            record.sums.append(Sum(name, time, known, edges, origins, made, edge, out.detach(), frames))
         self._used(func, given, versions, out, name)
         return out
 
@@ -212,15 +216,12 @@ class SumRecorder(TorchFunctionMode):
         fresh = [tensor for tensor in made if version(tensor) not in known]
         if not any(tensor.requires_grad for tensor in fresh):
             return
-        returns = "other"
-        if func in COPIES and len(fresh) == 1 and versions:
-            returns = "copy"
-        elif len(known) == len(fresh) == 1 and is_view(func, given[0], fresh[0]):
-            returns = "view"
-        if returns != "other":
-            record.sources[version(fresh[0])] = (next(iter(versions.values())), returns)
+        source = source_of(given, fresh[0]) if len(fresh) == 1 else None
+        if source is not None:
+            edge = get_gradient_edge(source)
+            record.sources[version(fresh[0])] = (versions[id(source)], "copy", edge)
         use = Use(
-            record.tick(), name, frozenset(call.serial for call in self._running), returns,
+            record.tick(), name, frozenset(call.serial for call in self._running), source is not None,
             function=getattr(func, "__name__", str(func)),
             numbers=0 if func in PRODUCTS else max(tensor.numel() for tensor in fresh),
         )  # fmt: skip
@@ -231,7 +232,9 @@ class SumRecorder(TorchFunctionMode):
         out = input.clone()
         self._record.alive.extend((input, out))
         self._record.tick()
-        self._record.sources[version(out)] = (version(input), "dropout" if p > 0 else "copy")
+        if input.requires_grad:
+            how = "dropout" if p > 0 else "copy"
+            self._record.sources[version(out)] = (version(input), how, get_gradient_edge(input))
         return out
 
 
@@ -271,12 +274,18 @@ def operands(func, args, kwargs):
 
 
 @no_type_check
-def is_view(func, given, made):
-    """Return True if `made` has all values of `given`, as a view or in another shape."""
-    if made.numel() != given.numel():
-        return False
-    base = base_of(given)
-    return func in RESHAPES or (base_of(made) is base and made is not base and made is not given)
+def source_of(given, made):
+    """Return the tensor of which `made` is a copy, cast or view with all values; None if there is none."""
+    node, behind = made.grad_fn, set()
+    while node is not None and node.name() in COPIES and not any(one for one, _ in node.next_functions[:-1]):
+        node = node.next_functions[-1][0]
+        behind.add(node)
+    for source in given:
+        if source is not made and source.requires_grad and source.numel() == made.numel():
+            view = base_of(made) is base_of(source) and base_of(made) is not made
+            if view or get_gradient_edge(source).node in behind:
+                return source
+    return None
 
 
 @no_type_check
@@ -331,7 +340,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
         raise _not_finite("the output of the model")
     dropped: set[SumName] = set()
     for outer in found:
-        x, branch = outer.sum.edges[outer.which], outer.sum.edges[1 - outer.which]
+        x, branch = outer.sum.origins[outer.which], outer.sum.edges[1 - outer.which]
         between = reached(branch, past=x)
         inside = [
             inner.sum
@@ -344,12 +353,12 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
 
 def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
     """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
-    sides = [(which, sum_.edges[which], sum_.edges[1 - which]) for which in (0, 1)]
+    sides = [(which, sum_.origins[which], sum_.edges[1 - which]) for which in (0, 1)]
     sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
     if sides and not bool(sum_.like.isfinite().all()):
         raise _not_finite(f"a sum x + f(x) in {sum_.name[0] or 'the model itself'}")
     for which, x, y in sides:
-        axis = _mixed_axis(y, x, sum_)
+        axis = _mixed_axis(y, x, sum_, sum_.edges[which])
         if axis is not None:
             return Residual(sum_, which, axis)
     for which, x, y in sides:
@@ -376,8 +385,13 @@ def reached(start, past=None):
     return seen
 
 
-def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
-    """Return the axis along which the last or first token of y depends on several tokens of x, or None."""
+def _mixed_axis(
+    y: GradientEdge, x: GradientEdge, sum_: Sum, operand: GradientEdge | None = None
+) -> int | None:
+    """Return the axis along which the last or first token of y depends on several tokens of x, or None.
+
+    The axis is that of a copy of x, if `operand` is one.
+    """
     like = sum_.like
     for at in (-1, 0):
         weights = torch.zeros_like(like)  # unequal weights: with equal ones, entries may cancel
@@ -391,6 +405,10 @@ def _mixed_axis(y: GradientEdge, x: GradientEdge, sum_: Sum) -> int | None:
         if bool(gradient.isnan().any()):
             block = sum_.name[0] or "the model itself"
             raise _not_finite(f"the derivative of an f in x + f(x) in {block}")
+        if operand is not None and operand.node is not x.node:  # a view may have its axes in another order
+            weights = torch.zeros_like(like, requires_grad=True)
+            (back,) = torch.autograd.grad([operand], [x], [weights], create_graph=True)
+            (gradient,) = torch.autograd.grad(back, weights, gradient)
         moved = (gradient != 0).any(-1)
         for axis in reversed(range(moved.dim())):
             others = tuple(other for other in range(moved.dim()) if other != axis)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, each_batch, eval_mode, run_model
+from rankwise._internals.forward import Batch, batch_errors, each_batch, eval_mode, run_model
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.skips.add import check_finite, skips_of
@@ -64,9 +64,10 @@ def fit_skips(
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
     whole_number("`steps`", steps, 0)
     skips = skips_of(model)
-    kept = start = {name: value.detach().clone() for name, value in skips.items()}
+    scales = {name: [float(value.detach().mean())] for name, value in skips.items()}
     group = skip_parameter_groups(model)[0]
-    learning = {id(scale): scale for scale in group["params"]}
+    learning = {id(parameter): parameter for parameter in group["params"]}
+    kept = start = [parameter.detach().clone() for parameter in group["params"]]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     losses: list[float] = []
     try:
@@ -81,7 +82,7 @@ def fit_skips(
                 optimizer.step()
                 for name, value in skips.items():
                     check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
-                kept = {name: value.detach().clone() for name, value in skips.items()}
+                kept = [parameter.detach().clone() for parameter in group["params"]]
                 losses.append(loss.item())
                 if on_step is not None:
                     on_step(step + 1, loss.item())
@@ -91,16 +92,17 @@ def fit_skips(
     except BaseException as error:
         kept = kept if isinstance(error, KeyboardInterrupt) else start
         with torch.no_grad():
-            for name, value in skips.items():
-                value.copy_(kept[name])
+            for parameter, value in zip(group["params"], kept, strict=True):
+                parameter.copy_(value)
         if kept is start:
             raise
     finally:
         for parameter, learns in required:
             parameter.requires_grad_(learns)
-        for scale in learning.values():
-            scale.grad = None
-    scales = {name: [float(one.detach().mean()) for one in (start[name], skips[name])] for name in skips}
+        for parameter in learning.values():
+            parameter.grad = None
+    for name, value in skips.items():
+        scales[name].append(float(value.detach().mean()))
     return Fit(losses, scales)
 
 
@@ -125,12 +127,15 @@ def skip_parameter_groups(
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
         [(1, 0.0), (12, 0.1)]
     """
-    scales = [scale for scale in skips_of(model).values() if scale.requires_grad]
+    skips = skips_of(model)
+    parameters = [one for name in skips for one in skips.parameters(name)]
+    scales = [parameter for parameter in parameters if parameter.requires_grad]
     if not scales:
+        got = f"{len(skips)} frozen ones" if skips else "none"
         fix = "Add them by `rw.add_lambda_skip(model, learnable=True)`."
-        raise SkipError(
-            f"model {type(model).__name__}", expected="λ-skips that can learn", got="none", fix=fix
-        )
+        if skips:
+            fix = "Call `requires_grad_(True)` of each λ in `rw.skips.skips_of(model).values()`."
+        raise SkipError(f"model {type(model).__name__}", expected="λ-skips that can learn", got=got, fix=fix)
     rate = {} if lr is None else {"lr": lr}
     known = {id(scale) for scale in scales}
     others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
@@ -184,6 +189,7 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         fix = "Leave it out; `attention_mask` is 1 at real tokens."
         raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
     inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
-    loss = run_model(model, inputs).loss
+    with batch_errors(model, inputs, subject="batch"):
+        loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss

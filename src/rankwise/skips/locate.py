@@ -1,7 +1,9 @@
 """Locate skip connections: find the places in a model to hook so that x + f(x) becomes λ·x + f(x)."""
 
 import math
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,6 +130,24 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     return sites, missed
 
 
+def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the numbered modules that hold none of the named modules, although modules alike hold one.
+
+    Modules are alike if they are of one class and their names differ in numbers alone. Outermost modules are
+    compared by their last number, as blocks of a list; modules inside them only to those at the same place.
+    """
+    held = {name[: end.end()] for name in names for end in re.finditer(r"\b\d+\b", name)}
+
+    def place(name: str) -> tuple[str, type]:
+        outer = re.sub(r"\b\d+\b(?=\.)", "*", name)
+        return outer if "*" in outer else name.rpartition(".")[0], type(model.get_submodule(name))
+
+    places = {place(name) for name in held}
+    numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
+    found = [name for name in numbered if name not in held and place(name) in places]
+    return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
 def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
     """Return (module, function, True if in the block) for the only reader of a sum, or None.
 
@@ -136,7 +156,7 @@ def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
     is only added to, as in x + f(x) + g(x), the reader of the whole sum is returned.
     """
     same = record.same_numbers(sum_.result)
-    uses = [use for tensor in same for use in record.uses.get(tensor, ()) if use.returns == "other"]
+    uses = [use for tensor in same for use in record.uses.get(tensor, ()) if not use.copies]
     onward = [later for later in record.sums if any(tensor in later.operands for tensor in same)]
     if onward:
         return _reader(onward[0], record) if len(uses) == 1 else None
@@ -166,10 +186,10 @@ Way = tuple[Port, Port, str | None]
 def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
     """Return ports to scale x, if x is an argument that the module of the sum only adds; None otherwise."""
     sum_ = residual.sum
-    inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])
+    inner, x = sum_.frames[-1], record.origin(sum_.operands[residual.which])[0]
     uses = [use for tensor in record.copies_of(x) for use in record.uses.get(tensor, ())]
-    uses = [use for use in uses if use.returns != "copy" and inner.serial in use.running]
-    received = [passage.port for passage in _received(x, record) if passage.call is inner]
+    uses = [use for use in uses if not use.copies and inner.serial in use.running]
+    received = [one.port for one in _received(x, sum_.like.shape, record) if one.call is inner]
     if {use.sum for use in uses} != {sum_.name} or not received:
         return None
     return received[0], received[0], None
@@ -178,10 +198,10 @@ def _as_argument(residual: Residual, record: ForwardRecord) -> Way | None:
 def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
     """Return ports to correct x + f(x), if a module receives x and returns the unused sum; None otherwise."""
     sum_ = residual.sum
-    x = record.origin(sum_.operands[residual.which])
+    x, _ = record.origin(sum_.operands[residual.which])
     for made in record.returned.get(sum_.result, ()):
         used = any(use.time < made.time for use in record.uses.get(sum_.result, ()))
-        received = [passage.port for passage in _received(x, record) if passage.call is made.call]
+        received = [one.port for one in _received(x, made.shape, record) if one.call is made.call]
         if any(made.call is frame for frame in sum_.frames) and received and not used:
             return received[0], made.port, None
     return None
@@ -190,16 +210,16 @@ def _as_sum(residual: Residual, record: ForwardRecord) -> Way | None:
 def _as_branch(residual: Residual, record: ForwardRecord, drops: bool = False) -> Way | None:
     """Return ports to correct f(x), if a module returns f(x) after x passed a module; None otherwise."""
     sum_ = residual.sum
-    x = record.origin(sum_.operands[residual.which])
+    x, _ = record.origin(sum_.operands[residual.which])
     made = _maker(sum_.operands[1 - residual.which], sum_.time, record, drops)
-    if made is None:
+    if made is None or made.shape[-1:] != sum_.like.shape[-1:]:
         return None
-    before = [passage for passage in _received(x, record) if passage.time < made.time]
+    before = [passage for passage in _received(x, made.shape, record) if passage.time < made.time]
     own = [passage.port for passage in before if passage.call is made.call]
     if own:  # the module that returns f(x) also receives x
         return own[0], made.port, None
     returned = [passage for tensor in record.copies_of(x) for passage in record.returned.get(tensor, ())]
-    before += [passage for passage in returned if passage.time < made.time]
+    before += [one for one in returned if one.time < made.time and one.shape == made.shape]
     if not before:
         return None
     source = max(before, key=lambda passage: passage.time)
@@ -208,9 +228,10 @@ def _as_branch(residual: Residual, record: ForwardRecord, drops: bool = False) -
     return source.port, made.port, scope.name
 
 
-def _received(x: Version, record: ForwardRecord) -> list[Passage]:
-    """Return the passages by which modules received a tensor or a copy of it."""
-    return [passage for tensor in record.copies_of(x) for passage in record.received.get(tensor, ())]
+def _received(x: Version, shape: torch.Size, record: ForwardRecord) -> list[Passage]:
+    """Return the passages by which modules received a tensor, or a copy of it, in one shape."""
+    given = [one for tensor in record.copies_of(x) for one in record.received.get(tensor, ())]
+    return [passage for passage in given if passage.shape == shape]
 
 
 def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passage | None:
@@ -218,7 +239,7 @@ def _maker(y: Version, before: int, record: ForwardRecord, drops: bool) -> Passa
     made = [passage for passage in record.returned.get(y, ()) if passage.time < before]
     if made:
         return made[-1]
-    source, how = record.sources.get(y, (y, "view"))
+    source, how, *_ = record.sources.get(y, (y, "made"))
     if how == "copy" or (how == "dropout" and drops):
         return _maker(source, before, record, drops)
     sum_ = next((sum_ for sum_ in record.sums if sum_.result == y), None)

@@ -5,6 +5,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
+def own_skips(model: nn.Module) -> dict[str, "LambdaSkip"]:
+    """Return the `LambdaSkip` modules of a model by name, except those that compute a plain x + f(x)."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LambdaSkip) and (module.kind, module.init) != ("fixed", 1.0)
+    }
+
+
 class LambdaSkip(nn.Module):
     """Skip connection ``λ x + update``, which keeps the tokens of a deep stack distinct.
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, Change, batch_errors, run_model
+from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
@@ -78,7 +79,8 @@ def observe(
             expected = "a batch with the same sums as the example that the skips were added with"
             fix = "Pass `example=` a batch of this kind to `add_lambda_skip`."
             raise SkipError(f"site {site.name!r}", expected=expected, got="other sums", fix=fix)
-        x, branch, total = (as_batch(value, site.axis) for value in (x, branch, total))
+        home = float64_device(x.device)  # all numbers are computed in float64
+        x, branch, total = (as_batch(value, site.axis).to(home) for value in (x, branch, total))
         names = batch if isinstance(batch, Mapping) else {}
         decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in names
         mask = real_tokens(batch, x.shape[:2], decodes).to(x.device)
@@ -169,6 +171,7 @@ def scaled_sum(
 ) -> Tensor:
     """Return λ·x + y, where x is operand ``which`` (0 or 1); call ``seen`` with x, y and the sum."""
     x, branch = (other, first) if which else (first, other)
+    scale = scale.to(x.device) if isinstance(scale, Tensor) else scale
     total = (x * scale).to(x.dtype) + branch
     if seen is not None:
         seen(x.clone(), branch.clone(), total)
@@ -197,13 +200,13 @@ def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
     if not site.norm:
         return Norm("none")
     total = total.transpose(0, 1) if site.axis == 0 and total.dim() == 3 else total
-    wanted = total.double().nan_to_num(0.0, 0.0, 0.0)
+    wanted = as_float64(total).nan_to_num(0.0, 0.0, 0.0)
     for call in (call for call in calls if call.name == site.norm):
         for value in (*call.args, *call.kwargs.values()):
             alike = isinstance(value, Tensor) and value.numel() == total.numel()
             if not alike or value.shape[-1:] != total.shape[-1:]:
                 continue
-            if torch.equal(value.reshape(total.shape).double().nan_to_num(0.0, 0.0, 0.0), wanted):
+            if torch.equal(as_float64(value.reshape(total.shape)).nan_to_num(0.0, 0.0, 0.0), wanted):
                 return read_norm(call.module, total, call.output)
     return Norm("unknown", reason=f"{site.norm} does not receive the sum itself")
 
@@ -216,16 +219,16 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
     rows. Any other norm is unknown.
     """
     output = output[0] if isinstance(output, tuple) and output else output
-    gain, shift = rows.new_ones(rows.shape[-1]).double(), rows.new_zeros(rows.shape[-1]).double()
+    gain, shift = as_float64(rows.new_ones(rows.shape[-1])), as_float64(rows.new_zeros(rows.shape[-1]))
     if isinstance(weight := getattr(module, "weight", None), Tensor):
-        gain = weight.detach().double()
+        gain = as_float64(weight.detach())
     if isinstance(bias := getattr(module, "bias", None), Tensor):
-        shift = bias.detach().double()
+        shift = as_float64(bias.detach())
     fits = gain.shape == shift.shape == rows.shape[-1:]
     known: list[tuple[float, Norm]] = []
     if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
         finite = rows.isfinite().all(-1)  # padding rows can be infinite or NaN
-        read, out = rows.double()[finite], output.detach().reshape(rows.shape).double()[finite] - shift
+        read, out = as_float64(rows)[finite], as_float64(output.detach().reshape(rows.shape))[finite] - shift
         for centre in (True, False):
             centred = read - read.mean(-1, keepdim=True) if centre else read
             # subtracting the mean of a row amplifies its relative rounding errors

@@ -22,7 +22,7 @@ from rankwise.skips.certificate import LambdaChoice
 from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.modules import own_skips
 from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, plain_skips, sites_in, with_lambdas
 from rankwise.tracing import StateSite, capture
 
@@ -173,7 +173,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
     collapsed = any(finding.code == "COLLAPSE" for finding in found)
-    skips = bool(skip_sites(model) or _own(model))
+    skips = bool(skip_sites(model) or own_skips(model))
     if collapsed or skips:
         with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
             run_model(model, sample)
@@ -263,7 +263,7 @@ def _remedy(
     if not below:
         call = f"`rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
         return f"pass a batch that collapses to {call}" if choice.removes_collapse else UNHELPFUL
-    value, modules = choice.value, _own(model)
+    value, modules = choice.value, own_skips(model)
     if own := [(name, modules[name]) for name in below if name in modules]:
         if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
             more = f" and {len(learned) - 1} more" if len(learned) > 1 else ""
@@ -294,18 +294,9 @@ def _remedy(
     return f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
 
 
-def _own(model: nn.Module) -> dict[str, LambdaSkip]:
-    """Return the `LambdaSkip` modules of a model by name, except those that compute a plain x + f(x)."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LambdaSkip) and (module.kind, module.init) != ("fixed", 1.0)
-    }
-
-
 def mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
     """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
-    own = _own(model)
+    own = own_skips(model)
     skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
     shares: dict[str, float] = {}
     for added in observe(model, batch, skips, {}) if skips else ():

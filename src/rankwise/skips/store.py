@@ -18,9 +18,10 @@ from rankwise._internals.forward import Batch
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
-from rankwise.tracing.model_checks import is_distributed
+from rankwise.tracing.model_checks import is_distributed, is_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
+OWN_MODEL = "Load them into the model they were saved from, or one of its configuration."
 
 
 class SkipFacts(BaseModel, extra="forbid"):
@@ -45,6 +46,8 @@ def save_skips(
 ) -> tuple[Path, Path]:
     """Write λ-skips into a folder, as ``skips.safetensors`` and ``skips.json``; return the paths of both.
 
+    If FSDP2 shards the model, call this in every process, because λ is gathered from all of them.
+
     Args:
         model: model with λ-skips, or a wrapper of it such as DDP; the files are for the model itself.
         folder: folder to write; it is created if it is missing.
@@ -68,16 +71,15 @@ def save_skips(
     folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     check_skips(model)
     model = _unwrapped(model)
-    skips = skips_of(model)
-    numbers = {name: value.detach().cpu().contiguous().clone() for name, value in skips.items()}
+    skips, names = skips_of(model), _names(model)
+    numbers = {names[at]: _whole(one.detach()).cpu().contiguous() for at, one in enumerate(skips.values())}
     _check_finite(numbers, type(model).__name__)
+    learns = [any(one.requires_grad for one in skips.parameters(name)) for name in skips]
     facts = SkipFacts(
-        model_class=_class(model),
+        model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=any(learns),
         per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
-        learnable=any(value.requires_grad for value in skips.values()),
-        sites={name: site.width for name, site in skips.sites.items()},
-        frozen=[name for name, value in skips.items() if not value.requires_grad],
-        parameters=_digest(model), fitted=fitted or {},
+        sites={name: site.width for name, site in zip(names, skips.sites.values(), strict=True)},
+        frozen=[name for name, learning in zip(names, learns, strict=True) if not learning],
     )  # fmt: skip
     described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
     return write_file(folder / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"), described
@@ -110,7 +112,9 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
         expected = "a file that `save_skips` wrote"
         raise SkipError(f"skips {path}", expected=expected, got=got, fix=fix) from error
     if facts.model_class != _class(model):
-        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}")
+        inner = [name for name, module in model.named_modules() if _class(module) == facts.model_class]
+        fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
+        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}", fix)
     if missing := set(facts.sites) ^ set(numbers):
         expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
         fix = "Copy both files from the same save."
@@ -156,17 +160,24 @@ def fit_notes(folder: Path) -> dict[str, Any]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that the λ-skips were added to, which may be inside wrappers; raise if it changed."""
-    adapted = any(hasattr(module, "base_layer") for module in model.modules())
-    changed = adapted or any(map(is_distributed, skips_of(model).values()))
+    flat = any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in model.modules())
+    changed = flat or any(hasattr(module, "base_layer") for module in model.modules())
+    known = [site.name for site in skip_sites(model)]
     for root in () if changed else model.modules():
-        sites = skip_sites(root)
-        names = [site.write.module + site.parameter.removeprefix(PARAMETER) for site in sites]
-        if len(sites) == len(skip_sites(model)) and names == [site.name for site in sites]:
+        if _names(root) == known:
             return root
+    # λ that were added to a model around this one have longer names
+    if not changed and all(map(str.endswith, known, [f".{name}" for name in _names(model)])):
+        return model
     subject, expected = f"model {type(model).__name__}", "the model that λ was added to, or a wrapper"
-    got = "one with an adapter or shards" if changed else "one with other names of modules"
-    fix = "Save a model of gathered weights, with adapters merged: `model.merge_and_unload()`."
+    got = "FSDP1" if flat else "one with an adapter" if changed else "one with other names of modules"
+    fix = "Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2."
     raise SkipError(subject, expected=expected, got=got, fix=fix)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """Return the names that the sites of a model have by the current names of its modules."""
+    return [site.write.module + site.parameter.removeprefix(PARAMETER) for site in skip_sites(model)]
 
 
 def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
@@ -177,17 +188,27 @@ def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
 
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
-    scales = {id(scale) for scale in skips_of(model).values()}
+    skips = skips_of(model)
+    scales = {id(parameter) for name in skips for parameter in skips.parameters(name)}
     named = model.named_parameters(remove_duplicate=False)
     shapes = sorted((name, *parameter.shape) for name, parameter in named if id(parameter) not in scales)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
-def _another(model: nn.Module, folder: Path, got: str) -> SkipError:
+def _whole(value: Tensor) -> Tensor:
+    """Return a λ that FSDP2 has split over processes, gathered from all of them; any other λ unchanged."""
+    whole: Any = value
+    return whole.full_tensor() if is_distributed(value) else value
+
+
+def _another(model: nn.Module, folder: Path, got: str, fix: str = OWN_MODEL) -> SkipError:
     expected = f"λ of a {type(model).__name__} with the residual mixers of this model"
-    fix = "Load them into the model they were saved from, or one of its configuration."
     return SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
 
 
 def _class(model: nn.Module) -> str:
-    return f"{type(model).__module__}.{type(model).__qualname__}"
+    """Return the name of a model's class, also if FSDP2 or a parametrization made a class of it."""
+    kind = type(model)
+    while kind.__name__ in [made + kind.__bases__[-1].__name__ for made in ("FSDP", "Parametrized")]:
+        kind = kind.__bases__[-1]
+    return f"{kind.__module__}.{kind.__qualname__}"

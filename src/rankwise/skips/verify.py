@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import AddedHook, Batch, Change
+from rankwise._internals.linalg import as_float64
 from rankwise.errors import SkipError
 from rankwise.skips.find import SumName, run_with
 from rankwise.skips.hooks import picked, with_value
@@ -100,7 +101,7 @@ class SumCheck:
         operands = self._operands[name]
         wanted = self._scaled(*operands)
         if wanted.shape == got.shape:
-            sizes = [value.double().abs() for value in operands]
+            sizes = [as_float64(value).abs() for value in operands]
             eps = max(torch.finfo(value.dtype).eps for value in operands)
             rounding = 2.5 * eps * (sizes[0] + sizes[1]).norm(dim=-1)
             allowed = 0.0025 * self._scale * sizes[self.site.which].norm(dim=-1) + rounding
@@ -117,12 +118,12 @@ def _fill(model: nn.Module, sites: Sequence[SkipSite], scales: dict[str, float])
 def _close(wanted: Tensor, got: Tensor) -> bool:
     if wanted.shape != got.shape:
         return False
-    size = wanted.double().nan_to_num(0.0, 0.0, 0.0).norm()
+    size = as_float64(wanted).nan_to_num(0.0, 0.0, 0.0).norm()
     return bool(_difference(wanted, got).norm() <= torch.finfo(wanted.dtype).eps ** 0.5 * size)
 
 
 def _difference(wanted: Tensor, got: Tensor) -> Tensor:
-    return torch.where(wanted == got, 0, (wanted - got).double())  # equal infinities are not an error
+    return as_float64(torch.where(wanted == got, 0, wanted - got))  # equal infinities are not an error
 
 
 def _failure(model: nn.Module, wanted: str, got: str) -> SkipError:
