@@ -115,6 +115,7 @@ def test_the_baseline_of_two_processes_equals_the_baseline_of_one(told, folder, 
     assert shared.heads[0].baseline.band[2].pairs == 2 * 5
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_a_compiled_model_is_audited_uncompiled_in_two_processes(told, folder, monkeypatch) -> None:
     assert told[0]["compiled"]["status"] == 0, told[0]["compiled"]
     shared = Audit.load(folder / "compiled")
