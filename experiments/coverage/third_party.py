@@ -10,7 +10,6 @@ import copy
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 import rankwise as rw
 from experiments.coverage.families import difference, shown
@@ -207,9 +205,8 @@ def check(case: dict[str, Any]) -> Report:
     by_hand: list[Tensor] = []
 
     def compute(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        exact = partial(tree_map_only, Tensor, lambda one: one.double() if one.is_floating_point() else one)
-        matrix = MATRICES[layers[type(layer).__name__]]
-        by_hand.append(matrix(copy.deepcopy(layer).double(), *exact(args), **exact(kwargs)))
+        matrix, named = MATRICES[layers[type(layer).__name__]], {name: exact(kwargs[name]) for name in kwargs}
+        by_hand.append(matrix(copy.deepcopy(layer).double(), *map(exact, args), **named))
 
     for layer in model.modules():  # usual initial weights give almost uniform attention
         if isinstance(layer, nn.Linear):
@@ -233,6 +230,13 @@ def check(case: dict[str, Any]) -> Report:
         "difference": max(map(difference, operators, by_hand)),
         "notes": [f"{one.type}: {one.reason}" for one in trace.uncaptured] + trace.notes,
     }
+
+
+def exact(value: Any) -> Any:
+    """Return a tensor of floats, also in a tuple, in float64, and anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(exact, value))
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def measure() -> Report:
