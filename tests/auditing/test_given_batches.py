@@ -164,6 +164,7 @@ def test_a_dict_that_is_one_argument_has_its_sequences_and_padding(make: type[Se
     assert audit.provenance.sequences == inner.provenance.sequences == 3
     assert (audit.importance.loss, audit.importance.value) == (inner.importance.loss, inner.importance.value)
     assert [head.importance.cost for head in audit.heads] == [head.importance.cost for head in inner.heads]
+    assert rw.audit(model, [(dict(ENCODED),)], importance=True).importance.loss == audit.importance.loss
 
 
 def test_items_without_an_argument_are_left_out_with_one_note() -> None:

@@ -169,8 +169,8 @@ def preserve_random_state(model: nn.Module) -> AbstractContextManager[None]:
 
 def check_batch(batch: Any, subject: str = "`batch`") -> None:
     """Raise if a value is not a batch with tokens: for example a list of batches, or a DataLoader."""
-    tensors = tensors_of(batch)
-    if not any(tensor.numel() for tensor in tensors.values()):
+    tensors = tensors_in(batch) if isinstance(batch, tuple) else tensors_of(batch).values()
+    if not any(tensor.numel() for tensor in tensors):
         expected = "a batch with tokens: a dict of tensors, a tuple of tensors or a tensor"
         got = "tensors of 0 elements" if tensors else type(batch).__name__
         fix = "Pass one batch of a list or DataLoader: `next(iter(batches))`."

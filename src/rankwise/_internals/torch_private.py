@@ -211,38 +211,32 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 
 @contextmanager
-def preserve_registered_buffers(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores the buffers of every module; buffers added in its block are removed."""
-    kept = [
-        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # TorchScript never adds or removes buffers
-    ]
+def _restored(stores: list[Any]) -> Iterator[None]:
+    """Context manager that restores the content and the order of dicts and sets."""
+    kept = [(store, store.copy()) for store in stores]
     try:
         yield
     finally:
-        for module, buffers, left_out in kept:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(left_out)
+        for store, before in kept:
+            store.clear()
+            store.update(before)
+
+
+def preserve_registered_buffers(model: nn.Module) -> AbstractContextManager[None]:
+    """Context manager that restores the buffers of every module; buffers added in its block are removed."""
+    # TorchScript never adds or removes buffers
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    return _restored([store for one in modules for store in (one._buffers, one._non_persistent_buffers_set)])
 
 
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
     """Context manager that disables hooks for which ``wanted(hook)`` is True, then restores all in order."""
-    kept = [
-        (hooks, dict(hooks))
-        for module in model.modules()
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    stores: list[Any] = [
+        hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)
     ]
-    try:
-        for hooks, before in kept:
-            for number, hook in before.items():
-                if wanted(hook):
-                    del hooks[number]
+    with _restored(stores):
+        for hooks in stores:
+            for number in [number for number, hook in hooks.items() if wanted(hook)]:
+                del hooks[number]
         yield
-    finally:
-        for hooks, before in kept:
-            hooks.clear()
-            hooks.update(before)

@@ -21,7 +21,8 @@ If token states collapse or the model has λ-skips, the first batch runs again f
 Without a model, the command audits the bundled demo. It writes audit.json, index.html (one file that works
 offline) and the tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are
 audited on the same data, one after the other or as tasks of a Ray cluster. Each has a folder of its own, and
-index.html shows curves over the models. Under torchrun, several processes share the sequences of one model.
+index.html shows curves over the models. Under torchrun, several processes share the sequences of one model,
+and cuda is one GPU per process.
 
 [bold]Examples[/bold]
 
@@ -91,12 +92,7 @@ def command(
     baseline_seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --baseline.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu (default), cuda, cuda:1, mps, …; under torchrun, cuda is one GPU per process."
-        ),
-    ] = None,
+    device: options.Device = None,
     device_map: Annotated[
         str | None,
         typer.Option(help="Spread the model over devices: auto, balanced, sequential, a device, or JSON."),
@@ -193,7 +189,6 @@ def command(
             audits = [Audit.merge(parts, models)]
             output.write_report(audits[0], out)
     elif is_many:
-        output.quiet_libraries()
         if gpus is None:
             gpus = float((device or "").startswith("cuda"))
         with output.show_progress() as say:
@@ -206,7 +201,6 @@ def command(
             by_folder, error = audit_many(jobs, out, runner, resume=resume)
         audits = [*by_folder.values()]
     else:
-        output.quiet_libraries()
         with output.new_folder(out) if processes.is_main else nullcontext(), processes.process_group():
             one = job.for_model(models[0]) if models else job
             audit, error = audit_shards(one, out, processes, {"command": output.command_line()})

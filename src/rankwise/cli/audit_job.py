@@ -147,11 +147,8 @@ class LoadedJob(NamedTuple):
     job: AuditJob
     model: LoadedModel
     data: LoadedData
-    notes: list[str]
     first: list[Any]
-    """List for the first batch, which is added when the audit starts."""
-    is_empty: bool = False
-    """True if this process's shard of the data has no sequences."""
+    """List for the first batch, which is added when the audit starts, or when a shard is opened."""
 
 
 def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
@@ -166,12 +163,11 @@ def load(job: AuditJob, shard: Shard = ALL) -> LoadedJob:
     if masks and getattr(data.tokenizer, "mask_token_id", None) is None:
         expected, fix = "a tokenizer with a mask token", "Use another loss, or another --tokenizer."
         raise InputError("--importance-loss masked", expected=expected, got="none", fix=fix)
-    notes = [*model.notes, *data.notes]
     if shard == ALL:
-        return LoadedJob(job, model, data, notes, [])
+        return LoadedJob(job, model, data, [])
     batches = iter(data.batches)
     first = list(islice(batches, 1))
-    return LoadedJob(job, model, replace(data, batches=chain(first, batches)), notes, [], not first)
+    return LoadedJob(job, model, replace(data, batches=chain(first, batches)), first)
 
 
 def factory_digests(job: AuditJob) -> tuple[str, list[str]] | None:
@@ -200,7 +196,7 @@ def run(
         "revision": model.revision,
         "data": loaded.data.data.replace(str(demo_text()), "the bundled text"),
         "command": job.command,
-        "notes": loaded.notes,
+        "notes": [*model.notes, *loaded.data.notes],
         "weights": weights_digest(model.model, model.random_weights),
         "random_weights": model.random_blocks,
     }
@@ -327,7 +323,7 @@ def _load_shard(job: AuditJob, processes: Processes) -> LoadedJob:
 
 def _measure(loaded: LoadedJob, processes: Processes, provenance: dict[str, Any], say: Say) -> ShardResult:
     """Measure the model on the shard of this process; return errors, to send them to other processes."""
-    if loaded.is_empty:
+    if processes.several and not loaded.first:
         return ShardResult()
     try:
         statistics = run(loaded, provenance, lambda batches, step: say(f"batch {batches + 1}: {step}"))

@@ -65,7 +65,7 @@ def command(
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
-    device: options.Device = "cpu",
+    device: options.Device = None,
     out: Annotated[Path, typer.Option(help="Folder for the results, new or empty.")] = Path(
         "rankwise-compressed"
     ),
@@ -93,7 +93,6 @@ def command(
         fix = "Compress the model without them, then run `rankwise skip` on the result."
         raise InputError(f"model {model}", expected="a model without λ-skips", got="saved λ-skips", fix=fix)
     with output.new_folder(out):
-        output.quiet_libraries()
         subject = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )

@@ -89,18 +89,16 @@ def load_data(
 def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedData:
     config = getattr(loaded.model, "config", None)
     mode = "L" if config_value(config, "num_channels") == 1 else "RGB"
-    batches: Iterable[Any]
     if loaded.source:
         processor, note = load_image_processor(
             loaded.source, config=config, revision=loaded.revision or None,
             trust_remote_code=loaded.trust_remote_code,
         )  # fmt: skip
-        batches = read_images(images, processor, mode=mode, **sizes)
     else:
-        note = "pictures resized to 224×224, mean and std 0.5"
-        made = read_images(images, plain_processor({"size": 224}, len(mode)), mode=mode, **sizes)
-        batches = (batch["pixel_values"] for batch in made)
-    return LoadedData(batches, f"{images} (pictures)", (note,) if note else ())
+        note, processor = "pictures resized to 224×224, mean and std 0.5", plain_processor({}, len(mode))
+    batches = read_images(images, processor, mode=mode, **sizes)
+    pixels = batches if loaded.source else (batch["pixel_values"] for batch in batches)
+    return LoadedData(pixels, f"{images} (pictures)", (note,) if note else ())
 
 
 def _load_texts(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rankwise._internals.files import writable_folder
+from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
 from rankwise.skips import apply_saved_skips
 
@@ -101,6 +102,7 @@ def load_model(
     module and its batches. The default device is the CPU. `device_map` is one of `DEVICE_MAPS`, a device, or
     JSON such as `{"module": "device", …}`.
     """
+    quiet_libraries()
     placement = check_loading(spec, revision, dtype, device, device_map, offload_folder, tokenizer)
     path, factory = split_factory(spec)
     if path:

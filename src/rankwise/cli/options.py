@@ -22,7 +22,9 @@ Tokens = Annotated[int, typer.Option(min=2, help="Cut sequences to this number o
 Sequences = Annotated[int, typer.Option(min=1, help="Read this many sequences or pictures in total.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Run this many sequences or pictures at once.")]
 Seed = Annotated[int, typer.Option(min=0, help="Use this random seed.")]
-Device = Annotated[str, typer.Option(help="Run the model on this device: cpu, cuda, cuda:1, mps, …")]
+Device = Annotated[
+    str | None, typer.Option(help="Run the model on this device: cpu (default), cuda, cuda:1, mps, …")
+]
 Dtype = Annotated[
     str,
     typer.Option(help="Load weights as float32, float16, bfloat16 or float64; auto keeps the saved type."),

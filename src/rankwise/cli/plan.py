@@ -65,7 +65,7 @@ def command(
     trials: Annotated[int, typer.Option(help="Number of draws of the weights.")] = 10,
     sequences: Sequences = 8,
     seed: Seed = 0,
-    device: Device = "cpu",
+    device: Device = None,
     out: Annotated[Path, typer.Option(help="Write the plan to this new or empty folder.")] = Path(
         "rankwise-plan"
     ),
@@ -96,8 +96,7 @@ def command(
         embedded = text is not None or images is not None
         dim = width if not embedded else (width or DIM) if heads is not None else None
         present_head_dim(**sizes, width=dim, positions=positions or "none")
-    check_device(device)
-    output.quiet_libraries()
+    check_device(device or "cpu")
     loaded, given = None, TokenStates(tokens)
     with output.new_folder(out):
         if model is not None:

@@ -55,7 +55,7 @@ def command(
     tokens: Tokens = 128,
     sequences: Sequences = 40,
     batch_size: BatchSize = 4,
-    device: Device = "cpu",
+    device: Device = None,
     dtype: Dtype = "auto",
     revision: Revision = None,
     out: Annotated[Path | None, typer.Option(help="Write the model and its λ-skips to this folder.")] = None,
@@ -88,7 +88,6 @@ def command(
     if init is not None:
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on)
-    output.quiet_libraries()
     with nullcontext() if out is None else output.new_folder(out):
         loaded = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code

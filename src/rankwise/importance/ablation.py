@@ -9,8 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rankwise._internals.forward import Batch, device_of, drop_unused_labels, run_model, to_device
-from rankwise.errors import InputError
+from rankwise._internals.forward import (
+    Batch,
+    device_of,
+    drop_unused_labels,
+    each_batch,
+    run_model,
+    to_device,
+)
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.losses import IGNORE_INDEX, LossBatch
@@ -95,7 +101,7 @@ def measure(
         >>> found.record.loss, len(found.heads)
         ('relative squared change of the output', 2)
     """
-    settings, every = settings or ImportanceSettings(), list(batches)
+    settings, every = settings or ImportanceSettings(), list(each_batch(batches))
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say)
@@ -168,7 +174,8 @@ def ablation_cost(
         True
     """
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
-    passes, _ = _start(model, list(batches), settings or ImportanceSettings(), capturing, lambda what: None)
+    every, settings = list(each_batch(batches)), settings or ImportanceSettings()
+    passes, _ = _start(model, every, settings, capturing, lambda what: None)
     passes.whole()
     loss, _ = passes.without(passes.by_call(heads))
     cost = loss - passes.value
@@ -203,11 +210,6 @@ def _start(
     say: Callable[[str], None],
 ) -> tuple[GatedPasses, dict[str, tuple[str, int]]]:
     """Run the first batch and choose a loss; return the passes, and stack and layer by name of block."""
-    if not every:
-        raise InputError(
-            "`batches`", expected="at least one batch", got="none",
-            fix="Pass a list of batches; an exhausted iterator gives none.",
-        )  # fmt: skip
     say("the first batch, to see its output")
     inputs = [drop_unused_labels(model, batch)[0] for batch in every]
     placed: dict[str, tuple[str, int]] = {}

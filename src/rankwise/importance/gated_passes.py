@@ -154,12 +154,12 @@ class Removal(Intervention):
         return block.input
 
 
-def incomplete_gates(scalar: Tensor, gates: Iterable[Tensor]) -> set[int]:
+def incomplete_gates(nodes: Iterable[Any], gates: Iterable[Tensor]) -> set[int]:
     """Return `id`s of gates with an incomplete gradient: an operation after the gate has no backward.
 
     Such a gate gets only the part of its gradient that flows on other paths, such as the residual stream.
     """
-    after = _graph_nodes(node for node in _graph_nodes([scalar.grad_fn]) if NO_BACKWARD in node.name())
+    after = _graph_nodes(node for node in nodes if NO_BACKWARD in node.name())
     leaves = {id(getattr(node, "variable", None)) for node in after}
     return {id(gate) for gate in gates if id(gate) in leaves}
 
@@ -321,8 +321,8 @@ class GatedPasses:
             scalar = make()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
-            incomplete = incomplete_gates(scalar, every)
             nodes = _graph_nodes([scalar.grad_fn])
+            incomplete = incomplete_gates(nodes, every)
             self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
             gradients = iter(torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True))
             del scalar  # a projection has the size of the logits: release it before the next is drawn
