@@ -48,6 +48,13 @@ def test_commands_and_files_of_a_page_exist(page: Path) -> None:
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
+@pytest.mark.parametrize("folder", ["src", "experiments", "benchmarks"])
+def test_commands_in_source_exist(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        text = re.sub(r"\{[^{}]*\}", "NAME", path.read_text(encoding="utf-8"))
+        assert list(wrong_commands(text)) == [], path
+
+
 def test_wrong_commands_are_found() -> None:
     text = (
         "`python -m experiments run no-name` `python -m experiments.none` `python -m experiments run depth`"
