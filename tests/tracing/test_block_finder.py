@@ -146,8 +146,8 @@ def test_the_output_of_a_single_sublayer_is_not_a_state():
     assert "nothing read the output of its only block" in note
 
 
-def test_items_of_another_class_without_a_mixer_are_part_of_the_stream():
-    parts = [part() for _ in range(2) for part in (attention_block, lambda: Residual(linear()))]
+def test_norms_between_blocks_are_part_of_the_stream():
+    parts = [part() for _ in range(2) for part in (attention_block, lambda: nn.RMSNorm(WIDTH))]
     model, x = sequential(*parts).eval(), hidden()
     read, gave = calls_of(model, ["0", "2", "3"], x)
     trace = seen(model, x)
@@ -157,11 +157,16 @@ def test_items_of_another_class_without_a_mixer_are_part_of_the_stream():
     assert trace.notes == []
 
 
+class FeedForward(Residual):
+    """A block of another class than the blocks with a mixer."""
+
+
 @pytest.mark.parametrize("kinds", ["amam", "mama", "mmam", "ammm"])
 @pytest.mark.parametrize("wrap", ["{}", "1.{}"])
-def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds, wrap):
-    parts = {"a": Attention, "m": linear}
-    model, x = sequential(*(Residual(parts[one]()) for one in kinds)).eval(), hidden()
+@pytest.mark.parametrize("other", [Residual, FeedForward])
+def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds, wrap, other):
+    parts = {"a": lambda: Residual(Attention()), "m": lambda: other(linear())}
+    model, x = sequential(*(parts[one]() for one in kinds)).eval(), hidden()
     model = model if wrap == "{}" else nn.Sequential(nn.Identity(), model, linear())
     names = [wrap.format(at) for at in range(4)]
     read, gave = calls_of(model, names, x)

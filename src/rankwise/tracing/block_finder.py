@@ -29,7 +29,8 @@ class BlockFinder:
     the blocks if each reads the output of the previous item, as in stages of blocks. The outer module is the
     block if it contains one item, or items that run in parallel, as heads do. An item with a module that
     looks like a mixer is a block even if the operator of the mixer is not captured. An item without a mixer
-    is a block if other items of its class in the list are blocks, as the feed-forward blocks of a hybrid.
+    is a block if other items of its class in the list are blocks, as the feed-forward blocks of a hybrid; an
+    item of another class if it is the first, or reads the output of the item before it.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class BlockFinder:
         self._expected = set(self._rank) & (mixer_like | _around(mixer_like)) - {""}
         self._around = _around(self._expected)
         """Names of modules around possible blocks: they are no blocks if they read feature maps."""
-        listed = [name for name, rank in self._rank.items() if name and rank == 0]
+        listed = [name for name, rank in self._rank.items() if name and rank != 1]
         kinds = {name: (name.rpartition(".")[0], type(model.get_submodule(name))) for name in listed}
         mixing = {kinds[name] for name in self._expected.intersection(kinds) - self._around}
-        self._alike = {name for name, kind in kinds.items() if kind in mixing}
-        """Items of a list that also holds items of the same class with a mixer, such as blocks of hybrids."""
+        lists = {place for place, _ in mixing}
+        self._beside = {name: kind in mixing for name, kind in kinds.items() if kind[0] in lists}
+        """Items of lists that also hold items with a mixer, as in hybrids; True if they have its class."""
         self._calls, self._stacks = calls, stacks
         self._inner: dict[str, bool] = {}
         """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
@@ -122,7 +124,11 @@ class BlockFinder:
         around = self._running
         # Inside an item of a list of equal modules, items with and without a mixer are sublayers.
         outermost = all(outer.rank for outer in around) or self._inner.get(block.stack)
-        expected = block.name in self._expected or (outermost and block.name in self._alike)
+        # An item of another class is a block if it is no mere norm and no part of a block beside it.
+        beside = bool(outermost) and block.name in self._beside and any(module.children())
+        follows = block.linked or not self._stacks.has_blocks(block.stack)
+        alike = self._beside.get(block.name, False) and bool(outermost)
+        expected = block.name in self._expected or alike or (beside and follows)
         if not block.mixers and not block.settled and not expected:
             self._carry_on(block)
             return

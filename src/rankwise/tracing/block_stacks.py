@@ -142,6 +142,10 @@ class BlockStacks:
         blocks = self._open.get(stack)
         return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
 
+    def has_blocks(self, stack: str) -> bool:
+        """Return True if blocks of an open stack have run."""
+        return stack in self._open
+
     def reads(self, tensors: list[Tensor]) -> None:
         """Mark the stacks whose last output is among the arguments of a module call."""
         for blocks in self._open.values():
