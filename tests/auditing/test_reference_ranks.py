@@ -278,9 +278,3 @@ def test_a_mixer_with_signs_is_not_judged_by_its_numerical_rank(kind, code) -> N
     at = BaselineAt(delta=0.01, rank_low=1, rank_high=1, seed_std=0.1, **differences)
     drawn = Baseline(seeds=3, mean={}, seed_std={}, std={}, band=[at])
     assert rank_code(head.model_copy(update={"baseline": drawn})) == code
-
-
-def test_the_relative_rank_is_at_most_the_numerical_rank_if_sigma_max_is_at_least_one():
-    operator = rw.operators.SoftmaxMixing(normal(2, 3, 120, 8), normal(2, 3, 120, 8, seed=1))
-    summary = rank_summary(operator, 0.01)
-    assert (summary.relative_rank <= summary.numerical_rank).all()

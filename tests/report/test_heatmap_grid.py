@@ -132,6 +132,7 @@ def test_a_scale_contains_all_values_except_far_outliers(measure) -> None:
         values = [value for head in heads if math.isfinite(value := measure.value(head))]
         fence = outer_fence(values)
         assert all(low <= value <= high or value > fence for value in values)
+        assert heads != records.encoder().heads or all(low <= value <= high for value in values)
 
 
 def test_duplicates_without_other_heads_lead_to_a_single_head() -> None:
