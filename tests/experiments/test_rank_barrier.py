@@ -1,7 +1,6 @@
 """Theorem 1: its bound over every head width, matrices above it, and the kept curves."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -59,12 +58,6 @@ def test_no_head_width_brings_the_expectation_above_the_bound(tokens):
     assert sum(wide) / len(wide) < allowed
 
 
-def test_the_bound_is_nearly_reached():
-    tokens = 48
-    mean = theorem1_rank(tokens, 4 * tokens, trials=200).mean
-    assert mean > 0.95 * theorem1_bound(tokens) - sampling_error(tokens, 200)
-
-
 @pytest.mark.parametrize("head_dim", [2, 40])
 def test_almost_orthonormal_tokens_obey_the_bound(head_dim):
     tokens, width, trials = 32, 40, 80
@@ -84,12 +77,6 @@ def test_ranks_have_the_law_of_random_heads_at_temperature_zero(mask, head_dim):
     ours = theorem1_rank(30, head_dim, 50, mask, trials=150, seed=5)
     null = random_head_rank(30, head_dim, mask, temperature=0.0, trials=150, seed=6)
     assert abs(ours.mean - null.mean) <= 5 * math.hypot(ours.std, null.std) / math.sqrt(150)
-
-
-def test_rank_grows_with_the_head():
-    ranks = [theorem1_rank(64, k, trials=40) for k in (1, 4, 16, 64)]
-    for less, more in pairwise(ranks):
-        assert more.mean - less.mean > 4 * math.hypot(less.std, more.std) / math.sqrt(40)
 
 
 def test_the_causal_counterpart_is_near_half():
@@ -113,13 +100,6 @@ def test_single_matrices_exceed_the_bound():
     previous[0] = 0
     assert hardmax_rank(previous, causal) == tokens - 1
     assert tokens - 1 > theorem1_bound(tokens) + 1
-
-
-def test_single_random_matrices_exceed_the_bound():
-    """Some of a hundred draws are above the bound of the mean."""
-    ranks = [theorem1_rank(16, 64, trials=1, seed=seed).mean for seed in range(100)]
-    assert max(ranks) > theorem1_bound(16) + 1
-    assert sum(ranks) / 100 < theorem1_bound(16) + 1 / math.e + sampling_error(16, 100)
 
 
 @given(
