@@ -1,13 +1,13 @@
-"""Estimate of what a training requires on a GPU, from its configuration alone."""
+"""Estimate of what a training requires on a GPU, from its configuration alone; not measured on a GPU."""
 
 from collections.abc import Collection
 
 from experiments.training.config import TrainingConfig
 
 SPEED = 1e13
-"""FLOP per second that one GPU reaches in float32, of the 2e13 to 7e13 that data sheets promise."""
+"""Assumed FLOP per second of one GPU in float32; data sheets promise two to seven times as many."""
 START = 0.002
-"""Seconds per layer and step that starting its kernels takes, however small they are."""
+"""Assumed seconds per layer and step that starting its kernels takes, however small they are."""
 KEPT = {
     "transformer": 23,
     "linear": 28,
@@ -29,8 +29,7 @@ def gpu_hours(config: TrainingConfig) -> float:
 
     Formula: (6 P + 12 D T per layer of softmax attention) FLOP per token, forward and backward, for P weights
     (12 D² per layer if the configuration does not say), width D and T tokens; at least `START`. Scans are not
-    counted, which take up to half as much again. Source: Kaplan et al., “Scaling Laws for Neural Language
-    Models”, 2020, section 2.1.
+    counted, which take up to half as much again. Source: Chowdhery et al., “PaLM”, 2022, appendix B.
     """
     attention = 12 * softmax_layers(config) * config.width * config.tokens
     step = (6 * weights_of(config) + attention) * config.batch * config.tokens / SPEED
