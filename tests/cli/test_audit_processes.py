@@ -154,8 +154,9 @@ def test_batches_before_a_failure_are_written(told, folder) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals")
-@pytest.mark.parametrize("dies", ["", "1"])
-def test_a_process_that_is_killed_and_ctrl_c_lose_nothing(folder, dies, tmp_path) -> None:
+@pytest.mark.parametrize("ends", ["killed", "SIGINT", "SIGTERM"])
+def test_a_process_that_is_killed_and_signals_lose_nothing(folder, ends, tmp_path) -> None:
+    dies = "1" if ends == "killed" else ""
     running = subprocess.Popen(
         [*LAUNCH, "-m", "rankwise", "audit", str(folder / "endless.py") + ":build", "--out", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -165,7 +166,7 @@ def test_a_process_that_is_killed_and_ctrl_c_lose_nothing(folder, dies, tmp_path
         while (line := running.stdout.readline()) != "here\n":
             assert line, "the processes have ended"
         if not dies:
-            running.send_signal(signal.SIGINT)
+            running.send_signal(signal.Signals[ends])
         out, _ = running.communicate(timeout=120)
     finally:
         running.kill()
