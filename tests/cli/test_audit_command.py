@@ -17,6 +17,7 @@ from typer.testing import Result
 
 import rankwise as rw
 from rankwise.auditing import Audit, text_batches
+from rankwise.cli.audit import parse_importance
 from rankwise.errors import InputError, RankwiseError
 
 Run = Callable[..., Result]
@@ -209,6 +210,14 @@ def test_nan_weights_fail_the_gate_with_and_without_importance(run, tiny, tmp_pa
     assert "NONFINITE" in page.read_text()
     if options:
         assert isinstance(run(*asked, "--fail-on", "SINK").exception, RankwiseError)
+
+
+@pytest.mark.parametrize(
+    ("how", "demo", "exact"),
+    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
+)
+def test_bare_importance_is_exact_for_the_demo(how, demo, exact) -> None:
+    assert parse_importance(how, demo, 0.01, "zero", "auto").exact is exact
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

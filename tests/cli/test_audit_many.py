@@ -466,3 +466,7 @@ def test_an_address_follows_ray_and_a_model_does_not(value: str) -> None:
     for model in ("model.py:build", "gpt2", "org/m", "run/checkpoint-1", "C:1/m", "--out"):
         assert add_bare_values(["--ray", model]) == ["--ray", "", model]
     assert add_bare_values(["m", "--ray"]) == ["m", "--ray", ""]
+    assert add_bare_values(["--importance"]) == ["--importance", "auto"]
+    assert add_bare_values(["--importance", "--text", "a"]) == ["--importance", "auto", "--text", "a"]
+    for whole in (["--importance", "exact", "gpt2"], ["--importance=exact"]):
+        assert add_bare_values(whole) == whole

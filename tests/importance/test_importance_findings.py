@@ -18,8 +18,6 @@ from rankwise.auditing.importance_findings import (
     with_removal_costs,
 )
 from rankwise.cli import app
-from rankwise.cli.audit import parse_importance
-from rankwise.cli.options import add_bare_values
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import agreement
 from rankwise.tracing import HeadId
@@ -123,19 +121,6 @@ def test_any_head_of_duplicates_can_be_removed_if_all_are_cheap():
     assert known.evidence["most_removal_cost"] == 0.3
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (["--importance"], ["--importance", "auto"]),
-        (["--importance", "exact", "gpt2"], ["--importance", "exact", "gpt2"]),
-        (["--importance", "--text", "a"], ["--importance", "auto", "--text", "a"]),
-        (["--importance=exact"], ["--importance=exact"]),
-    ],
-)
-def test_the_value_of_the_option_may_be_left_out(given, wanted):
-    assert add_bare_values(given) == wanted
-
-
 def test_estimates_are_compared_with_exact_costs_by_order_and_size():
     both = [HeadImportance(estimate=one, exact=other) for one, other in ((1.0, 1.0), (2.0, 4.0), (3.0, 12.0))]
     found = agreement(both)
@@ -147,15 +132,6 @@ def test_estimates_are_compared_with_exact_costs_by_order_and_size():
         "Estimated costs of blocks": BLOCK_CAUTION
     }
     assert estimate_words([HeadImportance(exact=1.0)], []) == []
-
-
-@pytest.mark.parametrize(
-    ("how", "demo", "exact"),
-    [(None, True, True), ("auto", True, True), ("estimate", True, False), ("auto", False, False)],
-)
-def test_the_bare_option_is_exact_for_the_demo(how, demo, exact):
-    settings = parse_importance(how, demo, 0.01, "zero", "auto")
-    assert settings.exact is exact
 
 
 def test_the_command_measures_importance(tmp_path):

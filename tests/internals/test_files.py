@@ -1,4 +1,4 @@
-"""Written files have the mode that the umask permits, like files that other programs write."""
+"""Written files have the mode that the umask permits, and are all new or all old."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -35,3 +35,30 @@ def test_written_files_have_the_mode_of_the_umask(way: str, umask: int, tmp_path
     WAYS[way](tmp_path)
     assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
     assert os.umask(umask) == umask
+
+
+@pytest.mark.parametrize("broken", ["b", "c"])
+def test_a_break_between_two_files_puts_the_old_ones_back(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {"a": "old", "b": "old", "other": "own"}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.parent.name == "new" and self.name == broken:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    def write(folder: Path) -> None:
+        for name in "abcd":
+            (folder / name).write_text("new")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_files(tmp_path, write, "folder")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
+    assert [file.name for file in write_files(tmp_path, write, "folder")] == list("abcd")
+    assert (tmp_path / "b").read_text() == "new"

@@ -19,7 +19,6 @@ from tost_cases import GOLDEN
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from typer.testing import CliRunner
 
-from rankwise._internals.files import write_files
 from rankwise.cli import convert
 from rankwise.errors import InputError
 from rankwise.models import (
@@ -354,30 +353,3 @@ def test_a_full_disk_is_said_as_every_other_error(tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match=r"expected a folder that can be written.*No space left on device"):
         save_model(model, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("broken", ["b", "c"])
-def test_a_break_between_two_files_puts_the_old_ones_back(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = {"a": "old", "b": "old", "other": "own"}
-    for name, text in before.items():
-        (tmp_path / name).write_text(text)
-    replace = Path.replace
-
-    def interrupted(self: Path, target: Path) -> Path:
-        if self.parent.name == "new" and self.name == broken:
-            raise KeyboardInterrupt
-        return replace(self, target)
-
-    def write(folder: Path) -> None:
-        for name in "abcd":
-            (folder / name).write_text("new")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            write_files(tmp_path, write, "folder")
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
-    assert [file.name for file in write_files(tmp_path, write, "folder")] == list("abcd")
-    assert (tmp_path / "b").read_text() == "new"
