@@ -442,25 +442,39 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
     assert not comparison.is_empty
 
 
+HEALTHY = "Healthy: no collapse through depth, no inactive blocks, no constant heads, no duplicate heads."
+STATES = layers(0.9, 0.8)
+
+
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (audit(heads({}), layers=layers(0.9, 0.8)), "No findings."),
-        (audit(heads(LOW, HIGH)), "2 notes."),
+        (audit(heads({}), layers=STATES), HEALTHY),
+        (audit(heads(LOW, HIGH), layers=STATES), HEALTHY),  # a rank is no fault
+        (audit(heads({})), "Healthy: no constant heads, no duplicate heads."),
+        (audit([], layers=STATES), "Healthy: no collapse through depth, no inactive blocks."),
+        (audit(heads({}, tokens=5, sources=5)), "Nothing to judge: sequences have fewer than 8 tokens."),
+        (
+            audit([]),
+            "Nothing was measured: no mixing operator and no token states were captured.",
+        ),
         (
             changed(audit(heads({})), complete=False),
-            "No findings. The audit stopped before the end: some measurements are missing.",
+            "Healthy: no constant heads, no duplicate heads. The audit stopped before the end: some "
+            "measurements are missing.",
         ),
     ],
 )
-def test_a_verdict_without_actions_counts_findings(found: Audit, sentence: str) -> None:
+def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, sentence: str) -> None:
     assert found.verdict == Verdict(sentence=sentence)
 
 
-def test_a_verdict_has_an_action_per_code_and_the_most_severe_are_first() -> None:
+def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
     verdict = found.verdict
-    assert verdict.sentence == "1 error, 1 warning, 3 notes."
+    assert verdict.sentence == (
+        "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 blocks."
+    )
     assert len(verdict.actions) == 3
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
     assert verdict.actions == tuple(remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK"))

@@ -41,7 +41,7 @@ def test_writes_report_and_says_where(run: Run, tiny: Path, tmp_path: Path) -> N
 
 
 def test_a_baseline_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: Path) -> None:
-    result = run("audit", tiny, *DATA, "--sequences", 2, "--baseline-seeds", 2)
+    result = run("audit", tiny, *DATA, "--sequences", 2, "--baseline-seeds", 2, "--verbose")
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
     assert audit.baseline is not None

@@ -13,27 +13,82 @@ from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
 import rankwise as rw
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
+from rankwise.auditing.records import BaselineRecord
+from rankwise.importance.records import HeadImportance
 from rankwise.report import document_text, print_document
 from rankwise.report.document import column_kinds
 
 COLUMNS = [row for row in HEAD_MEASURES if row.console and not row.known_only]
 
 
-def printed(name: str, **options: object) -> str:
+def printed(name: str, *, verbose: bool = True, **options: object) -> str:
     file = io.StringIO()
     console = Console(**({"file": file, "width": 80} | options))
-    print_document(audit_document(records.ALL[name]()), console)
+    print_document(audit_document(records.ALL[name]()), console, verbose=verbose)
     return file.getvalue()
 
 
+@pytest.mark.parametrize("verbose", [True, False])
 @pytest.mark.parametrize("name", records.ALL)
-def test_the_console_report_fits_into_80_columns(name: str) -> None:
-    text = printed(name)
+def test_the_console_report_fits_into_80_columns(name: str, verbose: bool) -> None:
+    text = printed(name, verbose=verbose)
     wide = [line for line in text.splitlines() if len(line) > 80]
     assert all("→ rankwise" in line for line in wide), (
         "only commands, which must stay in one piece, may be longer"
     )
     assert "\x1b" not in text
+
+
+def first_screen(audit: rw.Audit) -> list[str]:
+    return document_text(audit_document(audit), 100).splitlines()
+
+
+def layer_rows(lines: list[str]) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in lines if re.match(r" +\d+ ", line)}
+
+
+def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
+    audit = records.sized(12, 12)
+    lines = first_screen(audit)
+    assert [*layer_rows(lines)] == [str(layer) for layer in range(12)]
+    assert len(lines) <= 30
+    assert len(document_text(audit_document(audit), 100, verbose=True).splitlines()) > 30
+
+
+def test_the_first_screen_of_many_layers_has_the_first_and_the_last() -> None:
+    lines = first_screen(records.sized(48, 4))
+    shown = [*layer_rows(lines)]
+    assert len(shown) <= 17
+    assert (shown[0], shown[-1]) == ("0", "47")
+    assert "every 3 layers" in " ".join(lines)
+
+
+def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
+    audit = records.encoder()
+    text = " ".join(line.strip() for line in first_screen(audit))
+    assert "initialization, --baseline (4 × the time)" in text
+    assert "costs of removing heads, --importance" in text
+    assert "dearest" not in text
+    known = {
+        head.id: {"importance": HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
+        for head in audit.heads
+    }
+    heads = [head.model_copy(update=known[head.id]) for head in audit.heads]
+    baseline = BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
+    found = {"heads": heads, "importance": records.importance(), "baseline": baseline}
+    lines = first_screen(audit.model_copy(update=found))
+    assert "Not measured" not in " ".join(lines)
+    row = layer_rows(lines)["0"]
+    assert row[:2] == [f"{mean(map(RANK.value, heads[:12])):.2f}", "0.50"]  # at first 64 of 128 tokens
+    assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2
+
+
+def test_an_audit_in_python_names_arguments_instead_of_options() -> None:
+    audit = records.encoder()
+    about = audit.provenance.model_copy(update={"command": ""})
+    text = " ".join(first_screen(audit.model_copy(update={"provenance": about})))
+    assert "baseline=True" in text
+    assert "--baseline" not in text
 
 
 @pytest.mark.parametrize("name", ["only_nan", "encoder", "encoder_decoder"])
@@ -78,7 +133,6 @@ def test_many_of_a_kind_are_counted_not_listed() -> None:
     text = printed("large")
     assert text.count("warning  SINK") == 3
     assert f"… and {total - 3} more of SINK (see the report)" in text
-    assert f"{total} warnings" in text
 
 
 def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
@@ -98,7 +152,7 @@ def test_lengths_that_differ_have_a_column() -> None:
     audit = records.encoder()
     heads = [h.model_copy(update={"tokens": 100.0 + h.layer}) for h in audit.heads]
     console = Console(width=80, file=io.StringIO())
-    print_document(audit_document(audit.model_copy(update={"heads": heads})), console)
+    print_document(audit_document(audit.model_copy(update={"heads": heads})), console, verbose=True)
     rows = [
         line.split()[:3] for line in console.file.getvalue().splitlines() if re.match(r" +\d+ +12 ", line)
     ]
@@ -148,7 +202,7 @@ def test_a_terminal_gets_colours() -> None:
 def test_a_console_without_unicode_gets_words() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    print_document(audit_document(records.encoder()), Console(file=file, width=80))
+    print_document(audit_document(records.encoder()), Console(file=file, width=80), verbose=True)
     file.flush()
     text = raw.getvalue().decode("ascii")
     assert "delta = 0.01" in text
@@ -191,7 +245,7 @@ def test_lines_of_a_summary_have_up_to_100_characters() -> None:
 @pytest.mark.parametrize("width", [24, 60, 80, 200])
 def test_columns_that_do_not_fit_continue_in_another_table(width: int) -> None:
     names, cells = ([f"{word}{at:05d}" for at in range(12)] for word in ("n", "0."))
-    document = audit_document(records.encoder())
+    document = replace(audit_document(records.encoder()), first=[])
     section = replace(document.sections[0], tables=[Table("t", ["site", *names], [["17", *cells]])])
     words = document_text(replace(document, sections=[replace(section, on_console=True)]), width).split()
     assert all(words.count(word) == 1 for word in (*names, *cells))

@@ -9,7 +9,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
-from rankwise.auditing.importance_findings import describe_removable, with_removal_costs
+from rankwise.auditing.importance_findings import (
+    TOO_LITTLE,
+    WORTH,
+    describe_removable,
+    gain_words,
+    parameters_share,
+    with_removal_costs,
+)
 from rankwise.auditing.measure_table import NULLS, mixer_kind
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
@@ -90,6 +97,8 @@ class Rule:
     """Measure whose map or curve shows the finding."""
     remedy: str
     """Next step for the reader, with commands in backticks and placeholders in braces."""
+    names: str = ""
+    """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
     causes_action: bool = True
     """False if the finding describes the model and no action follows."""
     with_costs: bool = False
@@ -144,7 +153,7 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 
 @rule(
     "REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost",
-    remedy="rankwise compress MODEL --parts heads --tolerance {tolerance:g} --text TEXT --out DIR",
+    remedy="{why}`rankwise compress MODEL --parts heads --tolerance {tolerance:g} --text TEXT --out DIR`",
 )  # fmt: skip
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
@@ -152,15 +161,19 @@ def removable(measured: Measured) -> Iterator[Finding]:
     found = None if importance is None else importance.removable
     if importance is not None and found is not None and found.heads:
         first, *others = found.heads
+        saved = parameters_share(found.heads, measured.heads, measured.layers, measured.provenance)
         evidence = {
             "heads": len(found.heads), "cost": found.cost, "relative": found.relative, "loss": found.loss,
+            "parameters": saved,
         }  # fmt: skip
-        words = describe_removable(importance, found)
-        yield _finding("REMOVABLE", HeadId() if others else first, evidence, words, tolerance=found.tolerance)
+        words = f"{describe_removable(importance, found)} {gain_words(saved)}"
+        why = TOO_LITTLE if saved < WORTH else ""
+        place = HeadId() if others else first
+        yield _finding("REMOVABLE", place, evidence, words, tolerance=found.tolerance, why=why)
 
 
 @rule(
-    "RANDOM_WEIGHTS", about="model", decided_by="weights", worse="higher",
+    "RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher",
     remedy="see which names the checkpoint has instead, `type(model).from_pretrained({name!r}, "
     "output_loading_info=True)[1]`, and save it under the names of the model",
 )  # fmt: skip
@@ -174,7 +187,7 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "NONFINITE", about="mixer", decided_by="heads", worse="higher",
+    "NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher",
     remedy="see whether half precision overflowed, `rankwise audit MODEL --text TEXT --dtype float32 --out "
     "DIR`; if a number is not finite in float32 either, its cause is in the inputs or in the weights, `[name "
     "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
@@ -195,8 +208,8 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "COLLAPSE", about="stack", decided_by="relative_spread_lowest", worse="lower",
-    shown_by="relative_spread", remedy="rw.skips.recommend(audit, model, batch)",
+    "COLLAPSE", about="stack", names="collapse through depth", decided_by="relative_spread_lowest",
+    worse="lower", shown_by="relative_spread", remedy="rw.skips.recommend(audit, model, batch)",
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
     """Find stacks in which tokens become similar."""
@@ -218,7 +231,7 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "INACTIVE_BLOCK", about="layer", decided_by="relative_update", worse="lower",
+    "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
     evidence="relative_update norm",
     remedy="see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT "
     "--certify`; or {change} and compare the loss",
@@ -236,8 +249,9 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "SINK", about="head", decided_by="max_token_mass", worse="higher", shown_by="max_token_mass",
-    evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD, with_costs=True,
+    "SINK", about="head", names="attention sinks", decided_by="max_token_mass", worse="higher",
+    shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD,
+    with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
     """Find a head that puts more than nine tenths of its weight on one token."""
@@ -247,8 +261,8 @@ def sink(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "CONSTANT", about="head", decided_by="row_distance", worse="lower", shown_by="row_distance",
-    evidence="stable_rank row_distance", remedy=WITHOUT_HEAD, with_costs=True,
+    "CONSTANT", about="head", names="constant heads", decided_by="row_distance", worse="lower",
+    shown_by="row_distance", evidence="stable_rank row_distance", remedy=WITHOUT_HEAD, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
@@ -259,8 +273,8 @@ def constant(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "IDENTITY", about="head", decided_by="identity_distance", worse="lower", shown_by="identity_distance",
-    evidence="identity_distance effective_rank", with_costs=True,
+    "IDENTITY", about="head", names="identity heads", decided_by="identity_distance", worse="lower",
+    shown_by="identity_distance", evidence="identity_distance effective_rank", with_costs=True,
     remedy="replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss",
 )  # fmt: skip
@@ -272,8 +286,8 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "DUPLICATE_HEADS", about="group", decided_by="heads", worse="higher", shown_by="nearest_distance",
-    remedy="give {which} of one of them, and compare the loss", with_costs=True,
+    "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
+    shown_by="nearest_distance", remedy="give {which} of one of them, and compare the loss", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
@@ -429,7 +443,8 @@ def _determines_width(head: HeadRecord) -> bool:
 
 
 @rule(
-    "NOT_CAPTURED", about="modules", decided_by="modules", worse="higher",
+    "NOT_CAPTURED", about="modules", names="modules that were not captured", decided_by="modules",
+    worse="higher",
     remedy="rw.audit(model, batches, sites={{{name!r}: adapter}})",
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:

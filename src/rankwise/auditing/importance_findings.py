@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rankwise._internals.records import format_number
-from rankwise.auditing.records import Finding, HeadRecord
+from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
+from rankwise.tracing.head_id import HeadId
 
 EXACTLY = (
     "remove heads one by one, `rankwise audit MODEL --text TEXT --importance exact --out DIR`, in Python "
@@ -15,6 +16,11 @@ CAUTION = "sort heads and can fall far short of large costs"
 HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
+NOTHING = "nothing"
+"""First word of remedies that cause no action."""
+WORTH = 0.05
+"""Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
+TOO_LITTLE = f"{NOTHING}: that is too little to notice; to do it anyway, "
 TOLERANCE = 0.01
 """Largest relative increase of the loss for a removable head, used if no removable set was searched."""
 
@@ -57,11 +63,11 @@ def _with_removal_cost(
     if about == "group":
         remedy = finding.remedy
     elif about == "head" and math.isnan(importance.share(low)):
-        remedy = f"nothing follows: {importance.reference_name}, which costs are compared with, is 0"
+        remedy = f"{NOTHING} follows: {importance.reference_name}, which costs are compared with, is 0"
     elif about == "head" and exact:
-        remedy = "take it out" if within else "leave it in: the model needs it"
+        remedy = "take it out" if within else f"{NOTHING}: the model needs this head"
     elif exact:
-        remedy = "nothing: the rank is not a fault, and its price is known"
+        remedy = f"{NOTHING}: the rank is not a fault, and its price is known"
     price = {"least_removal_cost": low, "most_removal_cost": high}
     price = {"removal_cost": low} if about == "head" else price
     meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | price
@@ -74,6 +80,46 @@ def describe_removable(importance: ImportanceRecord, found: RemovableSet) -> str
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
     cost = share_words(importance, found.cost)
     return f"Removing {heads} {cost}, by a run without {them} on this audit's batches."
+
+
+def parameters_share(
+    removed: Sequence[HeadId],
+    heads: Sequence[HeadRecord],
+    layers: Sequence[LayerRecord],
+    about: Provenance | None,
+) -> float:
+    """Return an upper bound on the share of the model's parameters that heads have; NaN if not known.
+
+    A head of dim K in tokens of width D has 4 K D weights; keys and values that other heads share remain.
+    """
+    widths = {layer.stack: layer.width for layer in layers}
+    dims = {head.id: head.width or 0 for head in heads}
+    known = [4 * dims.get(head, 0) * widths.get(head.stack, 0) for head in removed]
+    total = 0 if about is None else about.parameters
+    return sum(known) / total if total and known and all(known) else math.nan
+
+
+def gain_words(saved: float) -> str:
+    """Return a sentence on the share of parameters that a removal saves."""
+    return "" if math.isnan(saved) else f"It saves at most {saved:.1%} of the parameters."
+
+
+def cheapest_words(
+    importance: ImportanceRecord,
+    heads: Sequence[HeadRecord],
+    layers: Sequence[LayerRecord],
+    about: Provenance,
+) -> str:
+    """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
+    costs = [(one.cost, head) for head in heads if (one := head.importance) and math.isfinite(one.cost)]
+    if not costs:
+        return ""
+    cost, head = min(costs, key=lambda pair: pair[0])
+    exact = head.importance is not None and head.importance.method == "exact"
+    saved = parameters_share([head.id], heads, layers, about)
+    costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)} of the loss"
+    gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
+    return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
 
 
 def share_words(importance: ImportanceRecord, cost: float) -> str:

@@ -392,6 +392,8 @@ class Verdict(Record):
     sentence: str
     actions: tuple[str, ...] = ()
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
+    no_action: str = ""
+    """Without actions: what the cheapest removal of a head would bring; empty if no cost was measured."""
 
 
 class Unseen(Record):

@@ -1,6 +1,6 @@
 """`Audit`: result of an audit, with methods to save, load, merge, display and export its records."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,12 +10,11 @@ from pydantic import Field
 from rankwise._internals.files import write_file
 from rankwise._internals.records import Record, load_record
 from rankwise.auditing.baseline import head_baselines, layer_baselines
-from rankwise.auditing.findings import RULES, diagnose
+from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
 from rankwise.auditing.provenance import check_mergeable, check_same, describe_method
 from rankwise.auditing.records import (
     SCHEMA_VERSION,
-    SEVERITIES,
     BaselineRecord,
     Finding,
     HeadRecord,
@@ -26,6 +25,7 @@ from rankwise.auditing.records import (
 )
 from rankwise.auditing.statistics import AuditStatistics
 from rankwise.auditing.upgrade import upgraded
+from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
 from rankwise.importance.records import ImportanceRecord
 from rankwise.tracing.head_id import HeadId
@@ -38,8 +38,6 @@ NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequ
 NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
-MOST_ACTIONS = 3
-"""Maximum number of actions of a verdict."""
 _MOST_NAMES = 6
 """Maximum number of names listed in an error."""
 
@@ -235,32 +233,19 @@ class Audit(Record):
 
     @property
     def verdict(self) -> Verdict:
-        """Number of findings of each severity in one sentence, and what to do about the most severe.
+        """One sentence on what was found, and at most three actions; see `verdict_of`."""
+        return verdict_of(self)
 
-        A code causes one action, from its first finding, unless its rule says that no action follows.
-        """
-        counts = Counter(finding.severity for finding in self.findings)
-        tally = [
-            f"{counts[one]} {names[counts[one] > 1]}" for one, names in SEVERITIES.items() if counts[one]
-        ]
-        sentence = f"{', '.join(tally) or 'No findings'}."
-        if not self.complete:
-            sentence += " The audit stopped before the end: some measurements are missing."
-        remedies: dict[str, str] = {}
-        for finding in self.findings:
-            if finding.code not in RULES or RULES[finding.code].causes_action:
-                remedies.setdefault(finding.code, finding.remedy)
-        return Verdict(sentence=sentence, actions=tuple(remedies.values())[:MOST_ACTIONS])
+    def summary(self, width: int = 100, *, verbose: bool = False) -> str:
+        """Return the text that the command prints: verdict, actions and a table of layers.
 
-    def summary(self, width: int = 100) -> str:
-        """Return the text that the command prints: findings, a table of layers, origin of the numbers.
-
-        Lines have at most ``width`` characters.
+        With ``verbose`` it has all findings and tables, and the origin of the numbers. Lines have at most
+        ``width`` characters.
         """
         from rankwise.report import document_text
         from rankwise.report.audit_report import audit_document
 
-        return document_text(audit_document(self), width)
+        return document_text(audit_document(self), width, verbose=verbose)
 
     def plot(self, measure: str = "numerical_rank") -> "go.Figure":
         """Return a Plotly heat map of one measure of `to_frame`: a row per layer, a column per head.

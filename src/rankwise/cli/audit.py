@@ -130,6 +130,7 @@ def command(
         typer.Option(help=f"Exit with status {FOUND} if this code is found; can be repeated."),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all findings and numbers.")] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge saved audits of one model on different data.")
     ] = False,
@@ -187,7 +188,7 @@ def command(
         parts = [Audit.load(path) for path in models]
         with output.new_folder(out):
             audits = [Audit.merge(parts, models)]
-            output.write_report(audits[0], out)
+            output.write_report(audits[0], out, verbose=verbose)
     elif is_many:
         if gpus is None:
             gpus = float((device or "").startswith("cuda"))
@@ -203,7 +204,8 @@ def command(
     else:
         with output.new_folder(out) if processes.is_main else nullcontext(), processes.process_group():
             one = job.for_model(models[0]) if models else job
-            audit, error = audit_shards(one, out, processes, {"command": output.command_line()})
+            about = {"command": output.command_line()}
+            audit, error = audit_shards(one, out, processes, about, verbose=verbose)
         audits = [audit]
     found = sorted({finding.code for audit in audits for finding in audit.findings} & set(codes))
     if found and isinstance(error, RankwiseError):

@@ -268,7 +268,7 @@ class ShardResult:
 
 
 def audit_shards(
-    job: AuditJob, out: Path, processes: Processes, provenance: dict[str, Any]
+    job: AuditJob, out: Path, processes: Processes, provenance: dict[str, Any], *, verbose: bool
 ) -> tuple[Audit, RankwiseError | None]:
     """Audit one model, each process on its shard of the data; the main process writes the report.
 
@@ -283,7 +283,7 @@ def audit_shards(
         if result.statistics is None:
             raise result.error or KeyboardInterrupt
         audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
-    write_report(audit, out)
+    write_report(audit, out, verbose=verbose)
     if result.error is None and interrupted:
         raise typer.Exit(INTERRUPTED)
     return audit, result.error

@@ -78,14 +78,16 @@ def show_progress(what: str = "running the model", total: int | None = None) -> 
         yield update
 
 
-def print_results(document: "Document | None", written: Iterable[tuple[str, Path]] = ()) -> None:
+def print_results(
+    document: "Document | None", written: Iterable[tuple[str, Path]] = (), *, verbose: bool = False
+) -> None:
     """Print a report, then the kind and path of each written file; ignore a closed pipe."""
     from rankwise.report import print_document
 
     console = Console()
     with suppress(BrokenPipeError):
         if document is not None:
-            print_document(document, console)
+            print_document(document, console, verbose=verbose)
         for kind, path in written:
             console.print(f"{kind}: {path}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -100,8 +102,8 @@ def keep_finished(record: Path, complete: bool) -> Path:
     return record.parent
 
 
-def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
-    """Write an audit, its page and its tables; print the findings, or a single line if `brief`.
+def write_report(audit: "Audit", folder: Path, *, brief: bool = False, verbose: bool = False) -> None:
+    """Write an audit, its page and its tables; print the report, or a single line if `brief`.
 
     Raises:
         InputError: if the folder cannot be written. The audit is then in the temporary folder.
@@ -126,4 +128,4 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False) -> None:
         sizes += "" if audit.complete else ", incomplete"
         print_results(None, [(f"{audit.provenance.model}: {sizes}", folder)])
     else:
-        print_results(audit_document(audit), written)
+        print_results(audit_document(audit), written, verbose=verbose)

@@ -15,13 +15,13 @@ from rankwise.auditing.measure_table import (
     DRAWN,
     HEAD_MEASURES,
     LAYER_MEASURES,
-    NULLS,
     HeadMeasure,
     mixer_kind,
     share,
 )
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, last_states
+from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
 from rankwise.auditing.result import Audit
+from rankwise.auditing.verdict import has_stacks, place_words
 from rankwise.importance.records import HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
@@ -35,6 +35,8 @@ LEAST_MAP_BYTES = 30_000
 """Bytes that attention maps may always take, even on a page that is too large without them."""
 FEW_POINTS = 32
 """Number of points per spectrum on a page that is too large with more points."""
+MOST_LAYERS = 16
+"""Maximum number of layers on the first screen."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
@@ -94,7 +96,9 @@ def audit_document(audit: Audit) -> Document:
         setting=" · ".join(filter(None, facts)),
         verdict=audit.verdict,
         warnings=[] if audit.heads else ["No heads: no mixing operator was captured."],
-        highlights=_highlights(audit),
+        first=_layers_in_words(audit, grids),
+        severe=_severe(audit),
+        hints=_hints(audit),
         sections=nonempty(
             Section("findings", "Findings", lists=[Items("", findings)] if findings else []),
             Section("heads", "Heads", include="heads.html" if grids else ""),
@@ -128,34 +132,72 @@ def audit_document(audit: Audit) -> Document:
     )
 
 
-def _highlights(audit: Audit) -> list[tuple[str, str, str]]:
-    """Return the key numbers of an audit, as (name, number, what to compare it with)."""
-    heads, layers = audit.heads, audit.layers
-    facts = [("Heads", str(len(heads)), f"in {count(len({(h.stack, h.layer) for h in heads}), 'layer')}")]
-    mixing = [head for head in heads if RANK.applies_to(head)]
-    if mixing:
-        named = {"init_numerical_rank": "at initialization", **NULLS}
-        means = [(words, mean(share(getattr(h, name), h) for h in mixing)) for name, words in named.items()]
-        known = [f"{words} {value:.2g}" for words, value in means if math.isfinite(value)]
-        facts.append(("Mean rank share", format_number(mean(map(RANK.value, mixing)), 2), ", ".join(known)))
-    above, below = (_heads_of(audit.findings, code) for code in ("HIGH_RANK", "LOW_RANK"))
-    if any(head.baseline is not None and head.baseline.judged for head in mixing):
-        against = f"rank above theirs in {above}, below in {below}, by more than 95 % of pairs vary"
-        facts.append(("Heads unlike initialization", str(above + below), against))
-    elif any(head.band for head in mixing):
-        against = f"rank above all of them in {above}, below all in {below}, at every δ of a decade"
-        facts.append(("Heads unlike every reference", str(above + below), against))
-    if layers:
-        nearest = min(last_states(layers), key=lambda y: (math.isnan(y.relative_spread), y.relative_spread))
-        against = f"0: all tokens the same; mean cosine {format_number(nearest.mean_cosine, 2)}"
-        facts.append(("μ/‖Y‖ at the end", format_number(nearest.relative_spread, 3), against))
-    return facts
+def _severe(audit: Audit) -> list[tuple[Severity, str, str]]:
+    """Return severity, code, and place and meaning of errors and warnings for the first screen, per code."""
+    severe = [finding for finding in audit.findings if finding.severity != "info"]
+    rows: list[tuple[Severity, str, str]] = []
+    for code, own in grouped(severe, attrgetter("code")).items():
+        number = f"{len(own)} × " if len(own) > 1 else ""
+        words = f"{number}{place_words(own, has_stacks(audit))}: {own[0].meaning}"
+        rows.append((own[0].severity, code, words))
+    return rows
 
 
-def _heads_of(findings: Sequence[Finding], code: str) -> int:
-    """Return how many heads the findings with a code concern; older findings list none, only a count."""
-    counts = [len(one.heads) or one.evidence.get("heads", 1.0) for one in findings if one.code == code]
-    return int(sum(filter(math.isfinite, counts)))
+def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
+    """Return the table of the first screen: a row per layer, and a column for what was measured."""
+    spread = {(layer.stack, layer.layer): layer.relative_spread for layer in audit.layers}
+    rows: dict[str, dict[str, str]] = {}
+    for grid in grids:
+        for name, row in zip(grid.row_names, grid.rows, strict=True):
+            own = [audit.heads[index] for index in row.cells.values()]
+            rows[name if len(grids) == 1 else f"{grid.title} {name}"] = {
+                "rank": _mean_rank_share(own),
+                "rank at\ninitialization": _mean_share("init_numerical_rank", own),
+                "rank of\nrandom heads": _mean_share("random_rank", own),
+                "token spread\nafter the block": format_number(
+                    spread.get((grid.stack, row.layer + 1), math.nan), 2
+                ),
+                **_removal_costs(audit, own),
+            }
+    if not grids:
+        for (stack, layer), value in spread.items():
+            rows[f"{stack} {layer}"] = {"token spread": format_number(value, 2)}
+    names = [name for name in next(iter(rows.values()), {}) if any(row[name] != "–" for row in rows.values())]
+    listed = [[layer, *(row[name] for name in names)] for layer, row in rows.items()]
+    step = math.ceil(len(listed) / MOST_LAYERS)
+    shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
+    lengths = {format_number(head.tokens, 0) for head in audit.heads}
+    of = f"{lengths.pop()} tokens" if len(lengths) == 1 else "the tokens"
+    facts = [f"rank: share of {of}" if grids else "", f"every {step} layers" if step > 1 else ""]
+    return [Table("Layers", ["layer", *names], shown, facts=", ".join(filter(None, facts)))] if names else []
+
+
+def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
+    """Return the smallest and the largest cost of removing one of the heads, as shares of the loss."""
+    costs = [one.cost for head in heads if (one := head.importance) and math.isfinite(one.cost)]
+    names = "removing a\nhead, cheapest", "removing a\nhead, dearest"
+    if audit.importance is None or not costs:
+        return dict.fromkeys(names, "–")
+    shares = [audit.importance.share(cost) for cost in (min(costs), max(costs))]
+    return {name: f"{share:+.1%}" for name, share in zip(names, shares, strict=True)}
+
+
+def _hints(audit: Audit) -> list[str]:
+    """Return how to read the table of the first screen, and how to measure what is not in it."""
+    if not audit.heads:
+        return ["Token spread 0: all tokens are the same."] if audit.layers else []
+    read = "Rank 1: as many independent patterns as tokens"
+    read += "; token spread 0: all tokens are the same." if audit.layers else "."
+    by_command = bool(audit.provenance.command)
+    missing = [
+        f"{what}, {'--' if by_command else ''}{option}{'' if by_command else '=True'} ({price})"
+        for known, what, option, price in (
+            (audit.baseline, "ranks at initialization", "baseline", "4 × the time"),
+            (audit.importance, "costs of removing heads", "importance", "2 to 6 ×"),
+        )
+        if known is None
+    ]
+    return [read, *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
 
 
 def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:

@@ -21,6 +21,9 @@ STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "i
 INDENT = 9
 MOST_OF_A_KIND = 3
 """Number of findings printed per severity and code; the console only counts further findings."""
+MORE = "All findings and numbers: --verbose, in Python `summary(verbose=True)`, or the report."
+MOST_NOTES = 2
+"""Number of notes on the first screen."""
 _LEAST_NAME = 16
 """Number of characters up to which names are never wrapped, even on a narrow console."""
 _SHORT_TITLE = 12
@@ -31,8 +34,11 @@ _ASCII = str.maketrans(
 )
 
 
-def print_document(document: Document, console: Console | None = None) -> None:
-    """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes."""
+def print_document(document: Document, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes.
+
+    A report with tables for the first screen prints its sections, all notes and the origin if `verbose`.
+    """
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), separator="  ")
         out.print(title, overflow="fold")
@@ -46,7 +52,12 @@ def print_document(document: Document, console: Console | None = None) -> None:
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
             _print_remedy(action, out)
+        if document.verdict.no_action:
+            out.print(line(document.verdict.no_action), overflow="fold")
         out.print()
+        if document.first and not verbose:
+            _print_first(document, out)
+            return
         for section in (section for section in document.sections if section.on_console):
             _print_section(section, out)
         for note in document.notes:
@@ -56,10 +67,28 @@ def print_document(document: Document, console: Console | None = None) -> None:
             out.print(line(*((fact, "dim") for fact in facts)), overflow="fold")
 
 
-def document_text(document: Document, width: int = 100) -> str:
+def _print_first(document: Document, console: Console) -> None:
+    """Print what is on the first screen below the verdict."""
+    for severity, code, words in document.severe:
+        parts = ((SEVERITIES[severity][0], STYLES[severity]), (code, "bold"), words)
+        console.print(line(*parts, separator="  "), overflow="fold")
+    if document.severe:
+        console.print()
+    for table in document.first:
+        _print_table(table, console)
+    for hint in (*document.hints, MORE):
+        console.print(line((hint, "dim")), overflow="fold")
+    for note in document.notes[:MOST_NOTES]:
+        console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
+    if len(document.notes) > MOST_NOTES:
+        console.print(line((f"{len(document.notes) - MOST_NOTES} more notes: --verbose", "dim")))
+
+
+def document_text(document: Document, width: int = 100, *, verbose: bool = False) -> str:
     """Return the text that `print_document` prints, without colors, in lines of up to `width` characters."""
     file = StringIO()  # by default, rich in Jupyter displays text and does not write it to a file
-    print_document(document, Console(file=file, width=width, color_system=None, force_jupyter=False))
+    console = Console(file=file, width=width, color_system=None, force_jupyter=False)
+    print_document(document, console, verbose=verbose)
     return file.getvalue()
 
 

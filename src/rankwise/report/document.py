@@ -137,8 +137,12 @@ class Document:
     notes: Sequence[str] = ()
     origin: Sequence[tuple[str, str]] = ()
     complete: bool = True
-    highlights: Sequence[tuple[str, str, str]] = ()
-    """Key numbers at the top of the page, as (name, number, value to compare it with); not on the console."""
+    first: Sequence[Table] = ()
+    """Tables of the console's first screen; if there are any, it shows sections only if `verbose`."""
+    severe: Sequence[tuple[Severity, str, str]] = ()
+    """Errors and warnings above these tables, one per code, as (severity, code, place and meaning)."""
+    hints: Sequence[str] = ()
+    """Lines below these tables: how to read them, and what was not measured."""
     data: Callable[[int], Mapping[str, Any]] = lambda excess: {}
     """Function that returns data for templates and scripts; its argument is the page's excess size in bytes.
     """

@@ -1,0 +1,122 @@
+"""Verdict of an audit: one sentence on what was found, and at most three actions; imports no torch."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rankwise._internals.records import grouped
+from rankwise.auditing.findings import MIN_TOKENS, RULES
+from rankwise.auditing.importance_findings import NOTHING, cheapest_words
+from rankwise.auditing.records import Finding, Verdict
+
+if TYPE_CHECKING:
+    from rankwise.auditing.result import Audit
+
+MOST_ACTIONS = 3
+"""Maximum number of actions of a verdict."""
+MOST_KINDS = 3
+"""Maximum number of kinds of findings that the sentence names."""
+OF_STATES, OF_HEADS = ("COLLAPSE", "INACTIVE_BLOCK"), ("CONSTANT", "DUPLICATE_HEADS")
+"""Codes that the sentence on a healthy model names as absent, by what was measured."""
+STOPPED = "The audit stopped before the end: some measurements are missing."
+
+
+def verdict_of(audit: "Audit") -> Verdict:
+    """Return the sentence and the actions of an audit.
+
+    The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
+    the remedies of the most severe findings, one per code. A remedy that begins with "nothing" is no action;
+    without actions, `no_action` says what the cheapest removal of a head would bring.
+    """
+    kinds = grouped(audit.findings, lambda finding: finding.code)
+    named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
+    several = has_stacks(audit)
+    severe = {code: own for code, own in named.items() if own[0].severity != "info"}
+    if severe:
+        errors = any(own[0].severity == "error" for own in severe.values())
+        sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
+    elif not audit.heads and not audit.layers:
+        sentence = "Nothing was measured: no mixing operator and no token states were captured"
+    else:
+        sentence = _healthy(audit, named, several)
+    sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
+    actions: dict[str, str] = {}
+    for finding in audit.findings:
+        acts = finding.code not in RULES or RULES[finding.code].causes_action
+        if acts and not finding.remedy.startswith(NOTHING):
+            actions.setdefault(finding.code, finding.remedy)
+    no_action = ""
+    if audit.importance is not None and not severe:
+        no_action = cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
+    return Verdict(
+        sentence=" ".join(sentences),
+        actions=tuple(actions.values())[:MOST_ACTIONS],
+        no_action="" if actions else no_action,
+    )
+
+
+def has_stacks(audit: "Audit") -> bool:
+    """Return True if the model has several stacks of blocks, such as an encoder and a decoder."""
+    return len({head.stack for head in audit.heads} | {layer.stack for layer in audit.layers}) > 1
+
+
+def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> str:
+    states = [layer for layer in audit.layers if layer.tokens >= MIN_TOKENS]
+    heads = [head for head in audit.heads if min(head.tokens, head.sources) >= MIN_TOKENS]
+    looked_for = [*(OF_STATES if len(states) > 1 else ()), *(OF_HEADS if heads else ())]
+    absent = [f"no {RULES[code].names}" for code in looked_for if code not in noted]
+    if not looked_for:
+        return f"Nothing to judge: sequences have fewer than {MIN_TOKENS} tokens"
+    sentence = f"Healthy: {', '.join(absent)}" if absent else "Healthy"
+    return f"{sentence}. Noted: {_listed(noted, several)}" if noted else sentence
+
+
+def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
+    phrases = [_phrase(code, own, several) for code, own in kinds.items()]
+    more = f"; {len(phrases) - MOST_KINDS} more" if len(phrases) > MOST_KINDS else ""
+    return "; ".join(phrases[:MOST_KINDS]) + more
+
+
+def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
+    """Return what the findings of a code are and where: "constant heads in layers 3 to 9"."""
+    rule = RULES[code]
+    if rule.about in ("model", "modules"):
+        return rule.names
+    link = " " if rule.about == "stack" else " in "
+    return f"{rule.names}{link}{place_words(findings, several)}"
+
+
+def place_words(findings: Sequence[Finding], several: bool) -> str:
+    """Return where findings of one code are; if the model has several stacks, with their names."""
+    if findings[0].code in RULES and RULES[findings[0].code].about == "stack":
+        where = [f"after {finding.where.layer} blocks{_of_stack(finding, several)}" for finding in findings]
+    else:
+        stacks = grouped(findings, lambda finding: finding.where.stack)
+        where = [
+            layer_words([finding.where.layer for finding in own]) + _of_stack(own[0], several)
+            for own in stacks.values()
+        ]
+    return " and ".join(where)
+
+
+def _of_stack(finding: Finding, several: bool) -> str:
+    return f" of {finding.where.stack}" if several and finding.where.stack else ""
+
+
+def layer_words(layers: Sequence[int | None]) -> str:
+    """Return layer numbers in words.
+
+    Examples:
+        >>> layer_words([3]), layer_words([3, 5, 4, 5]), layer_words([1, 3]), layer_words([0, 2, 4, 6, 8])
+        ('layer 3', 'layers 3 to 5', 'layers 1, 3', '5 layers, 0 to 8')
+    """
+    known = sorted({layer for layer in layers if layer is not None})
+    if not known:
+        return "the model"
+    first, last = known[0], known[-1]
+    if first == last:
+        return f"layer {first}"
+    if known == [*range(first, last + 1)] and len(known) > 2:
+        return f"layers {first} to {last}"
+    if len(known) > 4:
+        return f"{len(known)} layers, {first} to {last}"
+    return f"layers {', '.join(map(str, known))}"
