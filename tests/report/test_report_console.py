@@ -13,8 +13,6 @@ from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
 import rankwise as rw
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import share
-from rankwise.auditing.records import BaselineRecord
-from rankwise.importance.records import HeadImportance
 from rankwise.report import document_text, print_document
 from rankwise.report.document import column_kinds
 
@@ -70,11 +68,11 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     assert "costs of removing heads, --importance" in text
     assert "dearest" not in text
     known = {
-        head.id: {"importance": HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
+        head.id: {"importance": records.HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
         for head in audit.heads
     }
     heads = [head.model_copy(update=known[head.id]) for head in audit.heads]
-    baseline = BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
+    baseline = records.BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
     found = {"heads": heads, "importance": records.importance(), "baseline": baseline}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)

@@ -67,7 +67,7 @@ def test_the_card_of_a_head_names_the_group_of_a_finding(audit):
 
 
 def printed(audit):
-    return document_text(audit_document(audit), 200)
+    return document_text(audit_document(audit), 200, verbose=True)
 
 
 def test_the_console_shows_a_column_of_costs_and_lines_on_the_loss_and_the_estimates(audit):
