@@ -480,6 +480,17 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     assert verdict.actions == tuple(remedies[code] for code in ("NONFINITE", "COLLAPSE", "SINK"))
 
 
+def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
+    costs = [{"importance": HeadImportance(exact=cost), "width": 4} for cost in (0.02, 0.01)]
+    found = audit(heads(*costs), layers=layers(0.9, 0.8, width=9), importance=importance())
+    about = found.provenance.model_copy(update={"parameters": 2000})
+    assert changed(found, provenance=about).verdict.no_action == (
+        "Nothing worth doing: the cheapest head (layer 0 head 1) costs +0.50% of the loss and saves at most "
+        "8.0% of the parameters."
+    )
+    assert changed(found, importance=None).verdict.no_action == ""
+
+
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
 def test_a_copy_has_its_own_verdict(change: dict[str, Any]) -> None:
     """A cached property would be copied."""

@@ -1,5 +1,6 @@
 """Remedies of findings work: commands and calls are run, advice in words is followed."""
 
+import json
 import math
 import shlex
 from collections.abc import Callable
@@ -354,3 +355,24 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     again = eval(finding.remedy, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
     assert "NOT_CAPTURED" not in codes(again)
     assert finding.where.site in {head.site for head in again.heads}
+
+
+def test_the_heads_that_are_removed_save_no_more_than_promised(folder: Path) -> None:
+    model = redundant()
+    finding = of("REMOVABLE", rw.audit(model, [ids()], importance=True))
+    run(split_code(finding.remedy)[-1][0], model, folder)
+    record = json.loads((folder / "out/compression.json").read_text())
+    saved = 1 - record["parameters_after"] / record["parameters_before"]
+    promised = finding.evidence["parameters"]
+    assert len(record["heads"]) == finding.evidence["heads"] > 0
+    assert 0.9 * promised < saved <= promised
+
+
+@pytest.mark.parametrize(("parameters", "acts"), [(41_000, True), (410_000, False)])
+def test_heads_that_save_too_little_are_no_action(parameters: int, acts: bool) -> None:
+    about = {"model": "m", "parameters": parameters}
+    audit = rw.audit(redundant(), [ids()], importance=True, provenance=about)
+    finding = of("REMOVABLE", audit)
+    assert (finding.evidence["parameters"] >= 0.05) == acts
+    assert (finding.remedy in audit.verdict.actions) == acts
+    assert finding.remedy.startswith("nothing: ") == (not acts)

@@ -160,7 +160,7 @@ def test_the_removable_finding_tells_if_the_loss_falls(count, subject):
     def meaning(cost):
         costs = {"loss": 2 + cost, "cost": cost, "relative": cost / 2}
         removable = RemovableSet(heads=heads, tolerance=0.01, **costs, sorted_by="exact", runs=1)
-        return describe_removable(importance_record(removable=removable), removable)
+        return describe_removable(importance_record(removable=removable), removable, 0.125)
 
     lower, higher = "lowers the loss by 0.28%", "costs 0.50%"
     assert meaning(-0.0056).startswith(f"Removing {subject} {lower} (nats per token 2 → 1.994)")

@@ -10,11 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
-    TOO_LITTLE,
-    WORTH,
     describe_removable,
-    gain_words,
-    parameters_share,
+    saved_share,
+    too_little,
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import NULLS, mixer_kind
@@ -161,15 +159,11 @@ def removable(measured: Measured) -> Iterator[Finding]:
     found = None if importance is None else importance.removable
     if importance is not None and found is not None and found.heads:
         first, *others = found.heads
-        saved = parameters_share(found.heads, measured.heads, measured.layers, measured.provenance)
-        evidence = {
-            "heads": len(found.heads), "cost": found.cost, "relative": found.relative, "loss": found.loss,
-            "parameters": saved,
-        }  # fmt: skip
-        words = f"{describe_removable(importance, found)} {gain_words(saved)}"
-        why = TOO_LITTLE if saved < WORTH else ""
-        place = HeadId() if others else first
-        yield _finding("REMOVABLE", place, evidence, words, tolerance=found.tolerance, why=why)
+        saved = saved_share(found.heads, measured.heads, measured.layers, measured.provenance)
+        evidence = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
+        evidence = {"heads": len(found.heads), **evidence, "parameters": saved}
+        words, place = describe_removable(importance, found, saved), HeadId() if others else first
+        yield _finding("REMOVABLE", place, evidence, words, tolerance=found.tolerance, why=too_little(saved))
 
 
 @rule(

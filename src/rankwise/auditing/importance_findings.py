@@ -20,7 +20,6 @@ NOTHING = "nothing"
 """First word of remedies that cause no action."""
 WORTH = 0.05
 """Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
-TOO_LITTLE = f"{NOTHING}: that is too little to notice; to do it anyway, "
 TOLERANCE = 0.01
 """Largest relative increase of the loss for a removable head, used if no removable set was searched."""
 
@@ -74,15 +73,16 @@ def _with_removal_cost(
     return finding.model_copy(update={"meaning": meaning, "evidence": evidence, "remedy": remedy})
 
 
-def describe_removable(importance: ImportanceRecord, found: RemovableSet) -> str:
-    """Return a sentence on the cost of removing a set of heads."""
+def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved: float) -> str:
+    """Return sentences on the cost of removing a set of heads, and on the share of parameters they have."""
     count = len(found.heads)
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
     cost = share_words(importance, found.cost)
-    return f"Removing {heads} {cost}, by a run without {them} on this audit's batches."
+    gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
+    return f"Removing {heads} {cost}, by a run without {them} on this audit's batches.{gain}"
 
 
-def parameters_share(
+def saved_share(
     removed: Sequence[HeadId],
     heads: Sequence[HeadRecord],
     layers: Sequence[LayerRecord],
@@ -90,18 +90,18 @@ def parameters_share(
 ) -> float:
     """Return an upper bound on the share of the model's parameters that heads have; NaN if not known.
 
-    A head of dim K in tokens of width D has 4 K D weights; keys and values that other heads share remain.
+    A head of dim K in tokens of width D has at most 4 K (D + 1) of them; shared keys and values remain.
     """
     widths = {layer.stack: layer.width for layer in layers}
     dims = {head.id: head.width or 0 for head in heads}
-    known = [4 * dims.get(head, 0) * widths.get(head.stack, 0) for head in removed]
+    known = [4 * dims.get(head, 0) * (widths.get(head.stack, -1) + 1) for head in removed]
     total = 0 if about is None else about.parameters
     return sum(known) / total if total and known and all(known) else math.nan
 
 
-def gain_words(saved: float) -> str:
-    """Return a sentence on the share of parameters that a removal saves."""
-    return "" if math.isnan(saved) else f"It saves at most {saved:.1%} of the parameters."
+def too_little(saved: float) -> str:
+    """Return the beginning of a remedy that is no action, if a saving is too small to be noticed."""
+    return f"{NOTHING}: that is too little to notice; to do it anyway, " if saved < WORTH else ""
 
 
 def cheapest_words(
@@ -116,7 +116,7 @@ def cheapest_words(
         return ""
     cost, head = min(costs, key=lambda pair: pair[0])
     exact = head.importance is not None and head.importance.method == "exact"
-    saved = parameters_share([head.id], heads, layers, about)
+    saved = saved_share([head.id], heads, layers, about)
     costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)} of the loss"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
     return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
