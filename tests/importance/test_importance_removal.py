@@ -103,6 +103,37 @@ def test_a_head_with_zero_weights_costs_nothing_and_is_removed_first():
     assert again.cost == pytest.approx(importance.removable.cost, abs=1e-12)
 
 
+class Pair(nn.Module):
+    """Encoder of two sequences: in one run, as neighbors in the batch, or in two runs of a pass."""
+
+    def __init__(self, runs):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.runs = runs
+
+    def forward(self, x, y):
+        if self.runs == 2:
+            return torch.cat([self.encoder(x), self.encoder(y)], 1)
+        return self.encoder(torch.stack([x, y], 1).flatten(0, 1)).reshape(len(x), -1, x.shape[-1])
+
+
+@pytest.mark.parametrize("loss", ["auto", lambda output, batch: output.pow(3).sum((1, 2))])
+def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss):
+    batches = [torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind(0) for _ in range(2)]
+    settings = ImportanceSettings(exact=True, loss=loss, tolerance=0.2)
+    one, two = (rw.importance.measure(Pair(runs).eval().double(), batches, settings) for runs in (1, 2))
+    assert two.heads.keys() == one.heads.keys()
+    for at, head in one.heads.items():
+        numbers, others = (found.model_dump(exclude={"why_not"}) for found in (head, two.heads[at]))
+        assert others == pytest.approx(numbers, nan_ok=True, rel=1e-9)
+    for block, other in zip(one.record.blocks, two.record.blocks, strict=True):
+        assert (other.gradient, other.exact) == pytest.approx((block.gradient, block.exact), rel=1e-9)
+    assert two.record.removable.heads == one.record.removable.heads
+    assert two.record.removable.cost == pytest.approx(one.record.removable.cost, rel=1e-9)
+
+
 def test_the_cost_of_a_removable_set_is_within_the_tolerance_and_reproduced_by_a_run():
     model, given = language_model(), {"input_ids": ids()}
     for tolerance in (0.0, 0.05, 0.3, 1e9):

@@ -79,6 +79,36 @@ def test_unused_columns_of_a_static_cache_are_not_valid():
     assert all(site.valid_tokens.all() for site in trace.mixers)
 
 
+def test_a_later_run_with_the_same_static_cache_changes_no_operator():
+    import transformers
+
+    model, first, second = llama(), *torch.randint(5, 60, (2, 1, 5))
+    alone = seen(model, first, use_cache=False)
+    cache = transformers.StaticCache(model.config, max_cache_len=5)
+    with torch.no_grad(), rw.capture(model) as trace:
+        model(first, past_key_values=cache)
+        cache.reset()
+        model(second, past_key_values=cache)
+    for site, own in zip(trace.mixers, alone.mixers, strict=False):
+        assert (site.operator.dense() - own.operator.dense()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("how", ["softmax", "linear"])
+def test_queries_and_keys_that_the_model_overwrites_change_no_operator(how):
+    class Overwriting(nn.Module):
+        def forward(self, x):
+            q, k, v = x.sigmoid(), x.tanh().exp(), 1 * x
+            mixed = q @ (k.mT @ v) if how == "linear" else F.scaled_dot_product_attention(q, k, v)
+            self.weights = q @ k.mT if how == "linear" else (q @ k.mT / x.shape[-1] ** 0.5).softmax(-1)
+            q.zero_()
+            k.zero_()
+            return mixed
+
+    model = nn.Sequential(Overwriting())
+    (site,) = seen(model, torch.randn(2, 7, 8)).mixers
+    assert (site.operator.dense()[:, 0] - model[0].weights).abs().max() < 1e-5
+
+
 def test_an_encoder_decoder_runs_its_encoder_once_while_it_generates():
     import transformers
 

@@ -21,6 +21,7 @@ from experiments.zoo.transformers import FAMILIES
 from tests.support.torch_names import Operations
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import rankwise as rw
 from rankwise.operators import DiagonalMixing, GatedDeltaMixing, ProductMixing, SemiseparableMixing, SumMixing
@@ -177,6 +178,21 @@ def test_rows_with_a_cache_are_the_last_rows_of_the_mask():
     (site,) = seen(kind(forward)(), hidden(tokens=2), hidden(tokens=4), mask, past_key_values=[1]).mixers
     assert torch.equal(site.valid_tokens, mask[:, -2:].bool())
     assert torch.equal(site.valid_sources, mask.bool())
+
+
+@pytest.mark.parametrize(("bias", "later"), [(causal_upper_left, 0), (causal_lower_right, 4)])
+@pytest.mark.parametrize("rows", [2, 6])
+def test_a_causal_bias_without_data_is_a_mask(bias, later, rows):
+    def forward(self, x):
+        q, k = heads_of(x)[..., -rows:, :], heads_of(x)
+        mixed = F.scaled_dot_product_attention(q, k, k, attn_mask=bias(rows, 6))
+        return x + F.pad(merged(mixed), (0, 0, 6 - rows, 0))
+
+    x = hidden(tokens=6)
+    (site,) = seen(kind(forward)(), x).mixers
+    allowed = torch.ones(rows, 6, dtype=torch.bool).tril(later if rows == 2 else 0)
+    weights = scores(heads_of(x)[..., -rows:, :], heads_of(x)).masked_fill(~allowed, -torch.inf).softmax(-1)
+    assert (site.operator.dense() - weights).abs().max() < 1e-6
 
 
 def test_an_additive_mask_is_not_taken_for_zeros_and_ones():

@@ -237,8 +237,8 @@ def _estimates(
     found: dict[HeadId, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
-    for key, (mixer, heads) in passes.mixers.items():
-        estimates = passes.estimates(passes.heads.get(key), heads)
+    for mixer, heads in dict(passes.mixers.values()).items():
+        estimates = passes.estimates(passes.heads.get(mixer), heads)
         if settings.estimates and not any(estimates):
             unreached.append(mixer.site)
         why_not = "" if settings.exact or any(estimates) else UNREACHED
@@ -249,10 +249,9 @@ def _estimates(
     if unreached:
         notes.append(f"no estimates of {quoted(unreached)}: {UNREACHED.removesuffix(' it')} them")
     for name, (stack, layer) in placed.items():
-        calls = [sums for key, sums in passes.blocks.items() if key.module == name]
-        reached = bool(calls) and not any(sums.unreached for sums in calls)
-        (fields,) = passes.estimates(calls[0] if reached else None, 1)
-        why_not = UNREACHED if settings.estimates and not reached else ""
+        sums = passes.blocks.get(name)
+        (fields,) = passes.estimates(sums, 1)
+        why_not = UNREACHED if settings.estimates and (sums is None or sums.unreached) else ""
         blocks[name] = BlockImportance(stack=stack, layer=layer, site=name, why_not=why_not, **fields)
     return found, blocks
 
@@ -265,15 +264,14 @@ def _remove_each(
 ) -> None:
     """Remove chosen heads and all blocks one by one; add exact costs to the dicts ``heads``, ``blocks``."""
     runs = [
-        (key, mixer, head)
-        for key, (mixer, count) in passes.mixers.items()
+        mixer.at(head)
+        for mixer, count in dict(passes.mixers.values()).items()
         for head in (range(count) if chosen is None else chosen.get(mixer, ()))
     ]
-    for done, (key, mixer, head) in enumerate(runs):
-        passes.say(f"without head {done + 1} of {len(runs)}: {mixer.site}")
-        loss, cosine = passes.without({key: [head]})
-        exact = {"exact": loss - passes.value, "cosine": cosine}
-        heads[mixer.at(head)] = heads[mixer.at(head)].model_copy(update=exact)
+    for done, head in enumerate(runs):
+        passes.say(f"without head {done + 1} of {len(runs)}: {head.site}")
+        loss, cosine = passes.without(passes.by_call([head]))
+        heads[head] = heads[head].model_copy(update={"exact": loss - passes.value, "cosine": cosine})
     for name, block in blocks.items():
         passes.say(f"without the block {name}")
         blocks[name] = block.model_copy(update={"exact": passes.without({}, [name])[0] - passes.value})

@@ -220,10 +220,10 @@ class GatedPasses:
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.empty = self.forward = self.backward = 0
         self.mixers: dict[CallId, tuple[HeadId, int]] = {}
-        """Address and number of heads of each mixer call that has gates."""
+        """Address and number of heads of each mixer call that has gates; runs of a stack share addresses."""
         self.ungated: dict[tuple[HeadId, int], None] = {}
-        self.heads: dict[CallId, GateSums] = {}
-        self.blocks: dict[CallId, GateSums] = {}
+        self.heads: dict[HeadId, GateSums] = {}
+        self.blocks: dict[str, GateSums] = {}
         self._behind = False
         """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
@@ -258,11 +258,12 @@ class GatedPasses:
         self.reference = abs(self.value) if own else self._reference_sum / self.count
         if not gradients:
             return
-        for key, sums in self.heads.items():
+        for mixer, sums in self.heads.items():
             # if all gradients are exactly 0, they are valid only if removal does not change the loss
             if not (sums.unreached or sums.absolute.any() or sums.curvature.any()):
-                sums.unreached = self.without({key: range(len(sums.gradient))})[0] != self.value
-        unreached = [key.module for key, sums in self.heads.items() if sums.unreached]
+                removed = self.by_call(mixer.at(head) for head in range(len(sums.gradient)))
+                sums.unreached = self.without(removed)[0] != self.value
+        unreached = [mixer.site for mixer, sums in self.heads.items() if sums.unreached]
         if unreached and len(unreached) == len(self.heads):
             behind = ", behind torch.utils.checkpoint" if self._behind else ""
             raise NotDifferentiableError(self.model, f"none that reaches {quoted(unreached)}{behind}")
@@ -279,6 +280,12 @@ class GatedPasses:
         try:
             with torch.set_grad_enabled(gradients):  # gradients, even inside torch.no_grad
                 output = self._run(batch, gates, note)
+                for key, mixer in found.items():
+                    gate = gates.of_heads.get(key)
+                    if gate is None or gate.shape[1] != mixer[1]:
+                        self.ungated[mixer] = None
+                    else:
+                        self.mixers.setdefault(key, mixer)
                 losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
                 if gradients:
@@ -287,12 +294,6 @@ class GatedPasses:
             if not gradients or isinstance(error, torch.OutOfMemoryError | RankwiseError):
                 raise
             raise NotDifferentiableError(self.model, first_line(error)) from error
-        for key, mixer in found.items():
-            gate = gates.of_heads.get(key)
-            if gate is None or gate.shape[1] != mixer[1]:
-                self.ungated[mixer] = None
-            else:
-                self.mixers.setdefault(key, mixer)
         total, finite = losses.total.detach(), losses.finite
         self.sequences += len(finite)
         self.nonfinite += int((~total.isfinite()).sum())
@@ -306,9 +307,13 @@ class GatedPasses:
     def _backward(
         self, gates: Gates, output: Any, losses: SequenceLosses, batch: LossBatch, generator: torch.Generator
     ) -> None:
-        """Run backward from the loss of a batch and from random projections; add the gates' gradients."""
+        """Run backward from the loss of a batch and from random projections; add the gates' gradients.
+
+        A module that runs several times in a pass has several gates; they are one gate, so gradients add up.
+        """
         finite = losses.finite
-        every = [*gates.of_heads.values(), *gates.of_blocks.values()]
+        gated = {key: gate for key, gate in gates.of_heads.items() if key in self.mixers}
+        every = [*gated.values(), *gates.of_blocks.values()]
         loss = self.loss
         scalars: list[tuple[Callable[[], Tensor], int]] = []
         if not loss.compares_outputs:
@@ -324,17 +329,22 @@ class GatedPasses:
             nodes = _graph_nodes([scalar.grad_fn])
             incomplete = incomplete_gates(nodes, every)
             self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
-            gradients = iter(torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True))
+            gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)
             del scalar  # a projection has the size of the logits: release it before the next is drawn
             self.backward += 1
-            for of, sums in ((gates.of_heads, self.heads), (gates.of_blocks, self.blocks)):
-                for key, gate in of.items():
-                    known = sums.setdefault(key, GateSums(gate.shape[1] if gate.dim() > 1 else 1))
-                    gradient = next(gradients)
-                    if gradient is None or id(gate) in incomplete:
-                        known.unreached = True
-                        continue
-                    known.add(_by_sequence(gradient, finite), probes)
+            owners = [
+                self.heads.setdefault(self.mixers[key][0], GateSums(gate.shape[1]))
+                for key, gate in gated.items()
+            ]
+            owners += [self.blocks.setdefault(key.module, GateSums(1)) for key in gates.of_blocks]
+            rows: dict[GateSums, Floats] = {}
+            for sums, gate, gradient in zip(owners, every, gradients, strict=True):
+                if gradient is None or id(gate) in incomplete:
+                    sums.unreached = True
+                else:
+                    rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
+            for sums, summed in rows.items():
+                sums.add(summed, probes)
 
     def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
         """Return the estimates per gate as fields of `HeadImportance`; empty dicts without gradients."""
@@ -355,17 +365,19 @@ class GatedPasses:
 
     def by_call(self, heads: Iterable[HeadId]) -> dict[CallId, list[int]]:
         """Return head indices grouped by mixer call; raise if the model has no such head with a gate."""
-        calls = {mixer: (key, count) for key, (mixer, count) in self.mixers.items()}
+        counts, calls = dict(self.mixers.values()), dict[HeadId, list[CallId]]()
+        for key, (mixer, _) in self.mixers.items():
+            calls.setdefault(mixer, []).append(key)
         chosen: dict[CallId, list[int]] = {}
         for head in heads:
-            key, count = calls.get(head.at(None), (None, 0))
-            if key is None or head.head is None or head.head >= count:
+            if head.head is None or head.head >= counts.get(head.at(None), 0):
                 raise InputError(
                     f"head {head.head} of {head.site!r}", expected="a head of the model that can be gated",
                     got="none",
                     fix=f"Mixers with gates: {', '.join(mixer.site for mixer in calls) or 'none'}.",
                 )  # fmt: skip
-            chosen.setdefault(key, []).append(head.head)
+            for key in calls[head.at(None)]:
+                chosen.setdefault(key, []).append(head.head)
         return chosen
 
     def without(

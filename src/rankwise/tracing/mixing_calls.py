@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from rankwise._internals.torch_private import in_function_transform, without_torch_function, without_vmap
 from rankwise.operators import (
@@ -131,7 +132,11 @@ def fused_mixing(
     given = {name: unmap(one) if isinstance(one, Tensor) else one for name, one in given.items()}
     output = unmap(output)
     query, key, value = _same_axes(*(given[name].detach() for name in FUSED_ARGUMENTS[:3]))
+    query, key = query.clone(), key.clone()  # the model may change its own, such as a static cache of keys
     mask = given.get("attn_mask")
+    if isinstance(mask, CausalBias):  # its data are not the mask that it stands for
+        later = mask.seq_len_kv - mask.seq_len_q if mask.variant is CausalVariant.LOWER_RIGHT else 0
+        mask = query.new_ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(later)
     if mask is not None and mask.dim() > 2 and (mask.dim() != 4 or query.dim() != 4):
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     unpack, shape = partial(unpacked_groups, call=call), output.shape
@@ -182,7 +187,7 @@ def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     matrix, values = mixed.matrix.detach(), mixed.values.detach()
     operator: MixingOperator
     if mixed.keys is not None:
-        keys = mixed.keys.detach().mT
+        keys, matrix = mixed.keys.detach().mT.clone(), matrix.clone()
         keys, values = (part.expand(*matrix.shape[:-2], *part.shape[-2:]) for part in (keys, values))
         operator = LinearAttentionMixing(layout(matrix), layout(keys))
     else:
