@@ -5,7 +5,22 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from capture_zoo import HEADS, Attention, Block, Stack, attention_block, fused, hidden, plain, seen, stack_of
+from capture_zoo import (
+    HEADS,
+    Attention,
+    Block,
+    Stack,
+    attention_block,
+    fused,
+    heads_of,
+    hidden,
+    kind,
+    merged,
+    plain,
+    scores,
+    seen,
+    stack_of,
+)
 from experiments.zoo.transformers import FAMILIES, LLAMA, TOKEN_IDS
 from torch import nn
 from torch.nn import functional as F
@@ -240,6 +255,31 @@ def test_dropout_is_noted_and_not_part_of_the_operator(fuse):
     for site in trace.mixers:
         assert (site.operator.dense().sum(-1) - 1).abs().max() < 1e-5
     assert seen(model.eval(), x).notes == []
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda weights: nn.Dropout(0.5)(weights),  # made in the forward pass, it is in training mode
+        lambda weights: F.dropout(weights, 0.5),
+        lambda weights: torch.dropout(input=weights, p=0.5, train=True),
+        lambda weights: F.dropout(F.dropout2d(weights, training=False), 0.0),
+    ],
+)
+def test_dropout_in_evaluation_mode_is_noted(drop):
+    def forward(self, x):
+        q = heads_of(x)
+        self.changed = drop(torch.ones(1, 1, 8, 8))
+        return x + merged(drop(scores(q, q).softmax(-1)) @ q)
+
+    model, x = kind(forward)().eval(), hidden()
+    with rw.capture(model) as trace:
+        model(x)
+    notes = [note for note in trace.notes if "dropout was active" in note]
+    assert len(notes) == bool((model.changed != 1).any())
+    assert all("training=self.training" in note for note in notes)
+    weights = scores(heads_of(x), heads_of(x)).softmax(-1)
+    assert (trace.mixers[0].operator.dense() - weights).abs().max() < 1e-6
 
 
 def test_functional_gradients_are_unchanged():

@@ -248,7 +248,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
         given = dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
         if given.get("dropout_p", 0.0) > 0:
-            self._note(model_checks.dropout_note("fused attention"))
+            self._note(model_checks.DROPOUT_NOTE)
         inner = self._mode.weights.held.get(given["value"])
         read = partial(fused_mixing, given, output, self._calls.running[-1], inner)
         return self._replace(self._try(read, output, given["query"], made=output), output)
@@ -301,9 +301,11 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return self._substitution.heads(HeadOutputs(site.call_id, heads, site.valid_tokens))
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Note that a function mixes tokens without attention, or puts learned vectors next to tokens."""
+        """Note dropout, learned vectors next to tokens, and functions that mix tokens without attention."""
         innermost = self._calls.running[-1].name
-        if func is torch.cat and args:
+        if func in model_checks.DROPOUTS and all(output is not one for one in (*args, *kwargs.values())):
+            self._note(model_checks.DROPOUT_NOTE)
+        elif func is torch.cat and args:
             learned = learned_tokens(args[0], output)
             if learned:
                 self._note(

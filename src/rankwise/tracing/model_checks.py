@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rankwise._internals.forward import config_value
 from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
@@ -116,22 +117,22 @@ def check_sites(model: nn.Module, sites: Iterable[str], blocks: str | None) -> N
         raise InputError(subject, expected=expected, got=got, fix=did_you_mean(name, filter(None, known)))
 
 
+DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout}
+DROPOUT_NOTE = (
+    "dropout was active in modules or functions: operators are recorded before it and token states after it, "
+    "so two runs differ; call model.eval() for repeatable numbers, or pass `training=self.training` to "
+    "dropout that is active in evaluation mode"
+)
+
+
 def training_notes(model: nn.Module) -> list[str]:
-    """Return a note if dropout is active: operators are captured before dropout, states after it."""
-    active = sum(
+    """Return a note if modules with dropout are active."""
+    active = any(
         dropout_rate(module) > 0 or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
         for module in model.modules()
         if module.training
     )
-    return [dropout_note(f"{active} modules")] if active else []
-
-
-def dropout_note(where: str) -> str:
-    """Return the text of the note that dropout is active; ``where`` says in which modules."""
-    return (
-        f"dropout was active in {where}: operators are recorded before it and token states after it, so two "
-        "runs differ; call model.eval() for repeatable numbers"
-    )
+    return [DROPOUT_NOTE] if active else []
 
 
 SHARD = "it works on sharded tensors (DTensor), and this process holds only a part of them"
