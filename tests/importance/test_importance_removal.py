@@ -119,10 +119,11 @@ class Pair(nn.Module):
         return self.encoder(torch.stack([x, y], 1).flatten(0, 1)).reshape(len(x), -1, x.shape[-1])
 
 
+@pytest.mark.parametrize("ablation", ["zero", "mean"])
 @pytest.mark.parametrize("loss", ["auto", lambda output, batch: output.pow(3).sum((1, 2))])
-def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss):
-    batches = [torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind(0) for _ in range(2)]
-    settings = ImportanceSettings(exact=True, loss=loss, tolerance=0.2)
+def test_a_head_that_runs_twice_in_a_pass_is_removed_from_both_runs(loss, ablation):
+    batches = [torch.randn(2, 3, 5, 8, dtype=torch.float64).unbind(0)]
+    settings = ImportanceSettings(exact=True, loss=loss, tolerance=0.2, ablation=ablation)
     one, two = (rw.importance.measure(Pair(runs).eval().double(), batches, settings) for runs in (1, 2))
     assert two.heads.keys() == one.heads.keys()
     for at, head in one.heads.items():

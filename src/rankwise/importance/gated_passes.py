@@ -129,6 +129,11 @@ class MeanRecorder(Intervention):
         before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
         self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
+    def mean(self, key: CallId, mixers: Mapping[CallId, HeadId]) -> Tensor:
+        """Return the mean outputs (H, V) of a mixer call and of the calls with the same address."""
+        runs = [self.sums[one] for one in self.sums if one == key or mixers.get(one) == mixers.get(key, "")]
+        return torch.stack([summed for summed, _ in runs]).sum(0) / max(sum(count for _, count in runs), 1)
+
 
 class Removal(Intervention):
     """Intervention that replaces head outputs by means (H, V) or zero, and block outputs by inputs."""
@@ -227,12 +232,12 @@ class GatedPasses:
         self._behind = False
         """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
-        recorder = MeanRecorder()
+        recorder, mixers = MeanRecorder(), dict[CallId, HeadId]()
         for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
             say(f"means of batch {number + 1} of {len(batches)}")
             with torch.no_grad():
-                self._run(batch, recorder)
-        self._means = {key: summed / max(tokens, 1) for key, (summed, tokens) in recorder.sums.items()}
+                self._run(batch, recorder, lambda site: mixers.update({site.call_id: site.head_id()}))
+        self._means = {key: recorder.mean(key, mixers) for key in recorder.sums}
         """Mean outputs (H, V) of heads by mixer call; empty if removed heads are replaced by zero."""
 
     def whole(self, blocks: Iterable[str] = (), *, gradients: bool = False) -> None:
