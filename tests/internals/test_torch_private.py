@@ -8,6 +8,7 @@ import importlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -280,6 +281,37 @@ def test_without_vmap_puts_mapped_axes_first() -> None:
     torch.vmap(torch.vmap(inner, in_dims=2), in_dims=1)(x)
     assert torch.equal(seen[0], x.permute(1, 3, 0, 2)), "torch._C._functorch unwraps tensors differently"
     assert torch_private.without_vmap(x) is x
+
+
+def test_values_known() -> None:
+    known, mask = torch_private.values_known, torch.tensor([[True], [False]])
+    found = [known(mask, None), known(mask.to("meta"))]
+    torch.vmap(lambda row: found.append(known(row)) or row)(mask)
+    per_row = torch.vmap(torch.func.grad(lambda x: found.append(known(x)) or x.sum()))
+    per_row(torch.ones(2, 2))
+    torch.func.grad(lambda x: found.append(known(x)) or x.sum())(torch.ones(2))
+    with FakeTensorMode():
+        found.append(known(torch.ones(2)))
+    torch.compile(lambda x: found.append(known(x)) or x, backend="eager")(torch.ones(2))
+    wanted = [True, False, False, False, True, False, False]
+    assert found == wanted, "torch._C._functorch unwraps tensors differently"
+
+
+def test_in_grad_transform() -> None:
+    found = []
+
+    def watched(x):
+        found.append(torch_private.in_grad_transform())
+        return x.sum()
+
+    watched(torch.ones(2))
+    torch.vmap(watched)(torch.ones(1, 2))
+    torch.func.jvp(watched, (torch.ones(2),), (torch.ones(2),))
+    torch.func.grad(watched)(torch.ones(2))
+    torch.vmap(torch.func.grad(watched))(torch.ones(1, 2))
+    torch.func.grad(lambda x: torch.vmap(watched)(x).sum())(torch.ones(1, 2))
+    wanted = [False, False, False, True, True, True]
+    assert found == wanted, "torch._C._functorch no longer lists the active transforms"
 
 
 def test_function_modes_see_flex_attention() -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unchecked import unchecked
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from tost_cases import BOTH_WAYS, CAUSAL, HEADS, VARIANTS, WIDTH, config, mixer, stirred, texts
 
@@ -265,6 +266,27 @@ def test_a_mask_of_another_length_is_refused(name: str) -> None:
         mixer(name)(tokens(1, 5), torch.ones(1, 6))
 
 
+@every_one
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's fused attention, row by row
+def test_gradients_of_each_row_by_vmap(name: str, masked: bool) -> None:
+    """Rows are padded on the left, on the right, nowhere and between tokens."""
+    one, x, weights = mixer(name), tokens(4, 6), dict(mixer(name).named_parameters())
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1] * 6, [1, 0, 1, 1, 0, 1]])
+
+    def loss(weights: dict, row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        output = functional_call(one, weights, (row[None], real[None] if masked else None)).output
+        return (output * real[:, None]).square().sum()
+
+    found = vmap(grad(loss), (None, 0, 0))(weights, x, mask)
+    for row in range(4):
+        wanted = torch.autograd.grad(
+            loss(weights, x[row], mask[row]), list(weights.values()), allow_unused=True
+        )
+        for got, exact in zip(found.values(), wanted, strict=True):
+            torch.testing.assert_close(got[row], exact, **CLOSE)
+
+
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_options_reach_the_mixer(name: str) -> None:
     known = inspect.signature(MIXERS[name]).parameters
@@ -274,6 +296,39 @@ def test_options_reach_the_mixer(name: str) -> None:
     assert isinstance(made, MIXERS[name])
     assert made.dropout.p == 0.25
     assert all(getattr(made, option) == 2 for option in own)
+
+
+VALUES = {
+    "num_heads": [1], "head_dim": [2], "causal": [True], "bias": [False], "dropout": [0.0, 0.5],
+    "max_positions": [0, 24], "membership": ["softmax"], "half_life": [[2, None, 9.0], 4],
+    "conv_tokens": [1, 3], "features": [2], "impl": ["reference"], "query_dim": [2],
+    "rotary_base": [50.0, 1e4], "feature_dim": [2], "normalized": [False], "state_dim": [3], "expand": [1],
+    "step_rank": [2], "groups": [3],
+}  # fmt: skip
+"""Values of each option of a mixer."""
+ALL_OPTIONS = [
+    (name, option, value)
+    for name in sorted(MIXERS)
+    for option in list(inspect.signature(MIXERS[name]).parameters)[1:]
+    for value in VALUES[option]
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "option", "value"), ALL_OPTIONS, ids=str)
+def test_every_option_is_saved_and_loaded(name: str, option: str, value, dtype, tmp_path) -> None:
+    """`from_pretrained` builds a model on the device meta, in the dtype of the file."""
+    made = config(layer_types=name, mixer_options={name: {option: value}})
+    lm, ids = stirred(ToSTForCausalLM(made), scale=0.2).to(dtype), texts(1, 5)
+    lm.save_pretrained(tmp_path)
+    again = ToSTForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert again.dtype == dtype
+    assert torch.equal(again(ids).logits, lm(ids).logits)
+    with torch.device("meta"):
+        empty = ToSTForCausalLM(made).to(dtype)
+        assert empty(ids.to("meta"), attention_mask=ids.to("meta")).logits.shape == (1, 5, 29)
+    start = ToSTForCausalLM._from_config(made, dtype=dtype)
+    assert all(weight.isfinite().all() for weight in start.parameters())
 
 
 def test_the_protocol_cannot_be_half_kept() -> None:

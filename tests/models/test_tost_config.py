@@ -41,6 +41,10 @@ REFUSED = {
     "gate of text": ({"gate": "false"}, r"`gate`: expected true or false, got 'false'"),
     "activation": ({"hidden_act": "gleu"}, r"`hidden_act`.* Did you mean .*gelu"),
     "options": ({"mixer_options": {"tsa": {}}}, r"`mixer_options`: .* got 'tsa'. Did you mean tssa"),
+    "options of tensors": (
+        {"mixer_options": {"tssa": {"half_life": half_lives(3)}}},
+        r"`mixer_options`: expected numbers, names and lists.* by `tolist\(\)`",
+    ),
     "keyword": ({"hal_life": 3.0}, r"`hal_life`: expected a known field.* Did you mean half_life\?"),
     "layers": ({"layer_types": ["tssa"]}, r"`layer_types`: expected one name for each of 2 layers, got 1"),
     "half-life 0": ({"half_life": 0.0}, r"`half_life`.* numbers of tokens above 0"),
@@ -96,6 +100,7 @@ def test_defaults_that_depend_on_others() -> None:
     assert not config(membership="uniform").position_bias
     assert config(half_life=3.0, position_bias=True).position_bias
     assert config(half_life=3).half_life == [3.0, 3.0, 3.0]
+    assert config(half_life=half_lives(3, 2, 8)).half_life == [2.0, 4.0, 8.0]  # as the error advises
     assert config(intermediate_size=0).intermediate_size == 0
 
 

@@ -7,9 +7,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.unchecked import unchecked
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from tost_cases import LIMIT, VARIANTS, config, stirred, texts
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from rankwise.errors import InputError
 from rankwise.models import (
@@ -20,6 +23,7 @@ from rankwise.models import (
     ToSTModel,
     parameter_groups,
 )
+from rankwise.skips.modules import LambdaSkip
 
 # float64 models of two layers, logits of order 10: rounding stays under 1e-10
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -119,8 +123,12 @@ def test_the_cache_of_a_hybrid_grows_by_its_softmax_layers_alone() -> None:
     assert sizes[1] - sizes[0] == lm.model.layers[1].mixer.state_size(1)
 
 
-def test_an_unbounded_model_reads_past_any_limit() -> None:
-    lm = model("unbounded")
+@pytest.mark.parametrize("variant", ["unbounded", "mamba", "softmax"])
+def test_an_unbounded_model_reads_past_any_limit(variant: str) -> None:
+    """As the error about the length advises; other mixers than TSSA have no bias by position."""
+    lm = model(
+        variant, position_embeddings="none", **({"position_bias": False} if variant == "unbounded" else {})
+    )
     assert lm(texts(1, 3 * LIMIT)).logits.isfinite().all()
     out = lm.generate(texts(1, LIMIT), max_new_tokens=LIMIT, do_sample=False, pad_token_id=0)
     assert out.shape == (1, 2 * LIMIT)
@@ -273,6 +281,88 @@ def test_weights_that_multiply_decay_and_no_others(variant: str) -> None:
     assert set(found[0]) == {name for name in trained if name.endswith(multiply)}
 
 
+def _tied() -> nn.Module:
+    """The second module is no layer that torch knows."""
+    made = nn.Sequential(nn.Linear(3, 3), nn.Module())
+    made[1].register_parameter("gain", made[0].weight)
+    return made
+
+
+class Experts(nn.Module):
+    """Weights of experts as transformers holds them, a scale and a marked matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj, self.down_proj_bias = (
+            nn.Parameter(torch.ones(2, 3, 4)),
+            nn.Parameter(torch.ones(2, 4)),
+        )
+        self.weight_scale, self.A_log = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 4))
+        self.marked_weight = nn.Parameter(torch.ones(2, 2))
+        self.marked_weight._no_weight_decay = True
+
+
+DECAYED = {
+    "transformers' Conv1D": (lambda: Conv1D(2, 3), ["weight"]),
+    "3-D convolution": (lambda: nn.Conv3d(1, 2, 3), ["weight"]),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(2, 2, 3), ["weight"]),
+    "bag of embeddings": (lambda: nn.EmbeddingBag(5, 2), ["weight"]),
+    "bilinear": (lambda: nn.Bilinear(2, 3, 4), ["weight"]),
+    "LSTM": (
+        lambda: nn.LSTM(2, 4, proj_size=3, bidirectional=True),
+        [f"weight_{kind}_l0{end}" for end in ("", "_reverse") for kind in ("ih", "hh", "hr")],
+    ),
+    "GRU": (lambda: nn.GRU(2, 4), ["weight_ih_l0", "weight_hh_l0"]),
+    "GRU cell": (lambda: nn.GRUCell(2, 4), ["weight_ih", "weight_hh"]),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        ["in_proj_weight", "out_proj.weight"],
+    ),
+    "attention of three widths": (
+        lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5),
+        ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
+    ),
+    "weight norm": (
+        lambda: weight_norm(nn.Linear(2, 3)),
+        ["parametrizations.weight.original0", "parametrizations.weight.original1"],
+    ),
+    "spectral norm": (lambda: spectral_norm(nn.Conv2d(1, 2, 3)), ["parametrizations.weight.original"]),
+    "a parametrized λ": (lambda: weight_norm(LambdaSkip(4, "channel"), dim=None), []),
+    "experts": (Experts, ["down_proj"]),
+    "norms": (
+        lambda: nn.Sequential(
+            nn.LayerNorm([2, 3]), nn.RMSNorm([2, 3]), nn.GroupNorm(1, 4), nn.BatchNorm2d(4)
+        ),
+        [],
+    ),
+    "PReLU": (lambda: nn.PReLU(4), []),
+    "one weight in two modules": (_tied, ["0.weight"]),
+}
+
+
+@pytest.mark.parametrize("case", DECAYED)
+def test_matrices_of_every_kind_of_layer_decay(case: str) -> None:
+    build, decayed = DECAYED[case]
+    module = build()
+    groups = parameter_groups(module, 0.1)
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    found = [[names[id(weight)] for weight in group["params"]] for group in groups]
+    assert sorted(found[0]) == sorted(decayed)
+    assert sorted(found[0] + found[1]) == sorted(names.values())
+    torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "x", None], ids=str)
+def test_a_weight_decay_that_cannot_be_is_refused(wrong: object) -> None:
+    with unchecked(), pytest.raises(InputError, match=r"`weight_decay`: expected a number in \[0, ∞\), got"):
+        parameter_groups(nn.Linear(2, 2), wrong)
+    with (
+        unchecked(),
+        pytest.raises(InputError, match=r"`model`: expected a torch\.nn\.Module, got generator"),
+    ):
+        parameter_groups(nn.Linear(2, 2).parameters(), 0.1)
+
+
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, ToSTForSequenceClassification])
 def test_a_file_without_some_weights_is_refused(auto: type, tmp_path) -> None:
     """A head is new: the classifier is."""
@@ -374,7 +464,10 @@ REFUSED = {
     "another cache": ({"past_key_values": DynamicCache()}, "MixerCache of 2 layers .* got a DynamicCache"),
     "a cache of 3 layers": ({"past_key_values": MixerCache(3)}, "got a MixerCache of 3"),
     "a misspelt mask": ({"atention_mask": torch.ones(2, 5)}, "`atention_mask`.* Did you mean attention_mask"),
-    "packed texts": ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "`cu_seq_lens_q`.* TSSA does not read"),
+    "packed texts": (
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5])},
+        "`cu_seq_lens_q`.* The mixers do not read where",
+    ),
     "another order": ({"is_causal": False}, "`is_causal`: expected an argument of"),
 }
 
@@ -462,7 +555,9 @@ def test_positions_only_count(variant: str) -> None:
     on = lm(ids[:, 4:], position_ids=torch.tensor([[4, 5]]), past_key_values=cache).logits
     torch.testing.assert_close(on, lm(ids).logits[:, 4:], **CLOSE)
     for other in ([0, 1, 2, 0, 1, 2], [1, 2, 3, 4, 5, 6], [0, 1, 2]):
-        with pytest.raises(InputError, match=r"`position_ids`.* TSSA does not read position_ids"):
+        with pytest.raises(
+            InputError, match=r"`position_ids`.* The mixers do not read where packed texts end"
+        ):
             lm(ids, position_ids=torch.tensor([other]))
 
 

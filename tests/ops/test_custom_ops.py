@@ -328,8 +328,10 @@ def test_a_second_derivative_through_the_cpu_kernels_is_an_error():
     case = Case((1, 5, 2, 3))
     case.w.requires_grad_()
     (first,) = torch.autograd.grad(case.run("cpu").output.square().sum(), case.w, create_graph=True)
-    with pytest.raises(RuntimeError, match="tssa_backward"):
+    with pytest.raises(InputError, match=r'second derivatives of TSSA.* Pass impl="reference"'):
         torch.autograd.grad(first.sum(), case.w)
+    (first,) = torch.autograd.grad(case.run("reference").output.square().sum(), case.w, create_graph=True)
+    assert torch.autograd.grad(first.sum(), case.w)[0].abs().max() > 0
 
 
 @causalities
@@ -351,6 +353,33 @@ def test_vmap_changes_neither_outputs_nor_gradients(is_causal):
     torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), w)[0] for y in found))
     with torch.no_grad():
         torch.testing.assert_close(batched(w)[:, 0], found[1])
+
+
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(lambda w: f(w).square().sum()),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(lambda row: f(row[None]).square().sum())),
+    "grad of vmap": lambda f: torch.func.grad(
+        lambda w: torch.vmap(lambda row: f(row[None]))(w).square().sum()
+    ),
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "hessian": lambda f: torch.func.hessian(lambda w: f(w).square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@causalities
+def test_transforms_of_functions_use_the_reference(name, is_causal):
+    case = Case((2, 5, 2, 3), causal=is_causal, masked=False)
+
+    def by(impl):
+        return TRANSFORMS[name](lambda w: tssa(w, case.temperature, is_causal, impl=impl).output)(case.w)
+
+    torch.testing.assert_close(by("auto"), by("reference"), rtol=0, atol=0)
+    with pytest.raises(
+        InputError, match=r'impl=.cpu.: expected derivatives by .backward.* Pass impl="reference"'
+    ):
+        by("cpu")
 
 
 def test_forward_mode_derivatives_are_refused_not_dropped():

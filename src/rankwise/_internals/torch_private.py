@@ -76,12 +76,34 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_grad_transform() -> bool:
+    """Return True inside a reverse-mode transform of torch.func, such as `grad`, `vjp` or `jacrev`."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in stack)
+
+
 def without_vmap(tensor: Tensor) -> Tensor:
     """Return the tensor behind a tensor inside `torch.vmap`, with the mapped axes first, outermost first."""
     functorch = torch._C._functorch
     while functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor).movedim(functorch.maybe_get_bdim(tensor), 0)
     return tensor
+
+
+@no_type_check
+def values_known(*tensors):
+    """Return True if Python can read the values of tensors (or None): not while compiling or in `vmap`."""
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                return False
+            tensor = functorch.get_unwrapped(tensor)
+        if tensor is not None and (tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter)):
+            return False
+    return True
 
 
 def flex_attention_function() -> Any:

@@ -1,7 +1,11 @@
 """ToST (Token Statistics Transformer) and other token mixers as Hugging Face models, with released weights.
 
-Importing this package registers ``model_type = "tost"`` with the Auto classes of transformers.
+Importing this package registers ``model_type = "tost"`` with the Auto classes of transformers, and with the
+lists of class names by which transformers and peft recognize a model.
 """
+
+import re
+from importlib import import_module
 
 from transformers import (
     AutoConfig,
@@ -10,6 +14,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
 )
+from transformers.models.auto import modeling_auto
 
 from rankwise.models.classification import ToSTForSequenceClassification
 from rankwise.models.configuration import ToSTConfig
@@ -36,6 +41,34 @@ AutoModel.register(ToSTConfig, ToSTModel, exist_ok=True)
 AutoModelForCausalLM.register(ToSTConfig, ToSTForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ToSTConfig, ToSTForSequenceClassification, exist_ok=True)
 AutoModelForImageClassification.register(ToSTConfig, ToSTForImageClassification, exist_ok=True)
+
+# `register` does not add to the lists of class names: `Trainer` reads them to decide whether label smoothing
+# shifts labels, model cards to name the task, and lm-evaluation-harness to choose the type of the model.
+modeling_auto.MODEL_MAPPING_NAMES["tost"] = "ToSTModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["tost"] = "ToSTForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["tost"] = "ToSTForSequenceClassification"
+modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["tost"] = "ToSTForImageClassification"
+
+ADAPTED = {
+    "LNTUNING_TARGET": ["mixer_norm", "mlp_norm", "norm"],
+    "IA3_TARGET": ["mixer.in_proj", "k_proj", "v_proj", "mlp.out_proj"],
+    "IA3_FEEDFORWARD": ["mlp.out_proj"],
+}
+"""Modules that an adapter of peft changes by default; other adapters change projections that mixers read."""
+
+
+def _register_adapters() -> None:
+    """Add ToST models to the lists of default targets of peft, if it is installed and can be imported."""
+    try:
+        constants = import_module("peft.utils.constants")
+    except Exception:  # a peft that is broken, or older than transformers, may raise any error
+        return
+    for name, targets in vars(constants).items():
+        if match := re.fullmatch("TRANSFORMERS_MODELS_TO_(.+)_MODULES_MAPPING", name):
+            targets["tost"] = ADAPTED.get(match[1], ["mixer.in_proj", "q_proj", "v_proj"])
+
+
+_register_adapters()
 
 __all__ = [
     "MIXERS", "PRESETS", "S4D", "LinearAttention", "Mamba", "Mamba2", "Mixer", "MixerCache", "MixerOutput",

@@ -65,9 +65,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         real = tokens.new_ones(tokens.shape[:2]) if attention_mask is None else attention_mask
         pooled = _last(tokens, real.bool()) if self.config.pooling == "last" else _mean(tokens, real.bool())
         logits = self.classifier(pooled)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
+        loss = None if labels is None else self._classification_loss(labels, logits, options)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 

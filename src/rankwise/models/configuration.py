@@ -1,6 +1,7 @@
 """Configuration class of all models in `rankwise.models`."""
 
 import inspect
+import json
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -205,6 +206,11 @@ class ToSTConfig(PreTrainedConfig):
         one_of("ToSTConfig `hidden_act`", self.hidden_act, ACT2FN)
         for mixer in self.mixer_options:
             one_of("ToSTConfig `mixer_options`", mixer, {*MIXERS, *self.layer_types})
+        try:
+            json.dumps(self.mixer_options)
+        except TypeError as error:  # without this check, a trained model could not be saved
+            wanted = "numbers, names and lists, as config.json holds"
+            _refuse("mixer_options", wanted, str(error), "Convert the value, as by `tolist()` or `int()`.")
         if len(self.layer_types) != self.num_hidden_layers:
             wanted = f"one name for each of {self.num_hidden_layers} layers"
             fix = "Pass as many names as num_hidden_layers, or one name for all."

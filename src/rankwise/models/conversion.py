@@ -132,7 +132,7 @@ def weights_of(checkpoint: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_weight(name: str, weight: Tensor, path: Path) -> None:
-    """Raise InputError unless a weight is a dense float tensor that is stored completely in the file."""
+    """Raise InputError unless a weight is a dense tensor of finite floats, stored completely in the file."""
     counter = name.endswith("num_batches_tracked") and weight.dtype == torch.int64
     dense = weight.layout == torch.strided and weight.device.type == "cpu"
     if not (counter or weight.dtype in FLOATS) or not dense:
@@ -140,6 +140,10 @@ def _check_weight(name: str, weight: Tensor, path: Path) -> None:
     elif not weight.numel() or weight.numel() * weight.element_size() > weight.untyped_storage().nbytes():
         got = f"shape {tuple(weight.shape)} of {weight.untyped_storage().nbytes()} bytes"
     else:
+        wrong = weight.numel() - int(weight.isfinite().sum())
+        if wrong:
+            got, fix = f"{wrong} of {weight.numel()} NaN or infinite", "The file is damaged: get it again."
+            raise _unusable(path, "finite numbers", got, fix, weight=name)
         return
     expected, fix = "a dense tensor of floating-point numbers", "Released files hold nothing else."
     raise _unusable(path, expected, got, fix, weight=name)

@@ -9,12 +9,13 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from rankwise._internals.torch_private import values_known
 from rankwise.errors import InputError
 from rankwise.models.block import Block, make_norm
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.mixer_cache import MixerCache
 from rankwise.models.mixers.mixer import as_bool_mask
-from rankwise.models.pretrained import ToSTPreTrainedModel
+from rankwise.models.pretrained import PACKED, ToSTPreTrainedModel
 
 
 class ToSTModel(ToSTPreTrainedModel):
@@ -121,7 +122,8 @@ class ToSTModel(ToSTPreTrainedModel):
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: MixerCache | None
     ) -> Tensor:
         """Return x plus learned position embeddings, if any; raise if positions are invalid or too large."""
-        bounded = self.embed_positions is not None or self.config.position_bias
+        biased = self.config.position_bias and "tssa" in self.config.layer_types
+        bounded = self.embed_positions is not None or biased
         if not bounded and position_ids is None:
             return x
         before, length = (None, 0) if cache is None else (cache.counts, cache.length)
@@ -238,12 +240,12 @@ def _mask_of_call(attention_mask: Tensor | None, x: Tensor, before: int) -> Bool
             fix="Pass 1 for real tokens and 0 for padding, of this call's tokens or of all so far.",
         )
     mask = as_bool_mask(attention_mask[:, columns - tokens :])
-    return None if not torch.compiler.is_compiling() and bool(mask.all()) else mask
+    return None if values_known(mask) and bool(mask.all()) else mask
 
 
 def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None, before: int) -> None:
-    """Raise InputError unless position ids count all tokens or only real tokens; skipped in torch.compile."""
-    if torch.compiler.is_compiling():
+    """Raise InputError if position ids are known to count neither all tokens nor only real tokens."""
+    if not values_known(position_ids, counted, mask):
         return
     rows, tokens = counted.shape
     fits = tuple(position_ids.shape) in ((tokens,), (1, tokens), (rows, tokens))
@@ -254,16 +256,16 @@ def _check_positions(position_ids: Tensor, counted: Tensor, mask: Tensor | None,
             "`position_ids`",
             expected=f"{before}, {before + 1}, … for each row, over its real tokens or over all",
             got=f"{position_ids.flatten()[:8].tolist()}, shape {tuple(position_ids.shape)}",
-            fix="TSSA does not read position_ids, so packed texts would mix: pass one per row, and a mask.",
+            fix=PACKED,
         )
 
 
 def _check_length(positions: Tensor, most: int, limit: int) -> None:
-    """Raise InputError if a position has no embedding; in torch.compile the embedding itself raises."""
-    if most > limit and not torch.compiler.is_compiling() and int(positions.max()) >= limit:
+    """Raise InputError if a position has no embedding; if positions are not known, the embedding raises."""
+    if most > limit and values_known(positions) and int(positions.max()) >= limit:
         raise InputError(
             "length of the text",
             expected=f"at most max_position_embeddings = {limit} tokens",
             got=f"{int(positions.max()) + 1}",
-            fix='Cut the text. A model with position_embeddings="none" and a half_life has no bound.',
+            fix='Cut the text. A model with position_embeddings="none" and position_bias=False has no bound.',
         )

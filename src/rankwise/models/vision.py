@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -158,6 +158,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
     main_input_name = "pixel_values"
     _no_split_modules = ["Block", "ClassAttentionBlock"]  # noqa: RUF012
+    _input_embed_layer = "patch_embedding"
 
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__(config)
@@ -188,7 +189,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
     def forward(
         self,
         pixel_values: Float[Tensor, "B C Y X"],
-        labels: Int[Tensor, " B"] | None = None,
+        labels: Shaped[Tensor, "..."] | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> ImageClassifierOutput:
@@ -196,7 +197,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
 
         Args:
             pixel_values: images whose sides are multiples of the patch size.
-            labels: class indices for the loss.
+            labels: class indices, or target values if ``problem_type`` says so.
             output_hidden_states: True to also return the input of each block and the output of the last norm;
                 from the class-attention layers on, the class token is first.
             **kwargs: arguments of the loss, and arguments that transformers passes to every model.
@@ -220,9 +221,7 @@ class ToSTForImageClassification(ToSTPreTrainedModel):
             x = layer(x)
         x = self.norm(x)
         logits = self.classifier(x[:, 0])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **options)
+        loss = None if labels is None else self._classification_loss(labels, logits, options)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=(*states, x) if output_hidden_states else None
         )

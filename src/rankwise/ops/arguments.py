@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
+from rankwise._internals.torch_private import values_known
 from rankwise.errors import InputError, ShapeError, instance_of, one_of
 from rankwise.ops.decay import decay_rates
 
@@ -206,7 +207,7 @@ def check_shapes(w: Tensor, bounds: Tensor | None, **parts: Tensor | None) -> No
             expected = "(N + 1,) integers and a w with one packed row"
             got = f"{tuple(bounds.shape)}, {bounds.dtype}, and {batch} rows"
             raise ShapeError("cu_seqlens", expected=expected, got=got, fix=FIXES["cu_seqlens"])
-        if not torch.compiler.is_compiling():
+        if values_known(bounds):
             check_boundaries(bounds.tolist(), tokens)
         sequences = len(bounds) - 1
     shapes = {"H": (heads,), "BT": w.shape[:2], "BTH": w.shape[:3], "BTHK": w.shape}
@@ -285,15 +286,14 @@ def _check_options(
         fix = "Half-lives are not learned: pass half_life.detach() or a buffer."
         got = "a tensor that requires a gradient"
         raise InputError("half_life", expected="constants", got=got, fix=fix)
-    if torch.compiler.is_compiling():
-        return
-    if half_life is not None and not bool((half_life > 0).all()):
+    if half_life is not None and values_known(half_life) and not bool((half_life > 0).all()):
         got, fix = f"{half_life.min().item():g}", "Pass infinity for a head without decay."
         raise InputError("half_life", expected="numbers above 0", got=got, fix=fix)
+    seen = None if state is None else state[3]
     # On a GPU, this check would wait for the GPU.
-    if state is not None and state[3].device.type == "cpu" and int(state[3].min()) < 0:
+    if seen is not None and seen.device.type == "cpu" and values_known(seen) and int(seen.min()) < 0:
         fix = "It counts real tokens; TSSAState.zeros starts at 0."
-        raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(state[3].min())}", fix=fix)
+        raise InputError("state.seen", expected="numbers from 0 on", got=f"{int(seen.min())}", fix=fix)
 
 
 def _lengths(call: Call) -> Int[Tensor, " N"]:
@@ -320,8 +320,7 @@ def _offset(
 ) -> Float[Tensor, "B T H"]:
     """Return K · bias[h, position] per token: a score is a sum over K channels, each of which adds the bias.
 
-    A compiled graph does not check the length of the bias; there, a bias that is too short fails when it is
-    indexed.
+    If values are not known, as in a compiled graph, a bias that is too short fails when it is indexed.
     """
     batch, tokens, _, width = call.w.shape
     if call.mask is None and before is None and call.bounds is None:
@@ -330,7 +329,7 @@ def _offset(
     position = _positions(call, before)
     if call.mask is not None:
         position = position.masked_fill(~call.mask, 0)
-    if not torch.compiler.is_compiling():
+    if values_known(position):
         _check_positions(bias.shape[1], int(position.max()))
     return width * bias.t()[position]
 

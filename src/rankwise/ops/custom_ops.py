@@ -173,4 +173,10 @@ def _backward(
     return dw, *slopes, None, *(d_start if started else [None] * 3), *[None] * 5
 
 
+def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
+    subject, expected = "second derivatives of TSSA's kernels", "first derivatives"
+    raise InputError(subject, expected=expected, got="create_graph=True", fix='Pass impl="reference".')
+
+
 tssa.register_autograd(_backward, setup_context=_save)
+tssa_backward.register_autograd(_no_second_derivative)

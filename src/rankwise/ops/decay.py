@@ -1,6 +1,7 @@
 """Half-lives of the decaying sums of causal TSSA: numbers of tokens after which a token counts half."""
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -26,7 +27,7 @@ def half_lives(
         infinite: number of heads without decay.
 
     Returns:
-        Half-lives in tokens, for the argument ``half_life`` of `tssa`.
+        Half-lives in tokens, on the CPU, for the argument ``half_life`` of `tssa`.
 
     Raises:
         InputError: if ``heads`` or ``infinite`` is out of range, or not 0 < shortest ≤ longest < ∞.
@@ -43,9 +44,10 @@ def half_lives(
             got=f"heads={heads}, shortest={shortest}, longest={longest}, infinite={infinite}",
             fix="Pass half-lives in tokens, the shortest first.",
         )
-    steps = torch.arange(decaying, dtype=torch.float64) / max(decaying - 1, 1)
+    on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # even while a model is built on meta
+    steps = torch.arange(decaying, **on_cpu) / max(decaying - 1, 1)
     ladder = shortest * (longest / shortest) ** steps
-    return torch.cat([ladder, torch.full((infinite,), torch.inf, dtype=torch.float64)])
+    return torch.cat([ladder, torch.full((infinite,), torch.inf, **on_cpu)])
 
 
 def decay_rates(half_life: Float[Tensor, " H"], device: torch.device) -> Float64[Tensor, " H"]:

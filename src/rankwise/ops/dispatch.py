@@ -14,6 +14,7 @@ from rankwise._internals.torch_private import (
     in_dispatch_mode,
     in_forward_derivative,
     in_function_transform,
+    in_grad_transform,
     is_profiled,
     is_zero_tensor,
 )
@@ -21,6 +22,7 @@ from rankwise.errors import InputError, one_of
 from rankwise.ops import custom_ops, reference
 from rankwise.ops.arguments import Call, Solution, Sums
 
+REFERENCE = 'Pass impl="reference".'
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
 PACKAGES = {"cpu": ("numba", "llvmlite"), "triton": ("triton",)}
 """Python packages that an implementation requires; the reference requires none."""
@@ -30,7 +32,8 @@ def choose(impl: str, device: torch.device) -> str:
     """Return the name of the implementation for a device; raise if a name is unknown or cannot run.
 
     ``"auto"`` means ``"cpu"`` on a CPU if numba can be imported, ``"triton"`` on a CUDA or ROCm device if
-    triton can be imported, and ``"reference"`` otherwise. The choice does not depend on length or dtype.
+    triton can be imported, and ``"reference"`` otherwise, or inside a transform of torch.func, such as `vmap`
+    and `grad`, because kernels have no rules for them. The choice does not depend on length or dtype.
 
     Examples:
         >>> import torch
@@ -39,7 +42,7 @@ def choose(impl: str, device: torch.device) -> str:
     """
     if impl == "auto":
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
-        return "reference" if fast is None or missing(fast) else fast
+        return "reference" if fast is None or missing(fast) or in_function_transform() else fast
     one_of("impl", impl, ("auto", *IMPLEMENTATIONS))
     fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # runs Triton on a CPU, for tests
     if impl == "cpu" and device.type != "cpu":
@@ -75,18 +78,18 @@ def import_failure(package: str) -> str:
 def solve(call: Call, impl: str) -> Solution:
     """Run a call by the reference, by a custom operator or, if nothing observes torch, directly by a kernel.
 
-    Raise `InputError` if forward-mode derivatives are requested, which custom operators would silently drop.
+    Raise `InputError` for derivatives that custom operators would silently drop, or have no rule for.
     """
     if impl == "reference":
         return reference.solve(call)
     inputs = [x for x in (call.w, call.temperature, call.offset, *(call.start or ())) if x is not None]
-    transformed = False  # in a torch.func transform, `requires_grad` may be hidden
+    transformed = in_function_transform()  # `requires_grad` may be hidden there
     if not torch.compiler.is_compiling():
-        transformed = in_function_transform()
-        if in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs):
-            subject, got = f"forward-mode derivatives with impl={impl!r}", "a tensor with a tangent"
-            expected, fix = "derivatives by .backward() or torch.autograd.grad", 'Pass impl="reference".'
-            raise InputError(subject, expected=expected, got=got, fix=fix)
+        dual = in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+        if dual or in_grad_transform():
+            subject = f"{'forward-mode derivatives' if dual else 'torch.func.grad'} with impl={impl!r}"
+            expected, got = "derivatives by .backward() or torch.autograd.grad", "a transformed function"
+            raise InputError(subject, expected=expected, got=got, fix=REFERENCE)
     keep_scores = torch.is_grad_enabled() and (transformed or any(x.requires_grad for x in inputs))
     if not (keep_scores or transformed) and _unobserved([*inputs, call.mask, call.rate, call.bounds]):
         output, saved = custom_ops.kernels(impl, call.causal).forward(call, keep_scores)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
+from rankwise._internals.torch_private import values_known
 from rankwise.errors import InputError, ShapeError, in_range, whole_number
 from rankwise.operators import MixingOperator
 
@@ -144,15 +145,15 @@ def token_mask(
 
 
 def as_bool_mask(attention_mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Return a boolean mask; raise if a value is neither 0 nor 1 (not checked inside `torch.compile`).
+    """Return a boolean mask; raise if a value that is known (see `values_known`) is neither 0 nor 1.
 
     Examples:
         >>> as_bool_mask(torch.tensor([[0.0, 1.0]])).tolist()
         [[False, True]]
     """
     real = attention_mask.bool()
-    unchecked = attention_mask.dtype == torch.bool or torch.compiler.is_compiling()
-    if not unchecked and not torch.equal(real.to(attention_mask.dtype), attention_mask):
+    checked = attention_mask.dtype != torch.bool and values_known(attention_mask)
+    if checked and not torch.equal(real.to(attention_mask.dtype), attention_mask):
         other = attention_mask[real.to(attention_mask.dtype) != attention_mask]
         raise InputError(
             "`attention_mask`",

@@ -74,17 +74,17 @@ class ShortConvolution(nn.Conv1d):
             line = torch.cat([past, x], 1)
             return self._convolve(line), line[:, x.shape[1] :]
         real_first = (~mask).long().argsort(dim=1, stable=True)
-        line = torch.cat([past, _take(x, real_first)], 1)
+        line = torch.cat([past, take_tokens(x, real_first)], 1)
         count = mask.long().cumsum(1)
         last = count[:, -1:] + torch.arange(self.reach, device=x.device)
-        return _take(self._convolve(line), (count - 1).clamp(min=0)), _take(line, last)
+        return take_tokens(self._convolve(line), (count - 1).clamp(min=0)), take_tokens(line, last)
 
     def _convolve(self, line: Tensor) -> Tensor:
         """Return the convolution with SiLU of inputs that already include earlier tokens."""
         return F.silu(super().forward(line.mT)).mT
 
 
-def _take(tokens: Tensor, places: Tensor) -> Tensor:
+def take_tokens(tokens: Tensor, places: Tensor) -> Tensor:
     """Return the tokens at the given positions of each sequence."""
     return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
 

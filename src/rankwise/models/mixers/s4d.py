@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from rankwise._internals.torch_private import values_known
 from rankwise.models.mixers.mixer import MixerState, MixingStep
-from rankwise.models.mixers.recurrent import STEPS, RecurrentMixer, prepend_sources
+from rankwise.models.mixers.recurrent import STEPS, RecurrentMixer, prepend_sources, take_tokens
 from rankwise.operators import DenseMixing, ToeplitzMixing
 from rankwise.operators.base import compute_dtype
 
@@ -20,9 +21,9 @@ class S4D(RecurrentMixer):
     Formula: ``M_d[t, s] = 2 Re Σ_n c_n (exp(Δ a_n) − 1)/a_n · exp((t − s) Δ a_n)`` for s ≤ t, independent of
     the input. The skip connection D·x of the published layer is left out, because `Block` has a λ-skip. A
     masked token adds nothing to the state, and does not count as a time step.
-    Cost: O(T (N + log T)) time and O(T) memory per channel. A call with a state, or with padding between
-    real tokens, computes dense matrices: O(T²) per sequence and channel. The state has 2 N numbers per
-    channel, independent of T.
+    Cost: O(T (N + log T)) time and O(T) memory per channel. A call with a state computes dense matrices, as
+    `mixing_operator` does with padding between real tokens: O(T²) per sequence and channel. The state has 2 N
+    numbers per channel, independent of T.
     Source: A. Gu, A. Gupta, K. Goel and C. Ré, "On the Parameterization and Initialization of Diagonal State
     Space Models", NeurIPS 2022; initialized as its S4D-Lin.
 
@@ -72,8 +73,26 @@ class S4D(RecurrentMixer):
         """Return the number of real and imaginary parts of all states; independent of ``tokens``."""
         return 2 * self.channels * self.state_dim
 
-    def _mixing(
+    def _mix(
         self, hidden_states: Tensor, mask: Tensor | None, state: MixerState | None, return_state: bool
+    ) -> tuple[Float[Tensor, "B D T 1"], MixerState | None]:
+        """Return M @ values by a convolution, before which padding moves behind the real tokens."""
+        if mask is None or state is not None or _is_contiguous(mask):
+            return super()._mix(hidden_states, mask, state, return_state)
+        real_first = (~mask).long().argsort(dim=1, stable=True)
+        tokens, mask_first = take_tokens(hidden_states, real_first), mask.gather(1, real_first)
+        operator, values, final = self._mixing(tokens, mask_first, None, return_state, contiguous=True)
+        mixed = (operator @ values).to(hidden_states.dtype)
+        place = (mask.long().cumsum(1) - 1).clamp(min=0)
+        return mixed.gather(2, place[:, None, :, None].expand_as(mixed)), final
+
+    def _mixing(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        state: MixerState | None,
+        return_state: bool,
+        contiguous: bool = False,
     ) -> MixingStep:
         value = self.v_proj(hidden_states).mT[..., None]
         real = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=value.device)
@@ -83,7 +102,7 @@ class S4D(RecurrentMixer):
         unit, step = torch.ones_like(c), torch.ones_like(c[:, 0].real)
         kernel = ToeplitzMixing.from_ssm(turn, unit, c, step, value.shape[-2], conjugates=True).kernel
         final = (_final_state(turn, value, real, state),) if return_state else None
-        if state is None and (mask is None or _is_contiguous(mask)):
+        if state is None and (mask is None or contiguous or _is_contiguous(mask)):
             return MixingStep(ToeplitzMixing(kernel.expand(len(value), -1, -1)), value, final)
         count = real.long().cumsum(1)
         matrix, visible = _matrices(kernel, count, real)
@@ -122,9 +141,9 @@ def _decay(turn: Complex[Tensor, "D N"], time: Int[Tensor, "B T"]) -> Complex[Te
 
 
 def _is_contiguous(mask: Bool[Tensor, "B T"]) -> bool:
-    """Return True if no sequence has padding between real tokens, which a convolution would count as time."""
+    """Return True if no sequence is known to have padding between real tokens, which would count as time."""
     starts = mask[:, 1:] & ~mask[:, :-1]
-    return bool((starts.sum(1) + mask[:, 0] <= 1).all())
+    return values_known(mask) and bool((starts.sum(1) + mask[:, 0] <= 1).all())
 
 
 def _matrices(

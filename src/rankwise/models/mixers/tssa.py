@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
@@ -33,7 +33,7 @@ from rankwise.ops import TSSAOutput, TSSAState, half_lives, tssa
 from rankwise.ops.arguments import MEMBERSHIPS
 from rankwise.ops.dispatch import IMPLEMENTATIONS
 
-HalfLife = int | float | Sequence[int | float | None]
+HalfLife = int | float | Sequence[int | float | None] | Float64[Tensor, " H"]
 """Half-life of all heads in tokens, or one per head; None for a head whose sums do not decay."""
 
 
@@ -88,7 +88,7 @@ class TokenStatisticsAttention(Mixer):
         bias: bool = True,
         max_positions: int = 0,
         membership: str = "softmax",
-        half_life: Sequence[int | float | None] | None = None,
+        half_life: HalfLife | None = None,
         conv_tokens: int = 0,
         features: int = 0,
         dropout: float = 0.0,
@@ -127,7 +127,7 @@ class TokenStatisticsAttention(Mixer):
         self.features_proj = (
             nn.Linear(hidden_size, 2 * num_heads * features, bias=False) if features else None
         )
-        self.scan = MembershipScan(num_heads, features, half_life) if features else None
+        self.scan = MembershipScan(num_heads, features, self.half_life) if features else None
         self.channels = num_heads * (self.head_dim + 2 * features)
         self.convolution = ShortConvolution(self.channels, conv_tokens) if conv_tokens else None
         self.reset_parameters()
@@ -303,6 +303,7 @@ class MembershipScan(nn.Module):
 
 def check_half_life(owner: str, half_life: HalfLife, heads: int, causal: bool) -> tuple[float, ...]:
     """Return one half-life per head, with infinity instead of None; raise InputError if one is invalid."""
+    half_life = half_life.tolist() if isinstance(half_life, Tensor) else half_life
     listed = isinstance(half_life, Sequence) and not isinstance(half_life, str)
     lives: Any = half_life if listed else [half_life] * heads
     numbers = [math.inf if life is None else life for life in lives]
