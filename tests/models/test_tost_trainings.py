@@ -1,0 +1,123 @@
+"""Trainings by the Trainer of transformers lose what a loop in float64 loses, step by step."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unchecked import unchecked
+from trainings import KINDS, OPTIONS, TWO_PROCESSES, build, by_hand, by_trainer, by_two_processes, difference
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.models.auto import modeling_auto
+
+from rankwise.models import MIXERS, ToSTConfig, ToSTForCausalLM, parameter_groups
+
+pytest.importorskip("accelerate")
+STEPS = 4
+# Losses are means of 8 or more numbers in float32, and target values differ little from the outputs; bfloat16
+# keeps 8 bits.
+TOLERANCE, IN_BF16 = 1e-5, 0.1
+LIKE = {
+    "ToSTModel": "LlamaModel",
+    "ToSTForCausalLM": "LlamaForCausalLM",
+    "ToSTForSequenceClassification": "LlamaForSequenceClassification",
+    "ToSTForImageClassification": "ViTForImageClassification",
+}
+"""The class of transformers that each model stands next to."""
+
+
+CASES = [
+    (kind, case)
+    for kind in KINDS
+    for case in OPTIONS
+    if case not in ("LoRA", TWO_PROCESSES) and (" of " not in kind or case == "accumulation")
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
+def test_a_training_loses_what_a_loop_in_float64_loses(kind: str, case: str, tmp_path: Path) -> None:
+    with unchecked() if case == "compile" else nullcontext():
+        found, trainer = by_trainer(kind, case, STEPS, tmp_path)
+    assert difference(found, by_hand(kind, case, STEPS)) < (IN_BF16 if case == "bf16" else TOLERANCE)
+    if case == "best model":
+        measured = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-6)
+
+
+def test_two_processes_lose_what_a_loop_in_float64_loses(tmp_path: Path) -> None:
+    found = by_two_processes(STEPS, tmp_path)
+    for kind in KINDS:
+        assert difference(found[kind], by_hand(kind, TWO_PROCESSES, STEPS)) < TOLERANCE, kind
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_lose_what_a_loop_in_float64_loses(kind: str, tmp_path: Path) -> None:
+    """Without ``target_modules``, as peft knows the models."""
+    pytest.importorskip("peft")
+    found, trainer = by_trainer(kind, "LoRA", STEPS, tmp_path)
+    assert difference(found, by_hand(kind, "LoRA", STEPS)) < TOLERANCE
+    assert {
+        name.split(".")[-3][:5] for name, one in trainer.model.named_parameters() if one.requires_grad
+    } == {"lora_"}
+
+
+def test_lists_of_class_names_hold_the_models() -> None:
+    lists = {name: held for name, held in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+    for own, other in LIKE.items():
+        where = [name for name, held in lists.items() if other in held.values()]
+        assert where, other
+        assert [name for name, held in lists.items() if own in held.values()] == where
+        assert all(lists[name]["tost"] == own for name in where)
+    # the entries are names alone: the Auto classes still find every class
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 11}
+    assert type(AutoModelForCausalLM.from_config(ToSTConfig(**small))) is ToSTForCausalLM
+    llama = LlamaConfig(**small, intermediate_size=8)
+    assert type(AutoModelForCausalLM.from_config(llama)) is LlamaForCausalLM
+
+
+def test_a_plain_trainer_decays_what_parameter_groups_leave_out(tmp_path: Path) -> None:
+    """The Trainer goes by names and LayerNorm alone, so that no mark on a parameter reaches it."""
+
+    def decayed(**given: object) -> set[str]:
+        arguments = TrainingArguments(str(tmp_path), weight_decay=0.1, report_to=[], use_cpu=True)
+        optimizer = Trainer(model, arguments, **given).create_optimizer()
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        return {
+            names[id(one)]
+            for group in optimizer.param_groups
+            if group["weight_decay"]
+            for one in group["params"]
+        }
+
+    for kind in ("language", "image", "GPT-2 with λ-skips"):
+        model = build(kind)
+        wanted = parameter_groups(model, 0.1)
+        own = decayed(optimizer_cls_and_kwargs=(torch.optim.AdamW, {"params": wanted, "lr": 0.1}))
+        assert own == decayed(optimizers=(torch.optim.AdamW(wanted), None))
+        left_out = decayed() - own
+        assert own < decayed()
+        assert any("skip" in name for name in left_out)
+        assert not any("skip" in name or "temperature" in name or "norm" in name for name in own)
+
+
+@pytest.mark.extra
+def test_lists_of_adapters_hold_the_models() -> None:
+    """Every adapter that knows Llama; each mixer has a module that it changes."""
+    peft = pytest.importorskip("peft")
+    from peft.utils import constants
+
+    lists = {name: held for name, held in vars(constants).items() if name.endswith("_MODULES_MAPPING")}
+    assert len(lists) > 3
+    assert [name for name, held in lists.items() if "llama" in held and "tost" not in held] == []
+    for config in (peft.LoraConfig(r=2), peft.IA3Config(), peft.LNTuningConfig()):
+        for mixer in MIXERS:
+            small = ToSTConfig(hidden_size=48, num_hidden_layers=2, vocab_size=11, layer_types=mixer)
+            adapted = peft.get_peft_model(ToSTForCausalLM(small), config)
+            assert len([one for one in adapted.parameters() if one.requires_grad]) >= 4
