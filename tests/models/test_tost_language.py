@@ -23,7 +23,6 @@ from rankwise.models import (
     ToSTModel,
     parameter_groups,
 )
-from rankwise.skips.modules import LambdaSkip
 
 # float64 models of two layers, logits of order 10: rounding stays under 1e-10
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -327,7 +326,10 @@ DECAYED = {
         ["parametrizations.weight.original0", "parametrizations.weight.original1"],
     ),
     "spectral norm": (lambda: spectral_norm(nn.Conv2d(1, 2, 3)), ["parametrizations.weight.original"]),
-    "a parametrized λ": (lambda: weight_norm(LambdaSkip(4, "channel"), dim=None), []),
+    "a parametrized λ": (
+        lambda: weight_norm(ToSTModel(config(skip="channel")).layers[0].skip, dim=None),
+        [],
+    ),
     "experts": (Experts, ["down_proj"]),
     "norms": (
         lambda: nn.Sequential(

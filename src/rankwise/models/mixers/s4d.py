@@ -83,8 +83,8 @@ class S4D(RecurrentMixer):
         tokens, mask_first = take_tokens(hidden_states, real_first), mask.gather(1, real_first)
         operator, values, final = self._mixing(tokens, mask_first, None, return_state, contiguous=True)
         mixed = (operator @ values).to(hidden_states.dtype)
-        place = (mask.long().cumsum(1) - 1).clamp(min=0)
-        return mixed.gather(2, place[:, None, :, None].expand_as(mixed)), final
+        place = (mask.long().cumsum(1) - 1)[:, None, :, None].expand_as(mixed)
+        return mixed.gather(2, place.clamp(min=0)).masked_fill(place < 0, 0.0), final
 
     def _mixing(
         self,
