@@ -10,6 +10,7 @@ from tests.unchecked import unchecked
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from tost_cases import BOTH_WAYS, CAUSAL, HEADS, VARIANTS, WIDTH, config, mixer, stirred, texts
+from transformers import AutoModelForCausalLM
 
 import rankwise as rw
 from rankwise.errors import InputError, ShapeError
@@ -327,7 +328,7 @@ def test_every_option_is_saved_and_loaded(name: str, option: str, value, dtype, 
     with torch.device("meta"):
         empty = ToSTForCausalLM(made).to(dtype)
         assert empty(ids.to("meta"), attention_mask=ids.to("meta")).logits.shape == (1, 5, 29)
-    start = ToSTForCausalLM._from_config(made, dtype=dtype)
+    start = AutoModelForCausalLM.from_config(made, dtype=dtype)
     assert all(weight.isfinite().all() for weight in start.parameters())
 
 

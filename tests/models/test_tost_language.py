@@ -298,7 +298,7 @@ class Experts(nn.Module):
         )
         self.weight_scale, self.A_log = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3, 4))
         self.marked_weight = nn.Parameter(torch.ones(2, 2))
-        self.marked_weight._no_weight_decay = True
+        vars(self.marked_weight)["_no_weight_decay"] = True
 
 
 DECAYED = {
