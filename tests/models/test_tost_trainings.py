@@ -68,6 +68,30 @@ def test_adapters_lose_what_a_loop_in_float64_loses(kind: str, tmp_path: Path) -
     } == {"lora_"}
 
 
+class Subclass(ToSTForCausalLM):
+    """Class that no list of transformers knows."""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_label_smoothing_shifts_labels_of_subclasses_and_of_models_compiled_in_place(
+    compiled: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = ToSTConfig(vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = Subclass(config).eval()
+    if compiled:
+        model.compile(backend="eager")
+    options = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    ids = torch.randint(11, (2, 8))
+    with unchecked(), torch.no_grad():
+        loss = Trainer(model, options).compute_loss(model, {"input_ids": ids, "labels": ids})
+        logits = model(ids).logits[:, :-1]
+    wanted = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+    )
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
 def test_lists_of_class_names_hold_the_models() -> None:
     lists = {name: held for name, held in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
     for own, other in LIKE.items():

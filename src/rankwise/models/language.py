@@ -155,6 +155,10 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
+    def _get_name(self) -> str:
+        """Return the name by which `Trainer` knows that labels are shifted, for subclasses and FSDP2, too."""
+        return ToSTForCausalLM.__name__
+
     def __init__(self, config: ToSTConfig) -> None:
         super().__init__(config)
         if not config.causal:
