@@ -473,7 +473,7 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
     verdict = found.verdict
     assert verdict.sentence == (
-        "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 blocks."
+        "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 block."
     )
     assert len(verdict.actions) == 3
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}

@@ -119,7 +119,7 @@ other = rw.audit(layer, [torch.randn(2, 12, 24)])
 changes = rw.compare(audit, other).changes
 assert any(change.measure == "attention_distance" for change in changes)
 out = Console(file=io.StringIO(), width=100)
-print_document(audit_document(audit), out)
+print_document(audit_document(audit), out, verbose=True)
 print_document(comparison_document(rw.compare(audit, other)), out)
 assert "looks" in out.file.getvalue()
 assert "attention distance" in out.file.getvalue()

@@ -134,7 +134,7 @@ def test_unknown_memberships_and_coding_rates_are_left_out(tmp_path: Path) -> No
     audit = loaded(content, tmp_path)
     shown = shown_everywhere(audit, audit, tmp_path)
     assert re.search(r"the scale ends at 0\.\d\d<", shown)
-    rows = [line.split() for line in document_text(audit_document(audit)).splitlines()]
+    rows = [line.split() for line in document_text(audit_document(audit), verbose=True).splitlines()]
     assert {row[-1] for row in rows if row[1:2] == ["4"] and row[0].isdigit()} == {"–"}
 
 

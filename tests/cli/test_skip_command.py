@@ -433,14 +433,14 @@ def test_other_splits() -> None:
 @pytest.mark.parametrize(
     ("options", "loaded", "read"),
     [
-        (("--text", "text.txt"), ("cpu", "auto", None, False), (128, 40, 4)),
-        (("--learn-on", "text.txt"), ("cpu", "auto", None, False), (128, 40, 1)),
+        (("--text", "text.txt"), (None, "auto", None, False), (128, 40, 4)),
+        (("--learn-on", "text.txt"), (None, "auto", None, False), (128, 40, 1)),
         (
             (*FIT, "--device", "cpu:0", "--dtype", "float64", "--revision", "v1", "--trust-remote-code"),
             ("cpu:0", "float64", "v1", True),
             (16, 6, 1),
         ),
-        (ON_TEXT, ("cpu", "auto", None, False), (16, 6, 2)),
+        (ON_TEXT, (None, "auto", None, False), (16, 6, 2)),
     ],
 )
 def test_options_reach_the_model_and_the_data(run, tiny, monkeypatch, options, loaded, read) -> None:

@@ -88,7 +88,7 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
 def place_words(findings: Sequence[Finding], several: bool) -> str:
     """Return where findings of one code are; if the model has several stacks, with their names."""
     if findings[0].code in RULES and RULES[findings[0].code].about == "stack":
-        where = [f"after {finding.where.layer} blocks{_of_stack(finding, several)}" for finding in findings]
+        where = [f"after {_blocks(finding)}{_of_stack(finding, several)}" for finding in findings]
     else:
         stacks = grouped(findings, lambda finding: finding.where.stack)
         where = [
@@ -96,6 +96,10 @@ def place_words(findings: Sequence[Finding], several: bool) -> str:
             for own in stacks.values()
         ]
     return " and ".join(where)
+
+
+def _blocks(finding: Finding) -> str:
+    return "1 block" if finding.where.layer == 1 else f"{finding.where.layer} blocks"
 
 
 def _of_stack(finding: Finding, several: bool) -> str:

@@ -168,7 +168,12 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
     lengths = {format_number(head.tokens, 0) for head in audit.heads}
     of = f"{lengths.pop()} tokens" if len(lengths) == 1 else "the tokens"
-    facts = [f"rank: share of {of}" if grids else "", f"every {step} layers" if step > 1 else ""]
+    signed = any(RANK.shown_field(head) != RANK.name for head in audit.heads)
+    facts = [
+        f"rank: share of {of}" if grids else "",
+        "δ relative to σ₁" if signed else "",
+        f"every {step} layers" if step > 1 else "",
+    ]
     return [Table("Layers", ["layer", *names], shown, facts=", ".join(filter(None, facts)))] if names else []
 
 

@@ -41,8 +41,8 @@ def notebook_html(audit: Audit) -> str:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="<b>", delta=0.01)
         >>> text = notebook_html(Audit(provenance=about, heads=[], layers=[], findings=[]))
-        >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")
-        '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · No findings.</div>'
+        >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")[:55]
+        '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · Nothing'
     """
     about = audit.provenance
     facts = [
