@@ -295,26 +295,27 @@ def test_a_full_disk_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monkey
 # --- optimizers ------------------------------------------------------------------------------------------
 
 
-def test_parameter_groups_exclude_lambda_from_weight_decay() -> None:
+def test_parameter_groups_are_those_of_models_after_a_group_of_lambda() -> None:
     model = bert()
     skips = add_lambda_skip(model, init=2.0)
     groups = skip_parameter_groups(model, weight_decay=0.5, lr=0.1)
-    assert [(group["weight_decay"], group.get("lr")) for group in groups] == [(0.0, 0.1), (0.5, None)]
-    assert {id(one) for one in groups[0]["params"]} == {id(one) for one in skips.values()}
-    everything = [id(one) for group in groups for one in group["params"]]
-    assert sorted(everything) == sorted(id(one) for one in model.parameters())
+    assert [(group["weight_decay"], group.get("lr")) for group in groups] == [
+        (0.0, 0.1), (0.5, None), (0.0, None)
+    ]  # fmt: skip
+    first, *others = [{id(one) for one in group["params"]} for group in groups]
+    assert first == {id(one) for one in skips.values()}
+    wanted = rw.models.parameter_groups(model, 0.5)
+    assert others == [{id(one) for one in group["params"]} - first for group in wanted]
+    assert not others[0] & {id(one) for one in model.parameters() if one.ndim < 2}  # norms and biases
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
-def test_parameter_groups_need_a_lambda_that_can_learn() -> None:
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_weight_decay_that_cannot_be_is_refused(wrong: float) -> None:
     model = bert()
-    with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
-        skip_parameter_groups(model)
-    skips = add_lambda_skip(model, learnable=False)
-    with pytest.raises(SkipError, match=r"can learn, got 3 frozen ones. Call `requires_grad_\(True\)`"):
-        skip_parameter_groups(model)
-    for value in skips.values():
-        value.requires_grad_(True)
-    assert len(skip_parameter_groups(model)[0]["params"]) == 3
+    add_lambda_skip(model)
+    with pytest.raises(InputError, match="`weight_decay`: expected a number"):
+        skip_parameter_groups(model, wrong)
 
 
 # --- parametrizations ------------------------------------------------------------------------------------
@@ -372,3 +373,46 @@ def test_a_lambda_with_a_parametrization_is_fitted() -> None:
     now = {name: value.item() for name, value in skips_of(model).items()}
     assert {name: after for name, (_, after) in fit.scales.items()} == now
     assert all(before != after > 0 for before, after in fit.scales.values())
+
+
+# --- shared and frozen λ ---------------------------------------------------------------------------------
+
+
+def plain(model: nn.Module) -> nn.Module:
+    add_lambda_skip(model, init=0.5)
+    return model
+
+
+@pytest.mark.parametrize("build", [plain, partial(parametrized, parametrization=Softplus)])
+def test_a_shared_lambda_is_one_parameter(build: Any, tmp_path: Path) -> None:
+    model = build(bert())
+    first, *others = [model.get_submodule(name) for name in skips_of(model)]
+    for other in others:
+        if build is plain:
+            other.lambda_skip = first.lambda_skip
+        else:
+            other.parametrizations.lambda_skip.original = first.parametrizations.lambda_skip.original
+    assert len(skip_parameter_groups(model)[0]["params"]) == 1
+    save_skips(model, tmp_path)
+    assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [pytest.approx(0.5)] * 3
+
+
+def test_a_fit_steps_a_shared_lambda_once() -> None:
+    model = plain(hugging_face("BertForMaskedLM", "BertConfig", **BERT)())
+    first, *others = [model.get_submodule(name) for name in skips_of(model)]
+    for other in others:
+        other.lambda_skip = first.lambda_skip
+    fit_skips(model, [text_inputs()], steps=1, lr=0.02, mask_token=63)
+    assert abs(first.lambda_skip.item() - 0.5) == pytest.approx(0.02, rel=1e-3)  # first step of Adam
+
+
+@pytest.mark.parametrize("build", [plain, partial(parametrized, parametrization=Scaled)])
+def test_the_advice_on_frozen_lambdas_makes_them_learn(build: Any) -> None:
+    model = bert()
+    with pytest.raises(SkipError, match="expected λ-skips that can learn, got none"):
+        skip_parameter_groups(model)
+    count = len(build(model).requires_grad_(False).state_dict()) - len(bert().state_dict())
+    with pytest.raises(SkipError, match=r"can learn, got 3 frozen ones\. Run `") as raised:
+        skip_parameter_groups(model)
+    exec(str(raised.value).split("`")[-2], {"rw": rw, "model": model})
+    assert len(skip_parameter_groups(model)[0]["params"]) == count

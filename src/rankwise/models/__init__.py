@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
+from rankwise._internals.parameters import parameter_groups
 from rankwise.models.classification import ToSTForSequenceClassification
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.conversion import load_released_tost, save_model
@@ -32,7 +33,6 @@ from rankwise.models.mixers import (
     SoftmaxAttention,
     TokenStatisticsAttention,
 )
-from rankwise.models.pretrained import parameter_groups
 from rankwise.models.released import PRESETS, preset
 from rankwise.models.vision import ToSTForImageClassification
 

@@ -1,18 +1,16 @@
-"""Base class of all models (initialization, shared λ, argument checks), and optimizer parameter groups."""
+"""Base class of all models: initialization, shared λ and argument checks."""
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
-from rankwise.errors import InputError, did_you_mean, in_range, instance_of
+from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
 from rankwise.skips.modules import LambdaSkip
 
@@ -28,64 +26,6 @@ IGNORED = ("output_attentions", "cache_position", "token_type_ids", "use_cache")
 PACKED = "The mixers do not read where packed texts end, and would mix them: give each a row, and a mask."
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments by which transformers marks several texts packed into one row; these models reject them."""
-
-MATRIX_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-"""Layers whose weights are matrices even if FSDP has flattened them."""
-
-WEIGHT_NAME = re.compile("weight|_proj$")
-"""Part of the names of matrices: ``weight``, LSTM's ``weight_ih_l0``, and ``down_proj`` of experts."""
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters in two groups for an optimizer: with and without weight decay.
-
-    Matrices that multiply tokens get weight decay: weights of linear layers, convolutions, embeddings,
-    recurrent layers, attention and experts, also if parametrized (as by weight norm). λ, scales, norms,
-    biases, temperatures, decay rates and parameters marked ``_no_weight_decay`` get none. A shared parameter
-    is listed once.
-
-    Args:
-        model: any torch module.
-        weight_decay: weight decay of the first group, at least 0; it is 0 in the second group.
-
-    Raises:
-        InputError: if ``model`` is not a module, or ``weight_decay`` is negative or not a number.
-
-    Examples:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-        >>> [len(group["params"]) for group in parameter_groups(model, 0.1)]
-        [1, 3]
-    """
-    instance_of("`model`", model, nn.Module, "a torch.nn.Module", fix="Pass the model, not its parameters.")
-    in_range("`weight_decay`", weight_decay, "[0, inf)", fix="Usual values are 0.01 and 0.1.")
-    decayed = {
-        id(weight)
-        for module in model.modules()
-        for name, weight in _named_tensors(module)
-        if WEIGHT_NAME.search(name) and _is_matrix(module, weight)
-    }
-    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for weight in model.parameters():
-        if weight.requires_grad:
-            groups[id(weight) not in decayed].append(weight)
-    return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield a module's own parameters, and those of its parametrized tensors under the tensor's name."""
-    yield from module.named_parameters(recurse=False)
-    if parametrize.is_parametrized(module):
-        for name, sources in module.parametrizations.items():  # type: ignore[operator, union-attr]
-            yield from ((name, source) for source in sources.parameters(recurse=False))
-
-
-def _is_matrix(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Return True if a weight maps vectors to vectors; weights of norms only scale, however many axes."""
-    if getattr(weight, "_no_weight_decay", False):
-        return False
-    return isinstance(module, MATRIX_LAYERS) or (
-        weight.ndim > 1 and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    )
 
 
 class ToSTPreTrainedModel(PreTrainedModel):

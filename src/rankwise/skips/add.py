@@ -47,13 +47,19 @@ class Skips(Mapping[str, Tensor]):
         value: Tensor = getattr(self._model.get_submodule(site.write.module), site.parameter)
         return value
 
-    def parameters(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters of λ at a site: λ itself, or those that a parametrization computes λ from."""
-        site = self.sites[name]
-        module: Any = self._model.get_submodule(site.write.module)
-        if is_parametrized(module, site.parameter):
-            return list(module.parametrizations[site.parameter].parameters())
-        return [module.get_parameter(site.parameter)]
+    def parameters(self, name: str | None = None) -> list[nn.Parameter]:
+        """Return the parameters of λ at a site, or at all sites: λ itself, or those that λ is computed from.
+
+        A parameter that several sites share is listed once.
+        """
+        found: dict[nn.Parameter, None] = {}
+        for site in self.sites.values() if name is None else [self.sites[name]]:
+            module: Any = self._model.get_submodule(site.write.module)
+            if is_parametrized(module, site.parameter):
+                found |= dict.fromkeys(module.parametrizations[site.parameter].parameters())
+            else:
+                found[module.get_parameter(site.parameter)] = None
+        return list(found)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sites)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, batch_errors, each_batch, eval_mode, run_model
+from rankwise._internals.parameters import parameter_groups
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.skips.add import check_finite, skips_of
@@ -109,15 +110,16 @@ def fit_skips(
 def skip_parameter_groups(
     model: nn.Module, weight_decay: float = 0.01, lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for `torch.optim`: λ without weight decay, then all other parameters with it.
+    """Return `rankwise.models.parameter_groups` for `torch.optim`, after a group of λ without weight decay.
 
     Args:
         model: a model with λ-skips.
-        weight_decay: weight decay of all other parameters.
+        weight_decay: weight decay of the matrices, at least 0; norms and biases do not decay.
         lr: learning rate of λ; None for the rate of the optimizer.
 
     Raises:
         SkipError: if no λ of the model can learn.
+        InputError: if ``weight_decay`` is negative or not a number.
 
     Examples:
         >>> import torch, rankwise as rw
@@ -125,24 +127,22 @@ def skip_parameter_groups(
         >>> _ = rw.add_lambda_skip(layer, example=torch.randn(1, 5, 8))
         >>> groups = rw.skips.skip_parameter_groups(layer, weight_decay=0.1)
         >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
-        [(1, 0.0), (12, 0.1)]
+        [(1, 0.0), (4, 0.1), (8, 0.0)]
     """
     skips = skips_of(model)
-    parameters = [one for name in skips for one in skips.parameters(name)]
-    scales = [parameter for parameter in parameters if parameter.requires_grad]
+    scales = [parameter for parameter in skips.parameters() if parameter.requires_grad]
     if not scales:
         got = f"{len(skips)} frozen ones" if skips else "none"
         fix = "Add them by `rw.add_lambda_skip(model, learnable=True)`."
         if skips:
-            fix = "Call `requires_grad_(True)` of each λ in `rw.skips.skips_of(model).values()`."
+            fix = "Run `for one in rw.skips.skips_of(model).parameters(): one.requires_grad_(True)`."
         raise SkipError(f"model {type(model).__name__}", expected="λ-skips that can learn", got=got, fix=fix)
     rate = {} if lr is None else {"lr": lr}
     known = {id(scale) for scale in scales}
-    others = [one for one in model.parameters() if id(one) not in known and one.requires_grad]
-    return [
-        {"params": scales, "weight_decay": 0.0, **rate},
-        {"params": others, "weight_decay": weight_decay},
-    ]
+    others = parameter_groups(model, weight_decay)
+    for group in others:
+        group["params"] = [one for one in group["params"] if id(one) not in known]
+    return [{"params": scales, "weight_decay": 0.0, **rate}, *others]
 
 
 def mean_loss(model: nn.Module, batches: Iterable[TextBatch], mask_token: int | None = None) -> float:

@@ -72,7 +72,8 @@ def save_skips(
     check_skips(model)
     model = _unwrapped(model)
     skips, names = skips_of(model), _names(model)
-    numbers = {names[at]: _whole(one.detach()).cpu().contiguous() for at, one in enumerate(skips.values())}
+    whole = [_whole(value.detach()).cpu() for value in skips.values()]
+    numbers = {name: value.clone().contiguous() for name, value in zip(names, whole, strict=True)}
     _check_finite(numbers, type(model).__name__)
     learns = [any(one.requires_grad for one in skips.parameters(name)) for name in skips]
     facts = SkipFacts(
@@ -188,8 +189,7 @@ def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
 
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
-    skips = skips_of(model)
-    scales = {id(parameter) for name in skips for parameter in skips.parameters(name)}
+    scales = {id(parameter) for parameter in skips_of(model).parameters()}
     named = model.named_parameters(remove_duplicate=False)
     shapes = sorted((name, *parameter.shape) for name, parameter in named if id(parameter) not in scales)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
