@@ -80,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if succeeded else 1
     except (RankwiseError, FileNotFoundError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last complete checkpoint", file=sys.stderr)
+        return 130
 
 
 def _run_study(study: Study, data: Path) -> None:

@@ -22,6 +22,8 @@ KEPT_BY_OTHERS = 18
 """The same for attention and TSSA in the frame of `rankwise.models`."""
 BYTES = 259
 """Entries of the vocabulary, if the task does not say."""
+LARGEST_GPU = 141
+"""Memory of an H200, in GiB."""
 
 
 def gpu_hours(config: TrainingConfig) -> float:
@@ -56,7 +58,9 @@ def needs(configs: Collection[TrainingConfig]) -> str:
     for unit, estimate in (("hours", gpu_hours), ("GiB", gpu_gib)):
         numbers = [f"{number:,.1f}" for number in sorted(map(estimate, configs))]
         parts.append(f"{' to '.join(dict.fromkeys((numbers[0], numbers[-1])))} {unit}")
-    return f"about {' and '.join(parts)} on one GPU per seed"
+    too_large = any(gpu_gib(config) > LARGEST_GPU for config in configs)
+    more = f"; above {LARGEST_GPU} GiB: more than one GPU, and `run` uses one" if too_large else ""
+    return f"about {' and '.join(parts)} on one GPU per seed{more}"
 
 
 def softmax_layers(config: TrainingConfig) -> int:

@@ -123,3 +123,23 @@ def test_make_test_collects_every_example() -> None:
     examples = [path for path in files if ">>> " in path.read_text(encoding="utf-8")]
     assert len(examples) > 50
     assert [path for path in examples if not any(map(path.is_relative_to, folders))] == []
+
+
+def test_ctrl_c_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object, **__: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.__main__.run_missing", stopped)
+    assert main(["run", "depth"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_rows_that_no_gpu_holds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "saturation-text", "--rows", "D = HK, K=1, paper size"])
+    assert "more than one GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run", "language", "--rows", "tost, paper size"])
+    assert "more than one GPU" not in capsys.readouterr().err

@@ -79,6 +79,11 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     row = layer_rows(lines)["0"]
     assert row[:2] == [f"{mean(map(RANK.value, heads[:12])):.2f}", "0.50"]  # at first 64 of 128 tokens
     assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2
+    for width in (56, 60, 79, 80, 84):
+        narrow = document_text(audit_document(audit.model_copy(update=found)), width)
+        assert max(map(len, narrow.splitlines())) <= width
+        assert narrow.count("+5.5%") == 6
+        assert narrow.count("cheapest") == 2
 
 
 def test_an_audit_in_python_names_arguments_instead_of_options() -> None:

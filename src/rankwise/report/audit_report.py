@@ -152,11 +152,9 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
             own = [audit.heads[index] for index in row.cells.values()]
             rows[name if len(grids) == 1 else f"{grid.title} {name}"] = {
                 "rank": _mean_rank_share(own),
-                "rank at\ninitialization": _mean_share("init_numerical_rank", own),
-                "rank of\nrandom heads": _mean_share("random_rank", own),
-                "token spread\nafter the block": format_number(
-                    spread.get((grid.stack, row.layer + 1), math.nan), 2
-                ),
+                "initial\nrank": _mean_share("init_numerical_rank", own),
+                "random\nrank": _mean_share("random_rank", own),
+                "token\nspread": format_number(spread.get((grid.stack, row.layer + 1), math.nan), 2),
                 **_removal_costs(audit, own),
             }
     if not grids:
@@ -180,7 +178,7 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
 def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
     """Return the smallest and the largest cost of removing one of the heads, as shares of the loss."""
     costs = [one.cost for head in heads if (one := head.importance) and math.isfinite(one.cost)]
-    names = "removing a\nhead, cheapest", "removing a\nhead, dearest"
+    names = "cheapest\nhead", "dearest\nhead"
     if audit.importance is None or not costs:
         return dict.fromkeys(names, "–")
     shares = [audit.importance.share(cost) for cost in (min(costs), max(costs))]
@@ -192,7 +190,12 @@ def _hints(audit: Audit) -> list[str]:
     if not audit.heads:
         return ["Token spread 0: all tokens are the same."] if audit.layers else []
     read = "Rank 1: as many independent patterns as tokens"
-    read += "; token spread 0: all tokens are the same." if audit.layers else "."
+    if any(math.isfinite(head.random_rank) for head in audit.heads):
+        read += "; random: with random queries and keys"
+    if audit.layers:
+        read += "; token spread after the block, 0: all tokens are the same"
+    if audit.importance is not None:
+        read += "; cheapest, dearest head: how the loss changes without it"
     by_command = bool(audit.provenance.command)
     missing = [
         f"{what}, {'--' if by_command else ''}{option}{'' if by_command else '=True'} ({price})"
@@ -202,7 +205,7 @@ def _hints(audit: Audit) -> list[str]:
         )
         if known is None
     ]
-    return [read, *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
+    return [f"{read}.", *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
 
 
 def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:

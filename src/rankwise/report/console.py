@@ -21,7 +21,7 @@ STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "i
 INDENT = 9
 MOST_OF_A_KIND = 3
 """Number of findings printed per severity and code; the console only counts further findings."""
-MORE = "All findings and numbers: --verbose, in Python `summary(verbose=True)`, or the report."
+MORE = "All findings and numbers: the report, or the same command with --verbose (`summary(verbose=True)`)."
 MOST_NOTES = 2
 """Number of notes on the first screen."""
 _LEAST_NAME = 16
@@ -76,8 +76,7 @@ def _print_first(document: Document, console: Console) -> None:
         console.print()
     for table in document.first:
         _print_table(table, console)
-    for hint in (*document.hints, MORE):
-        console.print(line((hint, "dim")), overflow="fold")
+    console.print(line((" ".join((*document.hints, MORE)), "dim")), overflow="fold")
     for note in document.notes[:MOST_NOTES]:
         console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
     if len(document.notes) > MOST_NOTES:
@@ -199,7 +198,9 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]]) ->
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     texts = [[strip_control(cell.text if isinstance(cell, Cell) else cell) for cell in row] for row in rows]
     for at, (column, kind) in enumerate(zip(columns, column_kinds(len(columns), rows), strict=True)):
-        longest = max([0, *(len(row[at]) for row in texts), *map(len, column.split())])
+        longest = max(
+            [0, *(len(row[at]) for row in texts), *map(len, column.split("\n" if "\n" in column else None))]
+        )
         if kind == "number" and "\n" not in column:
             column = "\n".join(wrap(column, max(longest, _SHORT_TITLE)))
         is_number = kind == "number"
