@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from experiments.zoo.transformers import BERT, hugging_face, text_inputs
+from experiments.zoo.transformers import BERT, GPT, hugging_face, text_inputs
 from safetensors.torch import load_file, save_file
 from tests.skips.cases import FOUND, outputs, same
 from tests.support.untouched import untouched
 from torch import Tensor, nn
+from torch.nn.utils import prune, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 import rankwise as rw
@@ -367,8 +368,49 @@ def test_a_lambda_with_a_parametrization_is_saved_and_learns(
     assert same(outputs(model, text_inputs()), outputs(bert(), text_inputs()))
 
 
-def test_a_lambda_with_a_parametrization_is_fitted() -> None:
-    model = parametrized(hugging_face("BertForMaskedLM", "BertConfig", **BERT)(), Softplus)
+def pruned(model: nn.Module) -> nn.Module:
+    for site in add_lambda_skip(model, init=0.5).sites.values():
+        prune.identity(model.get_submodule(site.name), site.parameter)
+    return model
+
+
+def weight_normed(model: nn.Module) -> nn.Module:
+    for site in add_lambda_skip(model, init=0.5).sites.values():
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            weight_norm(model.get_submodule(site.name), site.parameter)
+    return model
+
+
+@pytest.mark.parametrize(("build", "count"), [(pruned, 1), (weight_normed, 2)])
+def test_a_lambda_that_is_pruned_or_normed_is_saved_and_removed(
+    build: Any, count: int, tmp_path: Path
+) -> None:
+    model = build(bert())
+    skips = skips_of(model)
+    assert len(skip_parameter_groups(model)[0]["params"]) == count * len(skips)
+    with torch.no_grad():
+        skips.parameters()[0].mul_(3.0)  # as a step of an optimizer does
+    save_skips(model, tmp_path)
+    assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [
+        pytest.approx(value) for value in (1.5, 0.5, 0.5)
+    ]
+    with pytest.raises(SkipError, match=r"expected λ without a parametrization, pruning or weight norm"):
+        add_lambda_skip(model, sites="encoder.layer.0", exist_ok=True)
+    rw.remove_lambda_skip(model)
+    assert list(model.state_dict()) == list(bert().state_dict())
+    assert same(outputs(model, text_inputs()), outputs(bert(), text_inputs()))
+
+
+HEADS = {
+    "BERT": hugging_face("BertForMaskedLM", "BertConfig", **BERT),
+    "GPT-2": hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("build", [partial(parametrized, parametrization=Softplus), pruned, weight_normed])
+def test_a_lambda_that_is_computed_is_fitted(build: Any, head: str) -> None:
+    model = build(HEADS[head]())
     fit = fit_skips(model, [text_inputs()], steps=2, mask_token=63)
     now = {name: value.item() for name, value in skips_of(model).items()}
     assert {name: after for name, (_, after) in fit.scales.items()} == now

@@ -10,18 +10,29 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune, remove_weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from rankwise._internals.forward import Batch, check_batch, config_value, device_of
 from rankwise._internals.torch_private import COMPILED_PREFIX, is_compiled, remove_forward_hooks
 from rankwise.errors import SkipError, did_you_mean, instance_of, one_of, strip_control
-from rankwise.skips.hooks import AddResidual, HoldResidual, ScaleArgument, Scope, SkipHook, ThreadSlot
+from rankwise.skips.hooks import (
+    AddResidual,
+    HoldResidual,
+    ScaleArgument,
+    Scope,
+    SkipHook,
+    ThreadSlot,
+    current,
+)
 from rankwise.skips.locate import NOTES, SkipSite, blocks_without, check_module, find_sites, skip_sites
 from rankwise.skips.modules import own_skips
 from rankwise.skips.verify import verify
 from rankwise.tracing.model_checks import is_distributed, split_modules
 
 Per = Literal["layer", "channel"]
+COMPUTED_FROM = ("", "_orig", "_g", "_v")
+"""Endings of the names of parameters that λ is computed from by pruning and by the old weight norm."""
 TOKENS, DECODER_TOKENS = 8, 6
 """Numbers of tokens in an example; they differ, to distinguish states of the encoder and the decoder."""
 WRAPPERS = frozenset({
@@ -33,7 +44,7 @@ WRAPPERS = frozenset({
 class Skips(Mapping[str, Tensor]):
     """Mapping from the name of a site (a mixer with λ) to its λ: ``skips["h.0.attn"]`` is a parameter.
 
-    With a parametrization (`torch.nn.utils.parametrize`), λ is computed from `parameters`. `sites` maps the
+    With a parametrization, pruning or weight norm, λ is computed from `parameters`. `sites` maps the
     same names to the places where λ is applied. `notes` are limits that users must know.
     """
 
@@ -44,7 +55,7 @@ class Skips(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         site = self.sites[name]
-        value: Tensor = getattr(self._model.get_submodule(site.write.module), site.parameter)
+        value: Tensor = current(self._model.get_submodule(site.write.module), site.parameter)
         return value
 
     def parameters(self, name: str | None = None) -> list[nn.Parameter]:
@@ -58,7 +69,9 @@ class Skips(Mapping[str, Tensor]):
             if is_parametrized(module, site.parameter):
                 found |= dict.fromkeys(module.parametrizations[site.parameter].parameters())
             else:
-                found[module.get_parameter(site.parameter)] = None
+                own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+                names = [site.parameter + end for end in COMPUTED_FROM]
+                found |= {own[one]: None for one in names if one in own}
         return list(found)
 
     def __iter__(self) -> Iterator[str]:
@@ -132,8 +145,8 @@ def add_lambda_skip(
     before = skips_of(model)
     kept: dict[str, Any] = dict(before)
     if computed := [name for name, value in kept.items() if not isinstance(value, nn.Parameter)]:
-        expected, got = "λ without a parametrization", f"one at {computed[0]!r}"
-        fix = "Remove it by `torch.nn.utils.parametrize.remove_parametrizations`."
+        expected, got = "λ without a parametrization, pruning or weight norm", f"one at {computed[0]!r}"
+        fix = "Call `rw.skips.save_skips`, `rw.remove_lambda_skip` and `rw.skips.load_skips` first."
         raise SkipError(subject, expected=expected, got=got, fix=fix)
     if kept and (per == "channel") != any(parameter.numel() > 1 for parameter in kept.values()):
         expected = "the kind of λ that the model has at other sites"
@@ -187,6 +200,10 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
         for site in vars(module).pop(NOTES, ()):
             if is_parametrized(module, site.parameter):
                 remove_parametrizations(module, site.parameter)
+            elif hasattr(module, f"{site.parameter}_mask"):
+                prune.remove(module, site.parameter)
+            elif hasattr(module, f"{site.parameter}_g"):
+                remove_weight_norm(module, site.parameter)
             delattr(module, site.parameter)
 
 

@@ -7,8 +7,10 @@ from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
-from rankwise._internals.torch_private import in_backward
+from rankwise._internals.torch_private import forward_pre_hooks, in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
@@ -77,7 +79,7 @@ class ScaleArgument(SkipHook):
         residual = self.port.read(args, kwargs, ())
         if residual is None:
             return None
-        scaled = (residual * getattr(module, self.parameter)).to(residual.dtype)
+        scaled = (residual * current(module, self.parameter)).to(residual.dtype)
         name, position = self.port.argument
         if name is not None and name in kwargs:
             return args, {**kwargs, name: scaled}
@@ -142,6 +144,16 @@ class Scope(SkipHook):
         """Empty the slot, and open or close it."""
         slot = self.held.slot
         slot.residual, slot.open = None, len(output) == 0  # torch.compile does not trace `not output`
+
+
+@no_type_check
+def current(module, parameter):
+    """Return λ of a module now; pruning and the old weight norm compute it only before a forward pass."""
+    if parameter in vars(module):  # neither a parameter nor a parametrization
+        for hook in forward_pre_hooks(module):
+            if isinstance(hook, BasePruningMethod | WeightNorm):
+                hook(module, ())
+    return getattr(module, parameter)
 
 
 @no_type_check

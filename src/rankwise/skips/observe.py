@@ -17,7 +17,7 @@ from rankwise._internals.torch_private import without_forward_hooks
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
 from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
-from rankwise.skips.hooks import SkipHook
+from rankwise.skips.hooks import SkipHook, current
 from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.tracing import RecordedCall, record_calls
@@ -151,7 +151,8 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
     for site in sites:
         module = model.get_submodule(site.write.module)
         plain = module.current() if isinstance(module, LambdaSkip) else torch.ones(1)
-        found[site.name] = getattr(module, site.parameter, plain).detach().reshape(-1)
+        value = current(module, site.parameter) if hasattr(module, site.parameter) else plain
+        found[site.name] = value.detach().reshape(-1)
     return found
 
 
