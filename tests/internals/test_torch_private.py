@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -146,6 +147,13 @@ def test_compiled_prefix() -> None:
     assert set(names) == {f"{torch_private.COMPILED_PREFIX}{name}" for name in ("weight", "bias")}, (
         "torch.compile puts something else before the names of weights"
     )
+
+
+def test_original_name() -> None:
+    layer = nn.Linear(2, 2)
+    for wrapper in (torch.compile(layer, backend="eager"), checkpoint_wrapper(layer)):
+        inner = next(name for name, module in wrapper.named_modules() if module is layer)
+        assert torch_private.original_name(f"0.{inner}.weight") == "0.weight", "a wrapper has another name"
 
 
 def test_constant_when_traced() -> None:

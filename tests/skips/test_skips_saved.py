@@ -1,5 +1,6 @@
 """Saved λ-skips: loading restores the same numbers, and refuses broken files and other models."""
 
+import copy
 import json
 import re
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from experiments.zoo.transformers import BERT, GPT, hugging_face, text_inputs
 from safetensors.torch import load_file, save_file
 from tests.skips.cases import FOUND, outputs, same
+from tests.support.torch_names import checkpoint_wrapper
 from tests.support.untouched import untouched
 from torch import Tensor, nn
 from torch.nn.utils import prune, weight_norm
@@ -114,14 +116,41 @@ def averaged(model: nn.Module) -> nn.Module:
     return torch.optim.swa_utils.AveragedModel(nn.DataParallel(model))
 
 
+def by_block(wrap: Any) -> Any:
+    """Return a function that wraps each block of a BERT, and the model too."""
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        model.encoder.layer = nn.ModuleList(map(wrap, model.encoder.layer))
+        return wrap(model)
+
+    return wrapped
+
+
 @pytest.mark.parametrize(
-    "wrap", [nn.DataParallel, averaged, nn.Sequential, partial(torch.compile, backend="eager")]
-)
+    "wrap",
+    [
+        nn.DataParallel, averaged, nn.Sequential, partial(torch.compile, backend="eager"),
+        by_block(partial(torch.compile, backend="eager")), by_block(checkpoint_wrapper),
+    ],
+)  # fmt: skip
 def test_skips_of_a_wrapped_model_are_saved_for_the_model(wrap: Any, saved: Path) -> None:
     model = bert()
     add_lambda_skip(model, init=3.0, sites="encoder.layer.1")
     save_skips(wrap(model), saved)
     assert [value.item() for value in load_skips(bert(), saved).values()] == [3.0]
+
+
+@pytest.mark.parametrize(
+    "pair", [nn.Sequential, lambda *two: nn.ModuleDict(dict(zip(("model", "average"), two, strict=True)))]
+)
+def test_of_two_models_with_skips_the_advice_names_one(pair: Any, tmp_path: Path) -> None:
+    model = bert()
+    add_lambda_skip(model, init=3.0)
+    both = pair(model, copy.deepcopy(model))
+    with pytest.raises(SkipError, match=r"got several models with λ\. Pass one of them") as raised:
+        save_skips(both, tmp_path)
+    save_skips(eval(str(raised.value).split("`")[-2], {"model": both}), tmp_path)
+    assert [value.item() for value in load_skips(bert(), tmp_path).values()] == [3.0] * 3
 
 
 def with_adapter(model: nn.Module) -> nn.Module:

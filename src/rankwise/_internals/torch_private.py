@@ -150,6 +150,11 @@ COMPILED_PREFIX = "_orig_mod."
 """Prefix of the weight names of a module that `torch.compile` returned."""
 
 
+def original_name(name: str) -> str:
+    """Return the name of a weight or module without the parts that `torch.compile` and checkpoints insert."""
+    return name.replace(COMPILED_PREFIX, "").replace("_checkpoint_wrapped_module.", "")
+
+
 def runs_compiled_eagerly() -> bool:
     """Return True if ``torch.compiler.set_stance("force_eager")`` makes compiled code run eagerly."""
     return torch._dynamo.eval_frame._stance.stance == "force_eager"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
+from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
 from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
@@ -164,21 +165,27 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     flat = any(is_of(module, "fsdp", "FullyShardedDataParallel") for module in model.modules())
     changed = flat or any(hasattr(module, "base_layer") for module in model.modules())
     known = [site.name for site in skip_sites(model)]
-    for root in () if changed else model.modules():
-        if _names(root) == known:
-            return root
+    roots = [] if changed else [root for root in model.modules() if _names(root) == known]
+    if roots:
+        return roots[-1]  # inside wrappers whose names `_names` leaves out
     # λ that were added to a model around this one have longer names
     if not changed and all(map(str.endswith, known, [f".{name}" for name in _names(model)])):
         return model
     subject, expected = f"model {type(model).__name__}", "the model that λ was added to, or a wrapper"
     got = "FSDP1" if flat else "one with an adapter" if changed else "one with other names of modules"
     fix = "Save it before it is wrapped; merge adapters (`model.merge_and_unload()`), or take FSDP2."
+    if len(set(known)) < len(known):
+        each = [name for name, inner in model.named_modules() if _names(inner) == list(dict.fromkeys(known))]
+        got, fix = "several models with λ", "Pass one of them."
+        if each:
+            fix = f"Pass one of them, such as `model.get_submodule({each[-1]!r})`."
     raise SkipError(subject, expected=expected, got=got, fix=fix)
 
 
 def _names(model: nn.Module) -> list[str]:
-    """Return the names that the sites of a model have by the current names of its modules."""
-    return [site.write.module + site.parameter.removeprefix(PARAMETER) for site in skip_sites(model)]
+    """Return the names that the sites have by the current names of modules, without wrappers of parts."""
+    sites = skip_sites(model)
+    return [original_name(site.write.module) + site.parameter.removeprefix(PARAMETER) for site in sites]
 
 
 def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
@@ -191,7 +198,8 @@ def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
     scales = {id(parameter) for parameter in skips_of(model).parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    shapes = sorted((name, *parameter.shape) for name, parameter in named if id(parameter) not in scales)
+    others = [(original_name(name), one) for name, one in named if id(one) not in scales]
+    shapes = sorted((name, *parameter.shape) for name, parameter in others)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
