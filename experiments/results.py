@@ -29,15 +29,29 @@ def read_runs(path: Path, settings: Callable[..., Any] = TrainingConfig) -> list
     """Return the runs of a file, in which `settings` accepts the settings; an absent file has none."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [_parse(line, settings, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "Restore it from version control."
+        raise RecordError(str(path), expected="JSON Lines in UTF-8", got=str(error), fix=fix) from error
+    runs = {}
+    for number, line in enumerate(lines, 1):
+        run = _parse(line, settings, f"{path}:{number}")
+        if (run["row"], run["seed"]) in runs:
+            got, fix = f"a second line of “{run['row']}” at seed {run['seed']}", "Remove one of the two."
+            raise RecordError(f"{path}:{number}", expected="one line per row and seed", got=got, fix=fix)
+        runs[run["row"], run["seed"]] = run
+    return [*runs.values()]
 
 
 def _parse(line: str, settings: Callable[..., Any], where: str) -> Run:
     try:
         run: Run = parse_json(line)
         settings(**run["settings"])
-        if set(run) == Run.__required_keys__ and isinstance(run["values"], dict):
+        types = isinstance(run["row"], str), isinstance(run["seed"], int), isinstance(run["values"], dict)
+        if set(run) == Run.__required_keys__ and all(types):
+            if settings is TrainingConfig:
+                run["values"]["data"]["sha256"]  # raises KeyError
             return run
         got = "other JSON"
     except (ValueError, TypeError, KeyError) as error:

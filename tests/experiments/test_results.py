@@ -1,5 +1,7 @@
 """Lines of results: sorted, never lost, refused if they belong to another row; and the page of the runs."""
 
+import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -155,6 +157,29 @@ def test_a_damaged_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         command.main(["run", "language", "--rows", "tost", "--results", str(tmp_path)])
     assert f"{damaged}:2: expected a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage", ["a line twice", "no data", "a seed in words", "another encoding", "a folder"]
+)
+def test_other_damage_of_a_file_is_named(tmp_path: Path, damage: str) -> None:
+    kept(tmp_path, "tost", 0, 1.5)
+    path = LANGUAGE.path(tmp_path)
+    line = path.read_text(encoding="utf-8")
+    run = json.loads(line)
+    if damage == "a line twice":
+        path.write_text(line * 2, encoding="utf-8")
+    elif damage == "no data":
+        path.write_text(json.dumps(run | {"values": {}}), encoding="utf-8")
+    elif damage == "a seed in words":
+        path.write_text(json.dumps(run | {"seed": "0"}), encoding="utf-8")
+    elif damage == "another encoding":
+        path.write_bytes(line.encode("utf-16"))
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(RecordError, match=re.escape(path.name)):
+        read_runs(path)
 
 
 def test_settings_that_are_newer_than_a_run_had_their_default(tmp_path: Path) -> None:
