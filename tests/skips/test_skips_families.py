@@ -129,13 +129,33 @@ def test_a_copy_of_the_state_is_the_state(name: str) -> None:
 NO_SUM = "no sum x + f(x) ran in it in which f mixes tokens"
 
 
+class Listed(nn.Module):
+    """Model that runs its blocks, which are in a list, in turn."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Other(Copying):
+    """Block of another class."""
+
+
 def test_blocks_without_a_lambda_are_named() -> None:
     """A product is not a copy, so its block has no sum x + f(x); a list of parts is no list of blocks."""
     scaled, whole = Copying(lambda x: 0.9 * x, torch.positive), Copying(torch.clone, torch.positive)
     one, two, three = (copy.deepcopy(whole) for _ in range(3))
+    other = Other(lambda x: 0.9 * x, torch.positive)
     for names, model in (
         (["1", "3"], nn.Sequential(whole, scaled, one, copy.deepcopy(scaled))),
         (["0.1"], nn.Sequential(nn.Sequential(whole, scaled), nn.Sequential(one, two))),
+        (["blocks.0"], Listed(other, whole, one)),
+        (["0.blocks.1"], nn.Sequential(Listed(whole, other), Listed(one, two))),
         ([], nn.Sequential(nn.Sequential(whole, nn.Linear(8, 8)), nn.Sequential(three, nn.Linear(8, 8)))),
     ):
         notes = add_lambda_skip(model, example=torch.randn(2, 5, 8)).notes

@@ -133,14 +133,17 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
 def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the numbered modules that hold none of the named modules, although modules alike hold one.
 
-    Modules are alike if they are of one class and their names differ in numbers alone. Outermost modules are
-    compared by their last number, as blocks of a list; modules inside them only to those at the same place.
+    Modules are alike if their names differ in numbers alone, and they are of one class or in an `nn.ModuleList`.
+    Outermost modules are compared by their last number, as blocks of a list; modules inside them only to those
+    at the same place.
     """
     held = {name[: end.end()] for name in names for end in re.finditer(r"\b\d+\b", name)}
 
     def place(name: str) -> tuple[str, type]:
-        outer = re.sub(r"\b\d+\b(?=\.)", "*", name)
-        return outer if "*" in outer else name.rpartition(".")[0], type(model.get_submodule(name))
+        outer, around = re.sub(r"\b\d+\b(?=\.)", "*", name), name.rpartition(".")[0]
+        listed = isinstance(model.get_submodule(around), nn.ModuleList)
+        kind = nn.Module if listed else type(model.get_submodule(name))
+        return outer if "*" in outer else around, kind
 
     places = {place(name) for name in held}
     numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
