@@ -133,9 +133,9 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
 def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return the numbered modules that hold none of the named modules, although modules alike hold one.
 
-    Modules are alike if their names differ in numbers alone, and they are of one class or in an `nn.ModuleList`.
-    Outermost modules are compared by their last number, as blocks of a list; modules inside them only to those
-    at the same place.
+    Modules are alike if their names differ in numbers alone and they are of one class, or any in a list.
+    Outermost modules are compared by their last number, as blocks of a list; modules inside them only to
+    those at the same place.
     """
     held = {name[: end.end()] for name in names for end in re.finditer(r"\b\d+\b", name)}
 
