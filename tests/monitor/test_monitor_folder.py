@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,44 @@ def test_a_folder_contains_one_training(tmp_path):
     anew.step(model, 0)
     assert not (tmp_path / "probe.safetensors").exists()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0"]
+
+
+def test_steps_that_begin_again_lose_no_audit_on_disk(tmp_path):
+    model = encoder()
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path)
+    for _ in range(3):
+        for step in range(5):
+            monitor.step(model, step)
+    assert monitor.history.steps == [0, 2, 4]
+    for number in (1, 2):
+        kept = {path.name for path in (tmp_path / f"before-restart-{number}").iterdir()}
+        assert kept == {"step-0", "step-2", "step-4"}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_copy_of_a_monitor_goes_on(folder, tmp_path):
+    model = encoder()
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path if folder else None)
+    monitor.step(model, 0)
+    monitor.step(model, 2)
+    twin = pickle.loads(pickle.dumps(monitor))
+    assert twin.step(model, 3) is None
+    assert twin.step(model, 4) is not None
+    assert twin.history.steps == [0, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["log", "on_finding"])
+def test_a_stop_writes_the_probe_although_a_function_of_the_user_fails(name, tmp_path, caplog):
+    def fail(*_):
+        raise OSError("disk full")
+
+    model = encoder()
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path, stop_on=("NONFINITE",), **{name: fail})
+    monitor.step(model, 0)
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    monitor.step(model, 2)
+    assert monitor.stopped_by is not None
+    assert (tmp_path / "probe.safetensors").exists()
+    assert "training stops on NONFINITE" in caplog.text
+    assert "disk full" in caplog.text

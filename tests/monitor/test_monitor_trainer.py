@@ -123,6 +123,23 @@ def test_a_training_that_starts_again_with_smaller_batches_is_audited(tmp_path, 
     assert monitor.history.steps == History.load(tmp_path / "rank").steps == [0, 2, 4]
 
 
+def test_a_callback_that_fails_on_the_numbers_of_the_monitor_ends_no_training(tmp_path, caplog):
+    class ReadsTheLoss(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            assert "train_runtime" in logs or logs["loss"] > 0
+
+    trainer = trainer_of(bert(), str(tmp_path))
+    trainer.add_callback(ReadsTheLoss())
+    every = list(trainer.callback_handler.callbacks)
+    monitor = rw.RankMonitor(probe(), every=2)
+    callback = monitor.attach(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert monitor.history.steps == [0, 2, 4]
+    assert trainer.callback_handler.callbacks == [*every, callback]
+    assert "training continues" in caplog.text
+
+
 def test_a_second_training_is_not_ended(tmp_path, caplog):
     trainer = trainer_of(bert(), str(tmp_path))
     monitor = rw.RankMonitor(probe(), every=2)

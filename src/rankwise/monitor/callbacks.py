@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rankwise.errors import InputError
-from rankwise.monitor.monitor import RankMonitor, scalars
+from rankwise.monitor.monitor import RankMonitor, continues, scalars
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -26,7 +26,8 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
             handler.callbacks = [
                 one for one in every if not isinstance(one, PrinterCallback | ProgressCallback)
             ]
-            trainer.log(scalars(audit))
+            with continues("Trainer.log"):
+                trainer.log(scalars(audit))
             handler.callbacks, control.should_log = every, should_log
         if monitor.stopped_by is not None:
             control.should_training_stop = True
@@ -73,7 +74,8 @@ def lightning_callback(monitor: RankMonitor) -> Any:
             audit = monitor.step(module, trainer.global_step)
             if audit is not None and trainer.is_global_zero:
                 for logger in trainer.loggers:
-                    logger.log_metrics(scalars(audit), step=trainer.global_step)
+                    with continues("log_metrics"):
+                        logger.log_metrics(scalars(audit), step=trainer.global_step)
             if monitor.stopped_by is not None:
                 trainer.should_stop = True
 

@@ -51,17 +51,22 @@ class AuditFolder:
                 "set `resume=True`.",
             )
         if writes:
-            self.remove_from(step)
+            for path in (path for at, path in audits.items() if at >= step):
+                with suppress(OSError):  # the user may keep other files in the folder
+                    path.unlink(missing_ok=True)
+                    path.parent.rmdir()
+            with suppress(OSError):  # an earlier run that stopped leaves its probe
+                (self.folder / PROBE).unlink(missing_ok=True)
         return History((at, Audit.load(path)) for at, path in audits.items() if at < step and resume)
 
-    def remove_from(self, step: int) -> None:
-        """Remove the audits from a step on, because training repeats these steps, and an old probe."""
+    def set_aside(self, step: int) -> None:
+        """Move the audits from a step on to ``before-restart-N``, because training repeats these steps."""
+        number = 1 + len([*self.folder.glob("before-restart-*")])
+        place = self.folder / f"before-restart-{number}"
         for path in (path for at, path in self._audits().items() if at >= step):
-            with suppress(OSError):  # the user may keep other files in the folder
-                path.unlink(missing_ok=True)
-                path.parent.rmdir()
-        with suppress(OSError):  # an earlier run that stopped leaves its probe
-            (self.folder / PROBE).unlink(missing_ok=True)
+            with suppress(OSError):
+                place.mkdir(exist_ok=True)
+                path.parent.rename(place / path.parent.name)
 
     def _audits(self) -> dict[int, Path]:
         return {

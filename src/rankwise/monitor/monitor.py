@@ -6,7 +6,8 @@ import operator
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -54,7 +55,7 @@ class RankMonitor:
 
     A monitor ends no training except by ``stop_on``: after the first call of `step`, an error is logged and
     the audit left out. If training goes back to a lower step, as `auto_find_batch_size` does, audits from
-    that step on are replaced. A monitor can be pickled, for example for processes that Lightning spawns.
+    that step on are set aside in the folder. A monitor can be pickled, as for spawned processes.
 
     Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
     that override ``train``. `seconds` is the total time of audits.
@@ -113,8 +114,9 @@ class RankMonitor:
         self._log, self._on_finding, self._options = log, on_finding, options
         self._audit_folder = None if self.folder is None else AuditFolder(self.folder)
         self._resume = resume
-        self._last: tuple[weakref.ref[nn.Module], int] | None = None
-        """Model and step of the previous call of `step`; None before the first call."""
+        self._last: tuple[Callable[[], nn.Module | None], int] | None = None
+        """Reference to the model, and step, of the previous call of `step`; None before the first call. In a
+        copy made by pickle the reference returns None."""
         self._due, self._finished, self._refused = 0, False, False
         """Step from which on an audit is due; True after `finish`; True after a step of another training."""
 
@@ -154,15 +156,8 @@ class RankMonitor:
                 raise
             logger.exception("step %d: no audit, and training continues: %s", step, first_line(error))
         stops_now = self._decide(result, device_of(model))
-        try:
-            if result is not None and _is_first_process():
-                self._report(step, result, new, stops_now)
-        except Exception as error:
-            if first:
-                raise
-            logger.exception(
-                "step %d: the report failed, and training continues: %s", step, first_line(error)
-            )
+        if result is not None and _is_first_process():
+            self._report(step, result, new, stops_now)
         return result
 
     def _audit(self, model: nn.Module) -> Audit:
@@ -200,7 +195,7 @@ class RankMonitor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the model, which a process that is spawned does not share."""
-        return {**vars(self), "_last": None}
+        return {**vars(self), "_last": self._last and (type(None), self._last[1])}
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError; for names of callback methods, the error says what to pass to a trainer."""
@@ -247,13 +242,17 @@ class RankMonitor:
         """Return True if a step belongs to the training of the steps before, which may go back."""
         assert self._last is not None  # set by the first step
         known, last = self._last[0](), self._last[1]
-        if known is model and step >= last:
+        if step >= last and (known is model or self._last[0] is type(None)):
             return True
         if step < last and not self._finished and known in (None, model):
-            logger.warning("training goes back to step %d: audits from there on are replaced", step)
+            logger.warning(
+                "training goes back to step %d: later audits are set aside in the folder. If this is another "
+                "epoch, count steps over all epochs",
+                step,
+            )
             self.history = History((at, audit) for at, audit in self.history if at < step)
             if self._audit_folder is not None and _is_first_process():
-                self._audit_folder.remove_from(step)
+                self._audit_folder.set_aside(step)
             self._due = -(-step // self.every) * self.every
             return True
         if not self._refused:
@@ -272,16 +271,12 @@ class RankMonitor:
         first: dict[str, Finding] = {}
         for finding in new:
             first.setdefault(finding.code, finding)
-            if self._on_finding is not None:
-                self._on_finding(step, finding)
         for finding in first.values():
             if finding.severity != "info" or finding.code in self.stop_on:
                 more = f" and {counts[finding.code] - 1} more" if counts[finding.code] > 1 else ""
                 logger.warning(
                     "step %d: %s at %s%s: %s", step, finding.code, finding.where, more, finding.meaning
                 )
-        if self._log is not None:
-            self._log(scalars(result) | {"rank/seconds": self.seconds}, step)
         if stops_now and self.stopped_by is not None:
             where = ""
             if self._audit_folder is not None:
@@ -298,6 +293,22 @@ class RankMonitor:
                 verdict.sentence,
                 action,
             )
+        with continues("on_finding"):
+            if self._on_finding is not None:
+                for finding in new:
+                    self._on_finding(step, finding)
+        with continues("log"):
+            if self._log is not None:
+                self._log(scalars(result) | {"rank/seconds": self.seconds}, step)
+
+
+@contextmanager
+def continues(what: str) -> Iterator[None]:
+    """Context manager that logs an error of the user's code, which must not end the training."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("`%s` failed, and training continues: %s", what, first_line(error))
 
 
 def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
