@@ -301,6 +301,12 @@ class Experts(nn.Module):
         vars(self.marked_weight)["_no_weight_decay"] = True
 
 
+class GainNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))  # a gain per head
+
+
 DECAYED = {
     "transformers' Conv1D": (lambda: Conv1D(2, 3), ["weight"]),
     "3-D convolution": (lambda: nn.Conv3d(1, 2, 3), ["weight"]),
@@ -323,7 +329,7 @@ DECAYED = {
     ),
     "weight norm": (
         lambda: weight_norm(nn.Linear(2, 3)),
-        ["parametrizations.weight.original0", "parametrizations.weight.original1"],
+        ["parametrizations.weight.original1"],  # the other is the length of each row
     ),
     "spectral norm": (lambda: spectral_norm(nn.Conv2d(1, 2, 3)), ["parametrizations.weight.original"]),
     "a parametrized λ": (
@@ -337,6 +343,7 @@ DECAYED = {
         ),
         [],
     ),
+    "a norm of one's own": (GainNorm, []),
     "PReLU": (lambda: nn.PReLU(4), []),
     "one weight in two modules": (_tied, ["0.weight"]),
 }
@@ -378,6 +385,29 @@ def test_a_file_without_some_weights_is_refused(auto: type, tmp_path) -> None:
         InputError, match=r"got 1 missing, such as '(model\.)?layers\.1\.mixer\.out_proj\.weight'"
     ):
         auto.from_pretrained(tmp_path)
+    with pytest.raises(InputError, match="got 1 missing"):
+        auto.from_pretrained(tmp_path, use_cache=False, dropout=0.1, skip="channel")
+    (tmp_path / "inside").mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).rename(tmp_path / "inside" / name)
+    with pytest.raises(InputError, match="got 1 missing"):
+        auto.from_pretrained(tmp_path, subfolder="inside", use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options", "expected"),
+    [
+        ("tssa", {"features": 2.0}, "a whole number"),
+        ("tssa", {"features": True}, "a whole number"),
+        ("tssa", None, "a dict"),
+        ("mamba", {"expand": 1.5}, "a whole number"),
+        ("mamba2", {"groups": 0}, "a whole number"),
+    ],
+)
+def test_options_of_mixers_of_another_type_are_refused(mixer, options, expected) -> None:
+    wanted = rf"mixer_options\['{mixer}'\].*expected {expected}"
+    with unchecked(), pytest.raises(InputError, match=wanted):
+        ToSTModel(config(layer_types=mixer, mixer_options={mixer: options}))
 
 
 def test_weights_missing_in_a_file_start_as_in_a_new_model(tmp_path) -> None:

@@ -12,17 +12,18 @@ from rankwise.errors import in_range, instance_of
 MATRIX_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 """Layers whose weights are matrices even if FSDP has flattened them."""
 
-WEIGHT_NAME = re.compile("weight|_proj$")
-"""Part of the names of matrices: ``weight``, LSTM's ``weight_ih_l0``, and ``down_proj`` of experts."""
+WEIGHT_NAME = re.compile("weight(?!_g$)|_proj$")
+"""Part of the names of matrices: ``weight``, LSTM's ``weight_ih_l0``, and ``down_proj`` of experts; not the
+lengths of rows that the old weight norm keeps."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters in two groups for an optimizer: with and without weight decay.
 
     Matrices that multiply tokens get weight decay: weights of linear layers, convolutions, embeddings,
-    recurrent layers, attention and experts, also if parametrized (as by weight norm). λ, scales, norms,
-    biases, temperatures, decay rates and parameters marked ``_no_weight_decay`` get none. A shared parameter
-    is listed once.
+    recurrent layers, attention and experts, also if parametrized (as by weight norm). λ, scales, norms (with
+    "Norm" in the class name), biases, temperatures, decay rates, matrices whose name has no ``weight``
+    and parameters marked ``_no_weight_decay`` get none. A shared parameter is listed once.
 
     Args:
         model: any torch module.
@@ -57,13 +58,15 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters(recurse=False)
     if parametrize.is_parametrized(module):
         for name, sources in module.parametrizations.items():  # type: ignore[operator, union-attr]
-            yield from ((name, source) for source in sources.parameters(recurse=False))
+            yield from (
+                (name, source)
+                for source in sources.parameters(recurse=False)
+                if source.numel() > max(source.shape, default=0)  # not the lengths of rows of weight norm
+            )
 
 
 def _is_matrix(module: nn.Module, weight: nn.Parameter) -> bool:
     """Return True if a weight maps vectors to vectors; weights of norms only scale, however many axes."""
     if getattr(weight, "_no_weight_decay", False):
         return False
-    return isinstance(module, MATRIX_LAYERS) or (
-        weight.ndim > 1 and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
-    )
+    return isinstance(module, MATRIX_LAYERS) or (weight.ndim > 1 and "Norm" not in type(module).__name__)

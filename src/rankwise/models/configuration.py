@@ -204,8 +204,11 @@ class ToSTConfig(PreTrainedConfig):
         for name, choices in CHOICES.items():
             one_of(f"ToSTConfig `{name}`", getattr(self, name), choices)
         one_of("ToSTConfig `hidden_act`", self.hidden_act, ACT2FN)
-        for mixer in self.mixer_options:
+        for mixer, options in self.mixer_options.items():
             one_of("ToSTConfig `mixer_options`", mixer, {*MIXERS, *self.layer_types})
+            if not isinstance(options, dict):
+                fix = "Pass the arguments of the mixer by name."
+                _refuse(f"mixer_options[{mixer!r}]", "a dict", repr(options), fix)
         try:
             json.dumps(self.mixer_options)
         except TypeError as error:  # without this check, a trained model could not be saved

@@ -27,6 +27,9 @@ PACKED = "The mixers do not read where packed texts end, and would mix them: giv
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments by which transformers marks several texts packed into one row; these models reject them."""
 
+PLACE = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
+"""Arguments that say where the files of a model are."""
+
 
 class ToSTPreTrainedModel(PreTrainedModel):
     """Base class of all models in `rankwise.models`: loading, saving and weight initialization."""
@@ -49,17 +52,18 @@ class ToSTPreTrainedModel(PreTrainedModel):
         prefix = f"{cls.base_model_prefix}." if hasattr(model, cls.base_model_prefix) else ""
         missing = sorted(weight for weight in loading["missing_keys"] if weight.startswith(prefix))
         if missing:
-            saved, fields = (
-                cls.config_class.from_pretrained(name),
-                inspect.signature(cls.config_class).parameters,
+            where = {key: options[key] for key in PLACE if key in options}
+            saved = model.config if name is None else cls.config_class.from_pretrained(name, **where)
+            with torch.device("meta"):
+                known = cls(saved).state_dict()
+            missing = [weight for weight in missing if weight in known]
+        if missing:
+            raise InputError(
+                f"weights of {cls.__name__}",
+                expected="all weights of its configuration",
+                got=f"{len(missing)} missing, such as {missing[0]!r}",
+                fix="Save the model again by `save_pretrained`.",
             )
-            if all(getattr(saved, key, None) == getattr(model.config, key, None) for key in fields):
-                raise InputError(
-                    f"weights of {cls.__name__}",
-                    expected="all weights of its configuration",
-                    got=f"{len(missing)} missing, such as {missing[0]!r}",
-                    fix="Save the model again by `save_pretrained`.",
-                )
         return (model, loading) if output_loading_info else model
 
     def _init_weights(self, module: nn.Module) -> None:

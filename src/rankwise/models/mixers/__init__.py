@@ -3,7 +3,7 @@
 import inspect
 from typing import TYPE_CHECKING
 
-from rankwise.errors import one_of
+from rankwise.errors import one_of, whole_number
 from rankwise.models.mixers.linear import LinearAttention
 from rankwise.models.mixers.mamba import Mamba
 from rankwise.models.mixers.mamba2 import Mamba2
@@ -31,8 +31,11 @@ def build_mixer(config: "ToSTConfig", layer: int) -> Mixer:
     name = one_of(f"ToSTConfig `layer_types[{layer}]`", config.layer_types[layer], MIXERS)
     known = inspect.signature(MIXERS[name]).parameters
     options = config.mixer_options.get(name, {})
-    for option in options:
+    for option, value in options.items():
         one_of(f"ToSTConfig `mixer_options[{name!r}]`", option, list(known)[1:])
+        if known[option].annotation in (int, int | None) and value is not None:
+            least = 0 if known[option].default == 0 else 1
+            whole_number(f"ToSTConfig `mixer_options[{name!r}][{option!r}]`", value, least)
     fields = {
         "hidden_size": config.hidden_size,
         "num_heads": config.num_attention_heads,
