@@ -26,9 +26,11 @@ def trainer_callback(monitor: RankMonitor, trainer: "Trainer") -> "TrainerCallba
             handler.callbacks = [
                 one for one in every if not isinstance(one, PrinterCallback | ProgressCallback)
             ]
-            with continues("Trainer.log"):
-                trainer.log(scalars(audit))
-            handler.callbacks, control.should_log = every, should_log
+            try:
+                with continues("Trainer.log"):
+                    trainer.log(scalars(audit))
+            finally:
+                handler.callbacks, control.should_log = every, should_log
         if monitor.stopped_by is not None:
             control.should_training_stop = True
 

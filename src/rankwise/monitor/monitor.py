@@ -293,12 +293,12 @@ class RankMonitor:
                 verdict.sentence,
                 action,
             )
-        with continues("on_finding"):
-            if self._on_finding is not None:
-                for finding in new:
+        if self._on_finding is not None:
+            for finding in new:
+                with continues("on_finding"):
                     self._on_finding(step, finding)
-        with continues("log"):
-            if self._log is not None:
+        if self._log is not None:
+            with continues("log"):
                 self._log(scalars(result) | {"rank/seconds": self.seconds}, step)
 
 
