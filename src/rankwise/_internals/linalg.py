@@ -1,7 +1,5 @@
 """Norms without overflow or underflow, and distances from a mean without cancellation."""
 
-from functools import cache
-
 import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
@@ -15,11 +13,10 @@ SQUARES = 2.0**450
 """Norms between 1/SQUARES and SQUARES need no scaling: squares that underflow are below 2⁻¹²² · norm²."""
 
 
-@cache
 def float64_device(device: torch.device) -> torch.device:
     """Return a device, or the CPU if the device does not have float64, as MPS."""
     try:
-        torch.zeros((), dtype=torch.float64, device=device)
+        torch.empty((), dtype=torch.float64, device=device)
     except TypeError:  # as torch raises on MPS; other errors are errors of the device
         return torch.device("cpu")
     return device
