@@ -1,6 +1,7 @@
 """An experiment on training: one claim, its rows, its expectations; its missing runs are measured here."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any
 from experiments.results import RESULTS, append_run, changed_fields, check_same_data, read_runs
 from experiments.training.config import TrainingConfig, unit_variance_std
 from experiments.verdicts import Expectation, Row, Table
-from rankwise.errors import RecordError
+from rankwise.errors import RankwiseError, RecordError
 
 PAPER_SIZE = ", paper size"
 """End of the labels of rows at the size of the paper."""
@@ -94,9 +95,9 @@ def run_missing(
     """
     from experiments.training.train import train_row
 
-    path, succeeded = experiment.path(results), True
+    path, succeeded, refused = experiment.path(results), True, set[str]()
     for seed in seeds:
-        for label in rows:
+        for label in (label for label in rows if label not in refused):
             config = {**experiment.rows, **experiment.large}[label]
             command = f"python -m experiments run {experiment.name} --rows '{label}' --seeds {seed}"
             command += " --large" * (label in experiment.large)
@@ -106,12 +107,17 @@ def run_missing(
                 succeeded = False
             if kept:
                 continue
-            print(command, flush=True)
+            places = {"--data": data, "--folder": folder, "--results": results}
+            usual = Path("data"), Path("runs"), RESULTS
+            given = [(name, at) for (name, at), one in zip(places.items(), usual, strict=True) if at != one]
+            print(command, *(f"{name} {shlex.quote(str(at))}" for name, at in given), flush=True)
             try:  # a fresh process, so that its peak memory is due to the run
                 with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
-                    arguments = (config, label, seed, data, folder / experiment.name, command)
+                    arguments = (config, label, seed, data, folder / experiment.name, command, path)
                     append_run(path, pool.submit(train_row, *arguments).result())
             except Exception as error:  # the other rows run all the same
+                if isinstance(error, RankwiseError):  # data that are missing or differ, for every seed
+                    refused.add(label)
                 print(f"{command}: {type(error).__name__}: {error}", file=sys.stderr)
                 succeeded = False
     return succeeded

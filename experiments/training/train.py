@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments, set_seed
 
 from experiments.provenance import commit, peak_memory, provenance
-from experiments.results import Run, audits_to_columns, settings_of
+from experiments.results import Run, audits_to_columns, check_same_data, read_runs, settings_of
 from experiments.tasks import load_task
 from experiments.tasks.task import IGNORED, Task, collate
 from experiments.training.callbacks import LogBeforeSave, StepTimer, StopOnNonFinite
@@ -28,18 +28,26 @@ PROBE_EXAMPLES, PROBE_TOKENS = 2, 128
 """Size of the probe that the monitor audits: exact ranks cost O(T³)."""
 
 
-def train_row(config: TrainingConfig, label: str, seed: int, data: Path, folder: Path, command: str) -> Run:
-    """Train a row at a seed, and return its line of results; `folder` gets a folder for each run."""
+def train_row(
+    config: TrainingConfig, label: str, seed: int, data: Path, folder: Path, command: str, results: Path
+) -> Run:
+    """Train a row at a seed, and return its line of results; `folder` gets a folder for each run.
+
+    Raises:
+        RecordError: before the training, if runs in the file `results` are of other data of the same name.
+    """
     source = commit()
     task = load_task(config, data)
-    values = train(config, task, folder / folder_name(config, task, label, seed), seed)
-    return {
+    run: Run = {
         "row": label,
         "seed": seed,
         "settings": settings_of(config),
-        "values": values,
-        "provenance": provenance(command, source),
+        "values": {"data": task.record},
+        "provenance": {},
     }
+    check_same_data(results, [*read_runs(results), run])
+    values = train(config, task, folder / folder_name(config, task, label, seed), seed)
+    return {**run, "values": values, "provenance": provenance(command, source)}
 
 
 def folder_name(config: TrainingConfig, task: Task, label: str, seed: int) -> str:

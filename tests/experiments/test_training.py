@@ -218,8 +218,12 @@ def test_missing_runs_are_trained_once_and_failures_are_reported(
     missing = replace(config, text="none.txt")
     experiment = Experiment("tiny", "", "", {"row, one": config, "missing": missing})
     where = {"folder": tmp_path / "runs", "results": tmp_path / "results"}
+    assert not run_missing(experiment, tmp_path, list(experiment.rows)[1:], [1, 2], **where)
+    out, err = capfd.readouterr()
+    assert err.count("none.txt: expected a text file, got no such file") == 1  # for both seeds
+    assert f"--seeds 1 --data {tmp_path} --folder {tmp_path}/runs --results {tmp_path}/results" in out
     assert not run_missing(experiment, tmp_path, list(experiment.rows), [1], **where)
-    assert "none.txt: expected a text file, got no such file" in capfd.readouterr().err
+    capfd.readouterr()
     [run] = read_runs(experiment.path(tmp_path / "results"))
     assert (run["row"], run["seed"], run["settings"]) == ("row, one", 1, settings_of(config))
     assert str(tmp_path) not in str(run)
@@ -227,6 +231,11 @@ def test_missing_runs_are_trained_once_and_failures_are_reported(
     assert (next((tmp_path / "runs" / "tiny").glob("row__one-seed1-*")) / "model").is_dir()
     assert run_missing(experiment, tmp_path, ["row, one"], [1], **where)
     assert capfd.readouterr().out == "", "it was done already"
+    text = tmp_path / config.text
+    text.write_text(text.read_text() + "another end")
+    assert not run_missing(experiment, tmp_path, ["row, one"], [2], **where)
+    assert "expected the data of “row, one” at seed 1" in capfd.readouterr().err
+    assert not [*(tmp_path / "runs" / "tiny").glob("row__one-seed2-*")]  # before the training
     other = Experiment("tiny", "", "", {"row, one": replace(config, steps=1)})
     assert not run_missing(other, tmp_path, ["row, one"], [1], **where)
     assert "has a run with another steps" in capfd.readouterr().err

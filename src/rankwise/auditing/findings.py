@@ -160,8 +160,8 @@ def removable(measured: Measured) -> Iterator[Finding]:
     if importance is not None and found is not None and found.heads:
         first, *others = found.heads
         saved = saved_share(found.heads, measured.heads, measured.layers, measured.provenance)
-        evidence = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
-        evidence = {"heads": len(found.heads), **evidence, "parameters": saved}
+        numbers = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
+        evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
         words, place = describe_removable(importance, found, saved), HeadId() if others else first
         yield _finding("REMOVABLE", place, evidence, words, tolerance=found.tolerance, why=too_little(saved))
 

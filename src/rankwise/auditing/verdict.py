@@ -45,12 +45,12 @@ def verdict_of(audit: "Audit") -> Verdict:
         if acts and not finding.remedy.startswith(NOTHING):
             actions.setdefault(finding.code, finding.remedy)
     no_action = ""
-    if audit.importance is not None and not severe:
+    if audit.importance is not None and not severe and not actions:
         no_action = cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
     return Verdict(
         sentence=" ".join(sentences),
         actions=tuple(actions.values())[:MOST_ACTIONS],
-        no_action="" if actions else no_action,
+        no_action=no_action,
     )
 
 
