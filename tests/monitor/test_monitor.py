@@ -111,9 +111,37 @@ def test_an_error_ends_no_training(part, caplog, tmp_path, monkeypatch):
 
 def test_a_model_that_fails_at_the_first_call_is_refused():
     model = Failing()
-    model.error = OUT_OF_MEMORY
-    with pytest.raises(rw.RankwiseError, match="out of memory"):
+    model.error = ValueError("no such token")
+    with pytest.raises(rw.RankwiseError, match="no such token"):
         rw.RankMonitor(probe()).step(model, 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OUT_OF_MEMORY,
+        MemoryError(),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8 GiB)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    ],
+)
+def test_a_lack_of_memory_ends_no_training_at_the_first_call_either(error, caplog):
+    monitor, model = rw.RankMonitor(probe(), every=2, stop_on="NONFINITE"), Failing()
+    model.error = error
+    assert monitor.step(model, 0) is None
+    assert "step 0: no audit, and training continues: batch 1" in caplog.text
+    model.error = None
+    assert monitor.step(model, 2) is not None
+    assert monitor.history.steps == [2]
+
+
+def test_a_lack_of_memory_in_a_measure_ends_no_training(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("rankwise.auditing.run.measure_heads", fail)
+    assert rw.RankMonitor(probe()).step(encoder(), 0) is None
+    assert "training continues: measures of" in caplog.text
 
 
 def test_a_monitor_is_copied_without_its_model():

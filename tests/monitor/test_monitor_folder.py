@@ -95,9 +95,7 @@ def test_a_training_that_goes_back_replaces_its_audits(tmp_path, caplog, rebuilt
     assert monitor.history.audits[2].heads != before
     assert [monitor.step(model, step) is not None for step in (0, 1, 2)] == [True, False, True]
     assert monitor.history.steps == History.load(tmp_path).steps == [0, 2]
-    assert [record.getMessage()[:26] for record in caplog.records] == [
-        "training goes back to step", "training goes back to step"
-    ]  # fmt: skip
+    assert [record.getMessage()[:26] for record in caplog.records] == ["training goes back to step"]
 
 
 def test_a_folder_contains_one_training(tmp_path):
@@ -128,6 +126,24 @@ def test_steps_that_begin_again_lose_no_audit_on_disk(tmp_path):
     for number in (1, 2):
         kept = {path.name for path in (tmp_path / f"before-restart-{number}").iterdir()}
         assert kept == {"step-0", "step-2", "step-4"}
+
+
+@pytest.mark.parametrize("name", ["before-restart-2", "before-restart-9", "before-restart-one"])
+def test_audits_that_are_set_aside_replace_no_other_file(name, tmp_path):
+    """Users may remove or add folders, so the number of folders is no free number."""
+    model = encoder()
+    monitor = rw.RankMonitor(probe(), every=2, folder=tmp_path)
+    (tmp_path / name / "step-0").mkdir(parents=True)
+    (tmp_path / name / "step-0" / "audit.json").write_text("of the user")
+    for _ in range(2):
+        for step in range(3):
+            monitor.step(model, step)
+    written = {path.read_text() == "of the user" for path in tmp_path.glob("*/step-0/audit.json")}
+    assert written == {True, False}
+    assert (tmp_path / name / "step-0" / "audit.json").read_text() == "of the user"
+    moved = [path for path in tmp_path.glob("*/step-2/audit.json")]
+    assert len(moved) == 1
+    assert History.load(tmp_path).steps == [0, 2]
 
 
 @pytest.mark.parametrize("folder", [False, True])

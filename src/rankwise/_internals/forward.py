@@ -83,6 +83,15 @@ def batch_errors(
         ) from error
 
 
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it was raised from, reports a lack of memory on any device."""
+    if error is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return error is not None
+    words = str(error).lower() if isinstance(error, RuntimeError) else ""
+    lacking = "out of memory" in words or "allocate memory" in words
+    return lacking or out_of_memory(error.__cause__)
+
+
 def _fresh(batch: Any) -> Any:
     copies: dict[int, Any] = {id(tensor): tensor.clone() for tensor in tensors_in(batch)}
 

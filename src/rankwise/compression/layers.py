@@ -358,13 +358,6 @@ def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], exp
         )
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Return True if an error reports a lack of memory, on a CPU or on an accelerator."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
 def check_tokens(tokens: int, width: int) -> None:
     """Raise if there are too few calibration tokens for the widest head or latent."""
     if tokens < LEAST_TOKENS * width:

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from rankwise._internals.forward import out_of_memory
 from rankwise._internals.statistics import mean
-from rankwise.compression.layers import Factors, Projections, out_of_memory, rank_notes
+from rankwise.compression.layers import Factors, Projections, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.qk_find import find_query_key_layers
 from rankwise.compression.qk_modules import narrow_layers

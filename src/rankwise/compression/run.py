@@ -16,6 +16,7 @@ from rankwise._internals.forward import (
     device_of,
     each_batch,
     eval_mode,
+    out_of_memory,
     preserve_random_state,
     run_model,
     to_device,
@@ -24,7 +25,6 @@ from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import PARTS
 from rankwise.compression.evaluate import Evaluation, evaluate, snapshot
-from rankwise.compression.layers import out_of_memory
 from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
 from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
@@ -155,7 +155,7 @@ def compress(
                 evaluation = evaluate(model, eval_data, changes, before, time, report)
                 applied.pop_all()
         except Exception as error:
-            full = out_of_memory(error.__cause__ or error)
+            full = out_of_memory(error)
             if isinstance(error, RankwiseError) and not full:
                 raise
             fewer = "Pass fewer or shorter sequences, or smaller batches; the model is unchanged."

@@ -61,7 +61,8 @@ class AuditFolder:
 
     def set_aside(self, step: int) -> None:
         """Move the audits from a step on to ``before-restart-N``, because training repeats these steps."""
-        number = 1 + len([*self.folder.glob("before-restart-*")])
+        names = (path.name.rpartition("-")[2] for path in self.folder.glob("before-restart-*"))
+        number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
         place = self.folder / f"before-restart-{number}"
         for path in (path for at, path in self._audits().items() if at >= step):
             with suppress(OSError):

@@ -5,16 +5,24 @@ import math
 import operator
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, device_of, eval_mode, map_tensors, preserve_random_state
+from rankwise._internals.forward import (
+    Batch,
+    device_of,
+    eval_mode,
+    map_tensors,
+    out_of_memory,
+    preserve_random_state,
+    tensors_in,
+)
+from rankwise._internals.records import grouped
 from rankwise.auditing import Audit, audit
 from rankwise.auditing.batches import check_rows
 from rankwise.auditing.comparison import layer_means
@@ -54,8 +62,9 @@ class RankMonitor:
     first process writes and logs; with ``stop_on``, it decides for all processes whether to stop.
 
     A monitor ends no training except by ``stop_on``: after the first call of `step`, an error is logged and
-    the audit left out. If training goes back to a lower step, as `auto_find_batch_size` does, audits from
-    that step on are set aside in the folder. A monitor can be pickled, as for spawned processes.
+    the audit left out; if memory runs out, at the first call too. If training goes back to a lower step, as
+    `auto_find_batch_size` does, audits from that step on are set aside in the folder, and the first time a
+    warning says so. A monitor can be pickled, as for spawned processes.
 
     Cost: one audit of the probe per `every` steps, with a copy of the buffers and of the weights of layers
     that override ``train``. `seconds` is the total time of audits.
@@ -117,8 +126,10 @@ class RankMonitor:
         self._last: tuple[Callable[[], nn.Module | None], int] | None = None
         """Reference to the model, and step, of the previous call of `step`; None before the first call. In a
         copy made by pickle the reference returns None."""
-        self._due, self._finished, self._refused = 0, False, False
-        """Step from which on an audit is due; True after `finish`; True after a step of another training."""
+        self._due, self._finished = 0, False
+        """Step from which on an audit is due; True after `finish`."""
+        self._said: set[str] = set()
+        """Messages that were logged and are not repeated."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
         """Audit the probe if an audit is due; call this method after every training step.
@@ -131,7 +142,7 @@ class RankMonitor:
             The audit; None if no audit is due or the step was already audited.
 
         Raises:
-            AuditError: at the first call, if the model cannot run on the probe.
+            AuditError: at the first call, if the model cannot run on the probe, but has the memory for it.
             CaptureError: at the first call, if no mixer of the model can be captured.
             InputError: if the step is not a whole number. At the first call, if the folder cannot be used or
                 a sequence of the probe contains only padding.
@@ -152,7 +163,7 @@ class RankMonitor:
             new = self._new_findings(result)
             self.history.add(step, result)
         except Exception as error:
-            if first:
+            if first and not out_of_memory(error):
                 raise
             logger.exception("step %d: no audit, and training continues: %s", step, first_line(error))
         stops_now = self._decide(result, device_of(model))
@@ -236,7 +247,11 @@ class RankMonitor:
             first = _is_first_process()
             for at, saved in self._audit_folder.begin(step, resume=self._resume, writes=first):
                 self.history.add(at, saved)
-        self._due = -(-step // self.every) * self.every  # the next multiple
+        self._start_at(step)
+
+    def _start_at(self, step: int) -> None:
+        """Let the next audit be at the first multiple of `every` that is not below a step."""
+        self._due = -(-step // self.every) * self.every
 
     def _continues(self, model: nn.Module, step: int) -> bool:
         """Return True if a step belongs to the training of the steps before, which may go back."""
@@ -245,7 +260,8 @@ class RankMonitor:
         if step >= last and (known is model or self._last[0] is type(None)):
             return True
         if step < last and not self._finished and known in (None, model):
-            logger.warning(
+            self._say_once(
+                logging.WARNING,
                 "training goes back to step %d: later audits are set aside in the folder. If this is another "
                 "epoch, count steps over all epochs",
                 step,
@@ -253,46 +269,37 @@ class RankMonitor:
             self.history = History((at, audit) for at, audit in self.history if at < step)
             if self._audit_folder is not None and _is_first_process():
                 self._audit_folder.set_aside(step)
-            self._due = -(-step // self.every) * self.every
+            self._start_at(step)
             return True
-        if not self._refused:
-            logger.error(
-                "step %d: no audit of %s. Make a new RankMonitor for another training; in one training pass "
-                "the same object at each step, either the model or its wrapper.",
-                step,
-                "another training" if known is model else "another model",
-            )
-        self._refused = True
+        self._say_once(
+            logging.ERROR,
+            "step %d: no audit of %s. Make a new RankMonitor for another training; in one training pass "
+            "the same object at each step, either the model or its wrapper.",
+            step,
+            "another training" if known is model else "another model",
+        )
         return False
+
+    def _say_once(self, level: int, message: str, *values: object) -> None:
+        """Log a message, but only the first time; a later one may have other values."""
+        if message not in self._said:
+            logger.log(level, message, *values)
+        self._said.add(message)
 
     def _report(self, step: int, result: Audit, new: Sequence[Finding], stops_now: bool) -> None:
         unsaved = {} if self._audit_folder is None else {"audit": self._audit_folder.write(step, result)}
-        counts = Counter(finding.code for finding in new)
-        first: dict[str, Finding] = {}
-        for finding in new:
-            first.setdefault(finding.code, finding)
-        for finding in first.values():
-            if finding.severity != "info" or finding.code in self.stop_on:
-                more = f" and {counts[finding.code] - 1} more" if counts[finding.code] > 1 else ""
-                logger.warning(
-                    "step %d: %s at %s%s: %s", step, finding.code, finding.where, more, finding.meaning
-                )
+        for code, (first, *others) in grouped(new, lambda finding: finding.code).items():
+            if first.severity != "info" or code in self.stop_on:
+                more = f" and {len(others)} more" if others else ""
+                logger.warning("step %d: %s at %s%s: %s", step, code, first.where, more, first.meaning)
         if stops_now and self.stopped_by is not None:
             where = ""
             if self._audit_folder is not None:
                 unsaved["probe"] = self._audit_folder.write_probe(self.batches)
                 causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
-            verdict = result.verdict
-            action = f" {verdict.actions[0]}" if verdict.actions else ""
-            logger.error(
-                "step %d: training stops on %s%s. %s%s",
-                step,
-                self.stopped_by.code,
-                where,
-                verdict.sentence,
-                action,
-            )
+            advice = " ".join([result.verdict.sentence, *result.verdict.actions[:1]])
+            logger.error("step %d: training stops on %s%s. %s", step, self.stopped_by.code, where, advice)
         if self._on_finding is not None:
             for finding in new:
                 with continues("on_finding"):
@@ -342,41 +349,27 @@ def _checked_probe(probe: Any) -> list[Batch]:
     numbers = isinstance(probe, list) and all(isinstance(item, int | float) for item in probe)
     several = isinstance(probe, list) and bool(probe) and not numbers
     fix = "Take a batch of the evaluation data: `next(iter(loader))`."
-    copies: list[Batch] = []
-    for batch in probe if several else [probe]:
+    batches = probe if several else [probe]
+    for batch in batches:
         if not isinstance(batch, Mapping | tuple | Tensor):
             expected = "a batch (dict, tuple or tensor) or a list of batches"
             raise InputError("`probe`", expected=expected, got=type(batch).__name__, fix=fix)
-        shapes: list[tuple[int, ...]] = []
-
-        def copy(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> Tensor:
-            shapes.append(tuple(tensor.shape))
-            return tensor.clone()
-
-        copies.append(map_tensors(batch, copy))
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
         if not shapes:
             got = f"a {type(batch).__name__} without tensors"
             raise InputError("`probe`", expected="at least one tensor in each batch", got=got, fix=fix)
         if any(0 in shape for shape in shapes):
             got = "tensors of shape " + ", ".join(map(str, shapes))
             raise InputError("`probe`", expected="at least one sequence of one token", got=got, fix=fix)
-    return copies
+    return [map_tensors(batch, Tensor.clone) for batch in batches]
 
 
 def _step_number(step: Any) -> int:
     """Return a step (int, NumPy integer or tensor) as an int; raise InputError if negative or no integer."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise InputError(
-            "`step`",
-            expected="a whole number, 0 or more",
-            got=repr(step),
-            fix="Count the steps: `for step, batch in enumerate(loader)`.",
-        )
-    return number
+    fix = "Count the steps: `for step, batch in enumerate(loader)`."
+    with suppress(TypeError):
+        step = operator.index(step)
+    return whole_number("`step`", step, 0, fix=fix)
 
 
 def _several_processes() -> bool:
