@@ -16,7 +16,15 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-from rankwise.models import MIXERS, ToSTConfig, ToSTForCausalLM, parameter_groups
+import rankwise as rw
+from rankwise.errors import InputError
+from rankwise.models import (
+    MIXERS,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForSequenceClassification,
+    parameter_groups,
+)
 
 pytest.importorskip("accelerate")
 STEPS = 4
@@ -145,3 +153,19 @@ def test_lists_of_adapters_hold_the_models() -> None:
             small = ToSTConfig(hidden_size=48, num_hidden_layers=2, vocab_size=11, layer_types=mixer)
             adapted = peft.get_peft_model(ToSTForCausalLM(small), config)
             assert len([one for one in adapted.parameters() if one.requires_grad]) >= 4
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefix_tuning_is_refused_and_prompt_tuning_works(causal: bool) -> None:
+    peft = pytest.importorskip("peft")
+    small = ToSTConfig(hidden_size=48, num_hidden_layers=2, vocab_size=11, causal=causal)
+    kind = ToSTForCausalLM if causal else ToSTForSequenceClassification
+    task = "CAUSAL_LM" if causal else "SEQ_CLS"
+    batch = {"input_ids": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]] if causal else [1])}
+    prefixed = peft.get_peft_model(kind(small), peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=2))
+    with pytest.raises(InputError, match=r"Prefix tuning of peft .* use prompt tuning or LoRA"):
+        prefixed(**batch)
+    prompted = peft.get_peft_model(kind(small), peft.PromptTuningConfig(task_type=task, num_virtual_tokens=2))
+    prompted(**batch).loss.backward()
+    assert rw.RankMonitor(batch).step(prompted, 0) is not None

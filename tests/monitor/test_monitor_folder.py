@@ -141,7 +141,7 @@ def test_audits_that_are_set_aside_replace_no_other_file(name, tmp_path):
     written = {path.read_text() == "of the user" for path in tmp_path.glob("*/step-0/audit.json")}
     assert written == {True, False}
     assert (tmp_path / name / "step-0" / "audit.json").read_text() == "of the user"
-    moved = [path for path in tmp_path.glob("*/step-2/audit.json")]
+    moved = list(tmp_path.glob("*/step-2/audit.json"))
     assert len(moved) == 1
     assert History.load(tmp_path).steps == [0, 2]
 

@@ -17,6 +17,8 @@ from rankwise.models.mixer_cache import MixerCache
 from rankwise.models.mixers.mixer import as_bool_mask
 from rankwise.models.pretrained import PACKED, ToSTPreTrainedModel
 
+PREFIX_TUNING = "Prefix tuning of peft passes a cache that no ToST model reads: use prompt tuning or LoRA."
+
 
 class ToSTModel(ToSTPreTrainedModel):
     """Text model without output head: token embedding, blocks and a final norm.
@@ -101,7 +103,8 @@ class ToSTModel(ToSTPreTrainedModel):
                 "`past_key_values`",
                 expected="None",
                 got=f"a {type(past).__name__}",
-                fix="A model with causal=False reads all tokens of a text in one call: leave the cache out.",
+                fix="A model with causal=False reads all tokens of a text in one call: leave the cache out. "
+                + PREFIX_TUNING,
             )
         if past is None:
             if use_cache is None:
@@ -114,7 +117,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 "`past_key_values`",
                 expected=f"the MixerCache of {len(self.layers)} layers that an earlier call returned",
                 got=f"a {type(past).__name__} of {len(past)}",
-                fix="Leave it out on the first call.",
+                fix=f"Leave it out on the first call. {PREFIX_TUNING}",
             )
         return past
 
