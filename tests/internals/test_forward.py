@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from tests.support.untouched import untouched
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from transformers.modeling_outputs import BaseModelOutput
 
 import rankwise as rw
@@ -144,6 +146,142 @@ def test_every_run_starts_from_the_same_batch(build: Callable[[], tuple[nn.Modul
         alone = model(**copy.deepcopy(batch))
     for other in (*others, alone):
         assert torch.equal(*(one if isinstance(one, Tensor) else one[0] for one in (first, other)))
+
+
+# --- state of a model ------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Identity in its first call; in later calls it scales or shifts by a state that its calls change."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.number, self.last = how, 0, None
+        for name in ("calls", "cache"):
+            self.register_buffer(name, torch.zeros(1))
+        self.plain = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            self.calls += 1
+            return x * self.calls
+        if self.how == "assigned":
+            self.calls = self.calls + 1
+            return x * self.calls
+        if self.how == "through data":
+            self.calls.data.add_(1)
+            return x * self.calls
+        if self.how == "in the graph":
+            before, self.cache = self.cache, self.cache + x.mean()
+            return x + before
+        if self.how == "buffer made":
+            before, self.last = getattr(self, "made", 0.0), x.mean()
+            self.register_buffer("made", x.detach().mean())
+            return x + before
+        if self.how == "number":
+            self.number += 1
+            return x * self.number
+        if self.how == "plain tensor":
+            self.plain += 1
+            return x * self.plain
+        if self.how == "attribute":
+            before, self.last = 0.0 if self.last is None else self.last, x.detach().mean()
+            return x + before
+        return x * 1
+
+
+HOWS = (
+    "in place",
+    "assigned",
+    "through data",
+    "in the graph",
+    "buffer made",
+    "number",
+    "plain tensor",
+    "attribute",
+)
+
+
+def dynamic_llama() -> nn.Module:
+    """Return a Llama whose rotary frequencies grow with the longest text so far, which it notes."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    sizes = TINY | {"intermediate_size": 24, "max_position_embeddings": 6, "rope_parameters": rope}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+TEXT = {"input_ids": torch.randint(3, 24, (2, 12), generator=torch.Generator().manual_seed(1))}
+
+
+def stateful_gpt2(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.transformer.drop = Stateful(how)
+    return model
+
+
+def records_of(audit: rw.Audit) -> list[str]:
+    return [one.model_dump_json() for one in (*audit.heads, *audit.layers)]
+
+
+def importance_of(model: nn.Module) -> Any:
+    found = rw.importance.measure(model, [TEXT, TEXT], rw.importance.ImportanceSettings(exact=True))
+    return repr(found)
+
+
+def compressed(model: nn.Module) -> Any:
+    model = copy.deepcopy(model)
+    return rw.compress(model, [TEXT], keep={"qk": 0.5, "kv": 0.5}).model_dump_json()
+
+
+def certified(model: nn.Module) -> Any:
+    model = copy.deepcopy(model)
+    rw.add_lambda_skip(model, 2.0, example=TEXT)
+    return rw.certify_skip(model, TEXT).model_dump_json()
+
+
+FUNCTIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "audit": lambda model: records_of(rw.audit(model, [TEXT, TEXT])),
+    "importance": importance_of,
+    "compress": compressed,
+    "certify": certified,
+    "recommend": lambda model: repr(rw.skips.recommend(rw.audit(model, [TEXT]), model, TEXT).findings),
+    "plan": lambda model: repr(rw.plan.trained_widths(model, [TEXT, TEXT])),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("use", FUNCTIONS)
+def test_a_state_that_a_run_changes_is_as_before_in_every_run(use: str, how: str) -> None:
+    model = stateful_gpt2(how)
+    with untouched(model):
+        result = FUNCTIONS[use](model)
+    assert result == FUNCTIONS[use](stateful_gpt2("none"))
+
+
+def test_a_text_longer_than_all_before_gives_the_same_output_in_every_run() -> None:
+    model = dynamic_llama()
+    with torch.no_grad(), untouched(model):
+        first, again = (run_model(model, TEXT).logits for _ in range(2))
+        short = run_model(model, {"input_ids": TEXT["input_ids"][:, :4]}).logits
+    assert torch.equal(first, again)
+    assert torch.equal(first, dynamic_llama()(**TEXT).logits)
+    assert torch.equal(short, dynamic_llama()(TEXT["input_ids"][:, :4]).logits)
+
+
+def test_running_statistics_of_a_model_in_training_mode_stay() -> None:
+    model = stateful_gpt2("none")
+    model.lm_head = nn.Sequential(model.lm_head, nn.Conv1d(12, 12, 1), nn.BatchNorm1d(12))
+    model.transformer.wte = nn.Sequential(
+        model.transformer.wte, spectral_norm(nn.Linear(16, 16)), nn.BatchNorm1d(12)
+    )
+    for module in model.modules():
+        module.training = isinstance(module, nn.BatchNorm1d) or hasattr(module, "parametrizations")
+    with untouched(model):
+        first, again = (importance_of(model) for _ in range(2))
+        assert rw.RankMonitor(TEXT).step(model, 0) is not None
+    assert first == again
 
 
 def test_a_second_item_that_would_be_read_as_a_mask_is_refused() -> None:
@@ -355,10 +493,10 @@ USES: dict[str, Callable[[nn.Module, Any], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*became slower")
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", FUNCTIONS)
 def test_values_of_a_configuration_may_depend_on_the_layer(use: str) -> None:
     names = SAVED if use.startswith("compression") else NAMES
-    assert USES[use](llama_with_values_per_layer(names), {"input_ids": torch.randint(0, 256, (2, 9))})
+    assert FUNCTIONS[use](llama_with_values_per_layer(names), {"input_ids": torch.randint(0, 256, (2, 9))})
 
 
 def test_an_error_of_the_model_is_reported_if_the_number_of_tokens_depends_on_the_layer() -> None:

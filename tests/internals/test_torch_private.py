@@ -258,18 +258,27 @@ def test_without_forward_hooks() -> None:
     )
 
 
-def test_preserve_registered_buffers() -> None:
+def test_preserve_state() -> None:
     module = nn.Module()
     module.register_buffer("none", None)
     module.register_buffer("kept", torch.ones(1), persistent=False)
-    kept = module.kept
-    with torch_private.preserve_registered_buffers(module):
-        module.none, module.kept = torch.ones(1), torch.zeros(1)
+    module.register_buffer("same", module.kept)
+    module.plain, module.count, module.weight = module.kept, 1, nn.Parameter(torch.ones(1))
+    kept, weight = module.kept, module.weight
+    with torch_private.preserve_state(module):
+        assert module.weight is weight
+        assert module.kept is module.same is module.plain is not kept
+        module.kept.data += 1
+        module.none, module.kept, module.plain = torch.ones(1), torch.zeros(1), None
+        module.count += 1
+        module.more = 3
         module.register_buffer("added", torch.ones(1))
     assert module.none is None, "buffers are kept elsewhere"
-    assert module.kept is kept
+    assert module.kept is module.same is module.plain is kept
+    assert (kept.item(), module.count) == (1, 1)
     assert not hasattr(module, "added")
-    assert not module.state_dict(), "the note on what a state dict leaves out is kept elsewhere"
+    assert not hasattr(module, "more")
+    assert list(module.state_dict()) == ["weight", "same"], "what a state dict leaves out is kept elsewhere"
 
 
 def test_reset() -> None:

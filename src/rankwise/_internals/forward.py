@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.torch_private import set_attribute
+from rankwise._internals.torch_private import preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
@@ -41,8 +41,8 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
 
     A dict is passed as one argument if ``forward`` takes one, as that of sentence-transformers does.
 
-    The model gets a copy of the batch: a cache in the batch, or a tensor that the model writes into, would
-    otherwise change the next run.
+    The model gets a copy of the batch and of its own buffers: a cache, a counter or running statistics that
+    the model writes would otherwise change the next run.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
@@ -50,7 +50,7 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
     """
     batch = _fresh(batch)
     if isinstance(batch, Mapping):
-        return model(batch) if _takes_dict(model, batch) else model(**batch)
+        batch = (batch,) if _takes_dict(model, batch) else batch
     several = isinstance(batch, tuple | list) and any(isinstance(value, Tensor) for value in batch[1:])
     if several and (taken := second_argument(model)):
         raise InputError(
@@ -61,7 +61,10 @@ def run_model(model: nn.Module, batch: Batch) -> Any:
             "next tokens; or name the items: `[{'input_ids': x, 'labels': y} for x, y in batches]` for one "
             "label per token, `'attention_mask': y` for a mask.",
         )
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    with preserve_state(model):
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextmanager

@@ -245,15 +245,31 @@ def _restored(stores: list[Any]) -> Iterator[None]:
         yield
     finally:
         for store, before in kept:
-            store.clear()
+            if list(store) != list(before):
+                store.clear()
             store.update(before)
 
 
-def preserve_registered_buffers(model: nn.Module) -> AbstractContextManager[None]:
-    """Context manager that restores the buffers of every module; buffers added in its block are removed."""
-    # TorchScript never adds or removes buffers
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    return _restored([store for one in modules for store in (one._buffers, one._non_persistent_buffers_set)])
+@contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Context manager in which a model works on copies of its buffers, and which restores its attributes.
+
+    Counters, caches and running statistics are afterwards as before. Nothing is written into them, so the
+    backward passes of earlier and of later operations stay valid. Content of lists and dicts is not restored.
+    Cost: a copy of the buffers.
+    """
+    own = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these keep their state in another way
+    modules = [module for module in model.modules() if not isinstance(module, own)]
+    stores: list[Any] = [store for one in modules for store in (one._buffers, vars(one))]
+    copies: dict[int, Tensor] = {}  # a tensor with two names stays one
+    with _restored(stores + [one._non_persistent_buffers_set for one in modules]):
+        with without_torch_function():
+            for store in stores:
+                for name, value in store.items():
+                    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                        copies.setdefault(id(value), value.clone())
+                        store[name] = copies[id(value)]
+        yield
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from rankwise._internals.forward import (
     to_device,
 )
 from rankwise._internals.linalg import as_float64
+from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing.text_inputs import positions_of
 from rankwise.compression.layers import output_and_mask, relative_error
 from rankwise.compression.record import Latency
@@ -359,7 +360,7 @@ def _alternate(
     old: list[float] = []
     new: list[float] = []
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(), preserve_state(model):
         while len(old) < 5 or (len(old) < ROUNDS - 2 and time.perf_counter() - started < SECONDS):
             new.append(1e3 * seconds(after))
             with original(changes):

@@ -23,6 +23,7 @@ from rankwise._internals.forward import (
     tensors_in,
 )
 from rankwise._internals.records import grouped
+from rankwise._internals.torch_private import preserve_state
 from rankwise.auditing import Audit, audit
 from rankwise.auditing.batches import check_rows
 from rankwise.auditing.comparison import layer_means
@@ -33,7 +34,7 @@ from rankwise.auditing.records import Finding
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
-from rankwise.monitor.preserve_state import preserve_buffers, preserve_merged_weights
+from rankwise.monitor.preserve_state import preserve_merged_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -52,10 +53,10 @@ logger = logging.getLogger("rankwise.monitor")
 class RankMonitor:
     """Audit a fixed probe batch every `every` steps of training and report new findings.
 
-    An audit runs in evaluation mode without gradients. Torch's random state, the model's buffers and weights
-    that layers merge for evaluation are restored, so training is bit-identical with and without a monitor.
-    Other state that a model changes in evaluation mode is not restored: a private `torch.Generator`, random
-    numbers of NumPy and Python, and Python attributes.
+    An audit runs in evaluation mode without gradients. Torch's random state, buffers and attributes of the
+    model and weights that layers merge for evaluation are restored, so training is bit-identical with and
+    without a monitor. Other state that a model changes in evaluation mode is not restored: a private
+    `torch.Generator`, random numbers of NumPy and Python, and the content of lists and dicts.
 
     Use one monitor per training run. New findings are logged once as warnings (logger
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require. The
@@ -177,7 +178,7 @@ class RankMonitor:
         # `eval_mode` comes last, because entering it merges weights that must be copied before.
         with (
             preserve_random_state(model),
-            preserve_buffers(model),
+            preserve_state(model),
             preserve_merged_weights(model),
             eval_mode(model),
         ):
