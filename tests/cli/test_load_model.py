@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.auditing.same_audits import compared
 from tests.support.torch_names import COMPILED_PREFIX
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaForCausalLM
 
 from rankwise.auditing import Audit
 from rankwise.cli.audit_job import AuditJob, load, run
@@ -193,14 +193,13 @@ def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, comm
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_warns_of_weights_that_blocks_lack(run, tiny, command) -> None:
-    save_changed(tiny, lambda name: None if "0.self_attn.q_proj" in name else name)
+@pytest.mark.parametrize("lacks", ["0.self_attn.q_proj", "embed_tokens", "lm_head"])
+def test_every_command_warns_of_weights_that_are_not_in_the_checkpoint(run, tiny, command, lacks) -> None:
+    save_changed(tiny, lambda name: None if lacks in name else name)
     done = run(*COMMANDS[command])
     assert done.exit_code == 0, done.output
-    warning = (
-        "warning: model changed: 1 weights of blocks are not in the checkpoint and random, such as model."
-    )
-    assert warning in done.stderr
+    warning = "warning: model changed: 1 weights of blocks or embeddings are not in the checkpoint and random"
+    assert re.search(f"{warning}, such as .*{lacks}", done.stderr)
     assert "1 weights are not in the checkpoint and random, among them" in " ".join(done.stdout.split())
     assert ("RANDOM_WEIGHTS" in done.stdout) == (command == "audit")
 
@@ -222,11 +221,17 @@ def test_weights_that_blocks_lack_are_a_finding(run, tiny, models) -> None:
     assert missing == sorted(name for name in load_file(tiny / "model.safetensors") if "layers.1." in name)
 
 
-def test_a_new_head_is_no_error_and_no_warning(run, tiny) -> None:
-    save_changed(tiny, lambda name: None if "lm_head" in name else name)
-    done = run(*COMMANDS["audit"])
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert "RANDOM_WEIGHTS" not in done.stdout
+def test_learned_positions_that_a_checkpoint_lacks_are_a_warning_and_a_new_classifier_is_not(
+    run, tmp_path, capsys
+) -> None:
+    sizes = {"vocab_size": 300, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    for kind, name in ((GPT2ForSequenceClassification, "score"), (GPT2LMHeadModel, "wpe")):
+        kind(GPT2Config(**sizes)).save_pretrained(tmp_path / name)
+        save_changed(tmp_path / name, lambda key, name=name: None if name in key else key)
+        loaded = load_model("changed")
+        shutil.rmtree("changed")
+        assert loaded.random_blocks == ["transformer.wpe.weight"] * (name == "wpe")
+        assert ("warning" in capsys.readouterr().err) == (name == "wpe")
 
 
 # --- answers of the Hub ---------------------------------------------------------------------------------

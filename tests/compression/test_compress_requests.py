@@ -414,14 +414,19 @@ def attention(model: nn.Module, kind: str) -> nn.Module:
     ("model", "parts", "remedy", "other", "others"),
     [
         (gpt2, ["rotary"], "positions are not rotated in.*the part `qk` may do", gpt2, ["qk"]),
-        (llama, ["qk"], "positions are rotated in.*use `compress` with the part `rotary`", llama, ["rotary"]),
+        (llama, ["qk"], "positions are rotated in.*replace `qk` by `rotary` in the parts", llama, ["rotary"]),
+        (
+            lambda: attention(llama(), "eager"), ["qk", "heads", "kv"],
+            r"replace `qk` by `rotary` .* needs `model.set_attn_implementation\('sdpa'\)`",
+            lambda: attention(attention(llama(), "eager"), "sdpa"), ["rotary", "heads", "kv"],
+        ),
         (bert, ["qk", "kv"], "Remove `kv` from the parts", bert, ["qk"]),
         (
             lambda: attention(llama(), "eager"), ["rotary"], "load the model with attn_implementation='sdpa'",
             lambda: attention(llama(), "sdpa"), ["rotary"],
         ),
     ],
-    ids=["qk", "rotary", "without kv", "sdpa"],
+    ids=["qk", "rotary", "rotary and sdpa", "without kv", "sdpa"],
 )  # fmt: skip
 def test_the_remedy_of_a_refusal_helps(
     model: Callable[[], nn.Module], parts: list[str], remedy: str,

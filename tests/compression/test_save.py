@@ -387,7 +387,9 @@ def test_a_compressed_folder_fails_in_transformers_alone(
     model = make()
     rw.compress(model, [ids(8, 30)], keep=keep)
     save_compressed(model, tmp_path / "one")
-    assert "rankwise.load_compressed(folder)" in (tmp_path / "one" / "README.md").read_text()
+    readme = (tmp_path / "one" / "README.md").read_text()
+    assert "rankwise.load_compressed(folder)" in readme
+    assert "Do not set `ignore_mismatched_sizes=True`" in readme
     assert "rankwise.load_compressed(folder)" in (tmp_path / "one" / "config.json").read_text()
     command = [sys.executable, "-c", PLAIN, type(model).__name__, str(tmp_path / "one")]
     subprocess.run(command, check=True, capture_output=True)

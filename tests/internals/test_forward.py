@@ -10,6 +10,7 @@ import torch
 import transformers
 from tests.support.untouched import untouched
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.utils.parametrizations import spectral_norm
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -26,7 +27,7 @@ from rankwise._internals.forward import (
     tensors_of,
     to_device,
 )
-from rankwise.errors import InputError
+from rankwise.errors import InputError, RankwiseError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
 
@@ -301,6 +302,57 @@ def test_a_tensor_that_is_in_a_batch_twice_is_one_tensor_in_the_call() -> None:
     (first, second, other), _ = run_model(Seen(), (x, x, x.clone()))
     assert first is second is not x
     assert other is not first
+
+
+@pytest.mark.parametrize("mask", [causal_lower_right, causal_upper_left])
+def test_a_mask_with_attributes_keeps_them_in_every_run(mask: Any) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, bias: Any) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=bias)
+
+    x = torch.randn(2, 6, 8)
+    batch = to_device((x, mask(6, 6)), torch.device("cpu"))
+    assert torch.allclose(run_model(Masked(), batch), Masked()(x, mask(6, 6)))
+    sample = first_sequences({"x": x, "bias": mask(6, 6)}, 1)
+    assert torch.allclose(run_model(Masked(), sample), Masked()(x, mask(6, 6))[:1])
+
+
+@pytest.mark.parametrize("cache", [transformers.DynamicCache, transformers.StaticCache])
+def test_a_cache_with_gradients_is_refused_until_it_is_detached(cache: Any) -> None:
+    more = {"max_cache_len": 32} if cache is transformers.StaticCache else {}
+    model, state = gpt2(lambda config: cache(config=config, **more))
+    past = state["past_key_values"]
+    model(IDS, past_key_values=past)
+    with pytest.raises(InputError, match=r"got tensors with gradients.*`layer.keys = layer.keys.detach\(\)`"):
+        run_model(model, {"input_ids": IDS, **state})
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+    assert run_model(model, {"input_ids": IDS, **state}).logits.shape[1] == IDS.shape[1]
+
+
+TOWERS: dict[str, Callable[[nn.Module, dict[str, Tensor]], object]] = {
+    "audit": lambda model, batch: rw.audit(model, [batch]),
+    "compress": lambda model, batch: rw.compress(model, [batch]),
+    "skip": lambda model, batch: rw.add_lambda_skip(model, example=batch),
+    "certify": lambda model, batch: rw.certify_skip(model, batch),
+    "plan": lambda model, batch: rw.plan.trained_widths(model, [batch]),
+}
+
+
+@pytest.mark.parametrize("use", TOWERS)
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_a_model_of_texts_and_images_names_the_part_for_one_of_them(name: str, use: str) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**sizes, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2},
+        vision_config={**sizes, "image_size": 8, "patch_size": 2},
+    )
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    data = {"text": {"input_ids": IDS.repeat(8, 1)}, "vision": {"pixel_values": torch.randn(2, 3, 8, 8)}}
+    for kind, batch in data.items():
+        with pytest.raises(RankwiseError, match=rf"add the other input, or pass `model.{kind}_model`"):
+            TOWERS[use](model, batch)
+        TOWERS[use](copy.deepcopy(getattr(model, f"{kind}_model")), batch)
 
 
 def test_a_state_that_cannot_be_copied_or_cut_is_refused() -> None:

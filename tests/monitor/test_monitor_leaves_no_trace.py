@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rankwise as rw
-from rankwise.monitor.preserve_state import preserve_merged_weights
+from rankwise.monitor.monitor import preserve_merged_weights
 
 WIDTH = 8
 PROBE = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -82,8 +82,19 @@ def batch_errors(
             subject,
             expected=f"a batch that {type(model).__name__} runs on",
             got=f"{type(error).__name__}: {first_line(error)}",
-            fix=TRACEBACK if fix is None else fix(model, batch, error),
+            fix=(tower_hint(model, batch, error) or TRACEBACK) if fix is None else fix(model, batch, error),
         ) from error
+
+
+def tower_hint(model: nn.Module, batch: Any, error: Exception) -> str:
+    """Return the fix if a model of texts and images, such as CLIP, gets only one of them; "" otherwise."""
+    towers = {"input_ids": "text_model", "pixel_values": "vision_model"}
+    given = [tower for name, tower in towers.items() if name in tensors_of(batch)]
+    missing = isinstance(error, AttributeError | TypeError | ValueError) and len(given) == 1
+    if not missing or not all(hasattr(model, tower) for tower in towers.values()):
+        return ""
+    alone = f"pass `model.{given[0]}`, which reads this data alone, to a command as module.py:function"
+    return f"It reads texts and images together: add the other input, or {alone}."
 
 
 def out_of_memory(error: BaseException | None) -> bool:
@@ -96,7 +107,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def _fresh(batch: Any) -> Any:
-    copies: dict[int, Any] = {id(tensor): tensor.clone() for tensor in tensors_in(batch)}
+    copies: dict[int, Any] = {id(tensor): _like(tensor.clone(), tensor) for tensor in tensors_in(batch)}
 
     def fresh(value: Any) -> Any:
         try:
@@ -105,11 +116,18 @@ def _fresh(batch: Any) -> Any:
             raise InputError(
                 f"{type(value).__name__} in the batch",
                 expected="an object that can be copied, because each run must start from the same batch",
-                got=first_line(error),
-                fix="Leave it out, or fill a cache under torch.no_grad().",
+                got="tensors with gradients" if "graph leaves" in str(error) else first_line(error),
+                fix="Leave it out; fill a cache under torch.no_grad(), or detach its tensors: "
+                "`layer.keys = layer.keys.detach()` for each of `cache.layers`, and its values, too.",
             ) from error
 
     return map_leaves(batch, fresh)
+
+
+def _like(new: Tensor, old: Tensor) -> Tensor:
+    """Return a copy of a tensor with its Python attributes, which define masks such as `CausalBias`."""
+    vars(new).update(vars(old))
+    return new
 
 
 def second_argument(model: nn.Module) -> str:
@@ -209,7 +227,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with all its tensors moved to a device."""
-    return map_tensors(batch, lambda tensor: tensor.to(device))
+    return map_tensors(batch, lambda tensor: _like(tensor.to(device), tensor))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
@@ -223,7 +241,7 @@ def first_sequences(batch: Batch, count: int) -> Any:
     def first(value: Any) -> Any:
         if isinstance(value, Tensor):
             batched = value.dim() > 0 and value.shape[0] == sequences
-            return (value[:count] if batched else value).clone()
+            return _like((value[:count] if batched else value).clone(), value)
         if sequences is not None and sequences > count and getattr(value, "__dict__", None):
             raise InputError(
                 "batch", expected=f"tensors, of which the first {count} sequences can be taken",

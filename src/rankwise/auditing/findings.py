@@ -172,10 +172,11 @@ def removable(measured: Measured) -> Iterator[Finding]:
     "output_loading_info=True)[1]`, and save it under the names of the model",
 )  # fmt: skip
 def random_weights(measured: Measured) -> Iterator[Finding]:
-    """Find weights of blocks that the checkpoint does not have."""
+    """Find weights of blocks and embeddings that the checkpoint does not have."""
     about = measured.provenance
     if about is not None and (names := about.random_weights):
-        words = f"{len(names)} weights of blocks are not in the checkpoint and random, such as {names[0]}."
+        where = "of blocks or embeddings are not in the checkpoint and random"
+        words = f"{len(names)} weights {where}, such as {names[0]}."
         evidence = {"weights": len(names)}
         yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", name=about.model)
 

@@ -428,7 +428,7 @@ class Provenance(Record):
     weights: str = ""
     """Digest of the weights of the model; empty if the weights cannot be read."""
     random_weights: list[str] = Field(default_factory=list)
-    """Names of weights in blocks that are not in the checkpoint, and therefore random."""
+    """Names of weights in blocks and embeddings that are not in the checkpoint, and therefore random."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Digests of the local files that an audit among several models read, by option."""
     created: str = ""

@@ -59,7 +59,7 @@ class LoadedModel:
     random_weights: tuple[str, ...] = ()
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
     random_blocks: list[str] = field(default_factory=list)
-    """Those of them that are in blocks."""
+    """Those of them that are in blocks or embeddings."""
     use_cache: bool | None = None
     """Setting of the checkpoint; `load_model` turns the cache off."""
 
@@ -223,7 +223,9 @@ def _from_transformers(
 def _missing_in_blocks(
     subject: str, model: nn.Module, missing: Sequence[str], extra: Iterable[str]
 ) -> list[str]:
-    """Return the weights of blocks that a checkpoint lacks, with a warning if there are any.
+    """Return the weights of blocks and embeddings that a checkpoint lacks, with a warning if there are any.
+
+    The output layer of a language model is an embedding, too; another new head is no reason for a warning.
 
     Raise `InputError` if the checkpoint has none of the weights of the model.
     """
@@ -239,9 +241,13 @@ def _missing_in_blocks(
             got, fix = f"{prefix}{name}", f"Remove the prefix {prefix} from the names of all weights."
         raise InputError(subject, expected=f"weights of {kind}, such as {name}", got=got, fix=fix)
     blocks = tuple(f"{block}." for block, rank in block_ranks(model, None).items() if rank < 2)
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    for own, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or module is output:
+            blocks += (f"{own}.",)
     if inside := [weight for weight in missing if weight.startswith(blocks)]:
-        said = f"{len(inside)} weights of blocks are not in the checkpoint and random, such as {inside[0]}"
-        print(f"rankwise: warning: {subject}: {said}", file=sys.stderr)
+        said = f"{len(inside)} weights of blocks or embeddings are not in the checkpoint and random, such as "
+        print(f"rankwise: warning: {subject}: {said}{inside[0]}", file=sys.stderr)
     return inside
 
 

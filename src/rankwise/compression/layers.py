@@ -293,7 +293,7 @@ def output_and_mask(model: nn.Module, batch: Any) -> tuple[Tensor, Bool[Tensor, 
 
 
 def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Return the outputs for a text read at once; for token ids, also if its halves are read with a cache."""
+    """Return the outputs for a text read at once; without other arguments than token ids, in halves, too."""
     whole = main_output(model, batch)
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:

@@ -29,7 +29,8 @@ def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projection
         turned,
         "its outputs change with the basis of queries and keys: not only inner products read them",
         expected="softmax attention whose queries and keys are outputs of linear layers, unrotated",
-        fix="Where positions are rotated in, use `compress` with the part `rotary`.",
+        fix="Where positions are rotated in, replace `qk` by `rotary` in the parts; eager attention also "
+        "needs `model.set_attn_implementation('sdpa')` before.",
     )
 
 

@@ -50,6 +50,9 @@ README = """This model is compressed: the weights of its original class do not f
 
 Load it with `rankwise.load_compressed(folder)`, after `pip install rankwise`. For a module that is not from
 transformers, pass a new one: `rankwise.load_compressed(folder, model=Own())`.
+
+Do not set `ignore_mismatched_sizes=True`, as an error of transformers may advise: the compressed weights
+would be random.
 """
 KEY = "quantization_config"
 """Field of a configuration that names who prepares the model."""
@@ -168,9 +171,7 @@ def _folded_weights(model: PreTrainedModel, structure: Structure) -> dict[str, T
     with torch.device("meta"), preserve_random_state(model), initialization.meta_device_safe_creation_ops():
         try:
             new = type(model)(copy.deepcopy(model.config))
-        except (
-            TypeError
-        ):  # a class that needs more arguments: `load_compressed` gets them and checks the weights
+        except TypeError:  # the class has more arguments: `load_compressed` gets them, and checks the weights
             return state
         with rebuilt(new, structure):
             names = set(new.state_dict())

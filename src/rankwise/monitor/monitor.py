@@ -19,6 +19,7 @@ from rankwise._internals.forward import (
     eval_mode,
     map_tensors,
     out_of_memory,
+    overrides_train,
     preserve_random_state,
     tensors_in,
 )
@@ -34,7 +35,6 @@ from rankwise.auditing.records import Finding
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
-from rankwise.monitor.preserve_state import preserve_merged_weights
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -317,6 +317,28 @@ def continues(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.exception("`%s` failed, and training continues: %s", what, first_line(error))
+
+
+@contextmanager
+def preserve_merged_weights(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores weights that layers merge for evaluation (LoRA).
+
+    Unmerging would leave rounding errors in the weights. Only direct parameters of modules in training mode
+    that override ``train`` are copied.
+    """
+    before = [
+        (weight, weight.detach().clone())
+        for module in model.modules()
+        if module.training and overrides_train(module)
+        for weight in module.parameters(recurse=False)
+        if not weight.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for weight, copy in before:
+            if not torch.equal(weight, copy):
+                weight.data.copy_(copy)  # unseen by autograd: a pending backward pass may use the weight
 
 
 def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
