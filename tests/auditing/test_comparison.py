@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import records
+from tests.support.documents import comparison_document
 from tests.support.records import HeadImportance, changed
 
 from rankwise.auditing import Audit, Comparison, compare
@@ -217,6 +218,18 @@ def test_a_change_of_cost_is_a_share_of_the_loss(value: float, share: float) -> 
         assert (change.measure, change.size) == ("removal_cost", pytest.approx(share))
     assert compare(before, after).warnings == []
     assert any(one.measure == "removal_cost" and one.change for one in compare(before, after).by_layer)
+
+
+def test_a_comparison_says_how_the_loss_changed() -> None:
+    before, after = (changed(ENCODER, importance=records.importance(value=value)) for value in (2.0, 1.5))
+    found = compare(before, after)
+    [loss] = [total for total in found.totals if total.name == "loss, nats per token"]
+    assert (loss.before, loss.after, found.warnings, found.is_empty) == (2.0, 1.5, [], False)
+    assert comparison_document(found).verdict.sentence.startswith("Loss 2 → 1.5 nats per token. Findings: ")
+    none = records.importance(value=0.0, unit="of its squared norm")
+    for other in (changed(ENCODER, importance=none), ENCODER):
+        assert not any(total.name.startswith("loss") for total in compare(before, other).totals)
+    assert compare(before, ENCODER).warnings == []  # without costs there are no removable heads to name
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,7 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
     [change] = comparison.findings
     assert (change.outcome, change.numbers) == ("changed", ("heads", 1, 2))
     [[item]] = [listed.items for listed in finding_lists(comparison)]
-    assert (item.code, item.place, item.facts) == ("REMOVABLE", "", ["heads 1 → 2"])
+    assert (item.code, item.place, item.facts) == ("REMOVABLE", "", [("heads", "1 → 2")])
     assert not comparison.is_empty
 
 
@@ -467,6 +467,14 @@ STATES = layers(0.9, 0.8)
 )
 def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, sentence: str) -> None:
     assert found.verdict == Verdict(sentence=sentence)
+
+
+def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
+    states = layers(0.9, 0.8, 0.7)
+    states[2] = states[2].model_copy(update={"relative_update": 0.001})
+    found = audit([], layers=states)
+    assert found.findings[0].meaning.startswith("Block 1 barely changes its tokens")
+    assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
 def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:

@@ -160,7 +160,7 @@ def test_numbers_of_no_or_several_heads_are_refused(
 def test_a_summary_is_plain_text_of_the_given_width(audit: rw.Audit) -> None:
     audit = changed(audit, findings=[])  # lines of commands are not broken
     text = audit.summary()
-    assert text.startswith("Rankwise audit  NanoGPT")
+    assert text.startswith("rankwise audit · NanoGPT · ")
     assert "\x1b" not in text
     assert max(map(len, audit.summary(width=60).splitlines())) <= max(60, len(audit.provenance.model_class))
 

@@ -145,6 +145,31 @@ def test_costs_of_two_losses_are_two_curves() -> None:
     assert {key.measure for key in alike.curves()} >= {"removal_cost"}
 
 
+@pytest.mark.parametrize(
+    ("last", "origin", "said"),
+    [
+        ({}, {}, "step-1 has the lowest loss, 1.5 nats per token; first 2, last 1.75. Last audit: "),
+        ({"loss": "masked tokens"}, {}, "Last audit: "),
+        ({}, {"parts": ["other"]}, "Last audit: "),
+        ({"value": math.nan}, {}, "step-1 has the lowest loss, 1.5 nats per token; first 2. Last audit: "),
+    ],
+)
+def test_a_history_names_the_audit_with_the_lowest_loss_on_equal_data(
+    last: dict[str, Any], origin: dict[str, Any], said: str
+) -> None:
+    losses = [records.importance(value=value) for value in (2.0, 1.5)]
+    losses.append(records.importance(**{"value": 1.75} | last))
+    audits = [changed(moved(step), importance=loss) for step, loss in enumerate(losses)]
+    audits[-1] = changed(audits[-1], origin=origin)
+    history = History(enumerate(audits))
+    document = history_document(history)
+    assert document.verdict.sentence.startswith(said)
+    assert any("Losses" in one for one in history.warnings) == (said == "Last audit: ")
+    table = next(one for section in document.sections for one in section.tables if one.title == "Audits")
+    assert [row[table.columns.index("loss")] for row in table.rows][:2] == ["2", "1.5"]
+    assert ("history-loss" in [figure.name for figure in document.sections[0].figures]) == ("lowest" in said)
+
+
 def test_a_baseline_in_one_audit_causes_a_warning_and_no_change() -> None:
     record = BaselineRecord(seeds=[0, 1, 2], built="from its configuration")
     first, second = (

@@ -24,6 +24,7 @@ WRONG = [
     ({"baseline": "yes"}, "`baseline`"),
     ({"baseline": 0}, "`baseline`"),
     ({"importance": "yes"}, "`importance`"),
+    ({"loss": "masked"}, "`loss`: expected True or False"),
     ({"matrices": "1"}, '`matrices`: expected "flagged", "all"'),
     *(({"matrices": wrong}, "`matrices`") for wrong in ("3:x", "", "3:7;5:0", [], [3], 7, [("a", 1)])),
     ({"tokenizer": 3}, "`tokenizer`.* got int"),
@@ -60,7 +61,7 @@ def test_options_are_the_arguments_of_an_audit() -> None:
     arguments = inspect.signature(rw.audit).parameters
     assert set(arguments) - DATA == set(AuditOptions.__annotations__)
     fields = {field.name for field in dataclasses.fields(AuditSettings)}
-    assert fields ^ set(AuditOptions.__annotations__) == {"maps", "matrices"}
+    assert fields ^ set(AuditOptions.__annotations__) == {"maps", "matrices", "loss"}
     defaults = {name: arguments[name].default for name in AuditOptions.__annotations__}
     assert AuditSettings.of(**defaults) == AuditSettings.of() == AuditSettings()
 
@@ -84,6 +85,9 @@ def test_maps_are_chosen_by_a_word_text_or_pairs(matrices, heads, flagged) -> No
 def test_importance_and_baseline_may_be_words_numbers_or_settings() -> None:
     assert AuditSettings.of(importance=True).importance == ImportanceSettings()
     assert AuditSettings.of(importance="exact").importance == ImportanceSettings(exact=True)
+    alone = ImportanceSettings(estimates=False)
+    assert AuditSettings.of(loss=True).importance == alone
+    assert AuditSettings.of(loss=True, importance=True).importance == ImportanceSettings()
     own = ImportanceSettings(mask_token=3)
     assert AuditSettings.of(importance=own).importance == own
     assert AuditSettings.of(baseline=True).baseline == BaselineSettings(3)

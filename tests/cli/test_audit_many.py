@@ -88,6 +88,22 @@ def test_checkpoints_are_audited_in_the_order_of_their_steps(audited: Result, ho
         assert [row["step"] for row in csv.DictReader(file)] == ["90"] * 4 + ["200"] * 4 + ["1000"] * 4
 
 
+def test_the_loss_of_checkpoints_is_measured_and_compared(run: Run, home: Path) -> None:
+    result = run("audit", *CHECKPOINTS, *DATA, "--loss", "--out", "losses")
+    assert result.exit_code == 0, result.output
+    audits = dict(History.load(home / "losses"))
+    losses = {step: audit.importance.value for step, audit in audits.items() if audit.importance is not None}
+    best = min(losses, key=losses.__getitem__)
+    said = " ".join(result.output.split())
+    assert f"checkpoint-{best} has the lowest loss, {losses[best]:.4g} nats per token" in said
+    assert {row[0]: row[2] for row in rows_of(result)} == {
+        str(at): f"{one:.4g}" for at, one in losses.items()
+    }
+    assert shlex.split(audits[90].provenance.command)[-2:] == ["--importance", "loss"]
+    compared = run("compare", "losses/checkpoint-90", "losses/checkpoint-1000")
+    assert f"Loss {losses[90]:.4g} → {losses[1000]:.4g} nats per token" in " ".join(compared.output.split())
+
+
 def test_each_is_the_audit_of_that_model_alone(audited: Result, run: Run, home: Path) -> None:
     assert run("audit", "run/checkpoint-200", *DATA, "--out", "alone").exit_code == 0
     alone, among = Audit.load(home / "alone"), Audit.load(home / "audits" / "checkpoint-200")

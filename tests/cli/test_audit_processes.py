@@ -103,7 +103,7 @@ def test_two_processes_find_the_same_as_one(told, folder, monkeypatch) -> None:
             getattr(other, name) for name in OF_THE_FIRST
         ]
     assert "sequences shared by 2 processes" in shared.provenance.notes
-    assert "audit: " in told[0]["shared"]["out"]
+    assert "report: " in told[0]["shared"]["out"]
     assert told[1]["shared"] == {"status": 0, "out": "", "errors": ""}
 
 

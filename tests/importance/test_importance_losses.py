@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.importance import ImportanceSettings, losses
 
+STATES_ALONE = encoder(), [{"input_ids": ids()}]
+
 
 def nats(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten()).item()
@@ -25,6 +27,28 @@ def test_a_causal_language_model_predicts_the_next_token():
     importance = measure(model, [{"input_ids": tokens}], CHEAP)
     assert (importance.loss, importance.unit) == ("next tokens, causal", "nats per token")
     assert importance.value == pytest.approx(nats(model(tokens).logits[:, :-1], tokens[:, 1:]), rel=1e-12)
+
+
+def test_the_loss_alone_takes_one_pass_and_no_gradients():
+    model, batches = language_model(), [{"input_ids": ids(seed=seed)} for seed in (1, 2)]
+    whole = rw.audit(model, batches, importance="exact").importance
+    parts = [rw.audit(model, [batch], loss=True) for batch in batches]
+    audit = rw.audit(model, batches, loss=True)
+    assert (audit.importance.loss, audit.importance.value) == (whole.loss, whole.value)
+    assert (audit.importance.forward, audit.importance.backward) == (1 + len(batches), 0)
+    assert (audit.importance.blocks, audit.importance.removable) == ([], None)
+    assert all(head.importance is None and math.isnan(head.removal_cost) for head in audit.heads)
+    merged = rw.Audit.merge(parts).importance
+    assert (merged.value, merged.notes) == (pytest.approx(whole.value, rel=1e-12), [])
+    text = " ".join(audit.summary(1000).split())
+    assert f"loss {whole.value:.4g} nats per token" in text
+    assert "costs of removing heads, `importance=True`" in text
+
+
+def test_the_loss_alone_is_refused_if_there_is_none():
+    with pytest.raises(rw.RankwiseError, match=r"expected .*labels.*got .*change of the output") as caught:
+        rw.audit(encoder(), [{"input_ids": ids()}], loss=True)
+    assert len(caught.value.audit.heads) == 8
 
 
 def test_labels_of_a_causal_language_model_are_shifted_and_left_out():

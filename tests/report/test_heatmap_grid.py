@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.support import documents, records
 from tests.support.records import PICTURED as HEAD_MEASURES
+from tests.support.records import RemovableSet
 
 from rankwise.auditing import Audit, Finding
 from rankwise.report import audit_report
@@ -116,6 +117,18 @@ def test_states_are_known_by_their_evidence_or_their_block() -> None:
     layer = HeadId(stack="encoder.layer", layer=3)
     assert _target(audit, code="NEW", where=layer, evidence={"mean_cosine": 1.0}).section == "states"
     assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
+
+
+def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:
+    audit = records.encoder()
+    removable = RemovableSet(
+        heads=[audit.heads[5].id, audit.heads[8].id], tolerance=0.01, loss=2.0, cost=0.01, relative=0.005,
+        sorted_by="exact", runs=3,
+    )  # fmt: skip
+    audit = audit.model_copy(update={"importance": records.importance(removable=removable)})
+    assert _target(audit, code="REMOVABLE", where=HeadId(), evidence={}).heads == (5, 8)
+    for code in ("RANDOM_WEIGHTS", "NEW"):
+        assert _target(audit, code=code, where=HeadId(), evidence={}).heads == ()
 
 
 def test_a_finding_without_a_place_leads_to_the_provenance() -> None:

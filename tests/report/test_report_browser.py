@@ -200,7 +200,7 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
 
 
 def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
-    encoder.locator("a", has_text="encoder.layer layer 3 head 4").click()
+    encoder.locator("a", has_text="encoder.layer layer 3 heads 4, 5").click()
     opened(encoder, 40)
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
@@ -210,7 +210,7 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
 
 
 def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
-    encoder.locator("a", has_text="encoder.layer layer 6").click()
+    encoder.locator("a", has_text="encoder.layer after 6 blocks").click()
     settle(encoder)
     assert encoder.locator("#states .shapelayer path").count() == 3
     assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after block 6."

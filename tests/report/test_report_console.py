@@ -1,17 +1,21 @@
 """Reports on a console: order, width, escaping and missing numbers."""
 
 import io
+import math
 import re
 from dataclasses import replace
 
 import pytest
+from experiments.zoo.transformers import nano_gpt
 from rich.console import Console
 from tests.support import documents, records
 from tests.support.documents import RANK, Table, audit_document
+from tests.support.modules import token_ids
 from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
+from rankwise.auditing import BaselineSettings
 from rankwise.auditing.measure_table import share
 from rankwise.report import document_text, print_document
 from rankwise.report.document import column_kinds
@@ -64,8 +68,8 @@ def test_the_first_screen_of_many_layers_has_the_first_and_the_last() -> None:
 def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     audit = records.encoder()
     text = " ".join(line.strip() for line in first_screen(audit))
-    assert "initialization, --baseline (4 × the time)" in text
-    assert "costs of removing heads, --importance" in text
+    assert "initialization, `--baseline` (3 more audits)" in text
+    assert "costs of removing heads, `--importance`" in text
     assert "dearest" not in text
     known = {
         head.id: {"importance": records.HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
@@ -84,6 +88,27 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
         assert max(map(len, narrow.splitlines())) <= width
         assert narrow.count("+5.5%") == 6
         assert narrow.count("cheapest") == 2
+
+
+def test_the_first_line_has_the_size_of_the_model_and_of_the_data_and_the_time() -> None:
+    audit = records.changed(records.encoder(), origin={"model": "the bundled demo", "seconds": 6.3})
+    size = "rankwise audit · bundled demo · 6 layers × 12 heads · 64 sequences of 128 tokens"
+    assert document_text(audit_document(audit), 200).startswith(f"{size} · 6 s\n")
+    origin = {"seconds": math.nan}
+    audit = records.changed(audit, {0: {"tokens": 99.0}}, importance=records.importance(), origin=origin)
+    size = "rankwise audit · bundled demo · 6 layers × 12 heads · 64 sequences · loss 2 nats per token"
+    assert document_text(audit_document(audit), 200).startswith(f"{size}\n")
+    assert "6 layers, 71 heads" in first_screen(audit.model_copy(update={"heads": audit.heads[1:]}))[0]
+
+
+def test_the_stated_prices_are_the_passes_that_are_run() -> None:
+    model, batches = nano_gpt(), [token_ids()] * 2
+    audit = rw.audit(model, batches)
+    [price] = re.findall(r"importance=True` \(≤ (\d+) backward, (\d+) forward passes\)", audit.summary(1000))
+    importance = rw.audit(model, batches, importance=True).importance
+    assert importance.backward <= int(price[0]) * len(batches)
+    assert importance.forward <= int(price[1]) * len(batches)
+    assert f"baseline=True` ({BaselineSettings().seeds} more audits)" in audit.summary(1000)
 
 
 def test_an_audit_in_python_names_arguments_instead_of_options() -> None:
@@ -125,17 +150,60 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
-    at = lines.index("error    COLLAPSE  encoder.layer layer 6")
+    at = lines.index("error    COLLAPSE  encoder.layer after 6 blocks")
     said = ["μ/‖Y‖ 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
     assert lines[at + 1 : at + 3] == said
     assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
 
 
-def test_many_of_a_kind_are_counted_not_listed() -> None:
+def test_findings_of_a_kind_are_one_entry_with_a_table() -> None:
     total = len(records.sized(48, 32).findings)
     text = printed("large")
-    assert text.count("warning  SINK") == 3
-    assert f"… and {total - 3} more of SINK (see the report)" in text
+    assert text.count("warning  SINK") == 1
+    assert f"SINK  {total} places" in text
+    assert f"… and {total - 12} more (see the page)" in text
+
+
+def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_same() -> None:
+    audit = records.encoder()
+    found = [
+        records.finding(
+            "INACTIVE_BLOCK", "warning", where=replace(records.place(layer), site=audit.layers[layer].site),
+            meaning=f"Block {layer} does nothing.",
+            evidence={"relative_update": 0.001 * layer, "norm": 300.0},
+            remedy="nothing" if layer == 4 else "take it out",
+        )
+        for layer in (2, 3, 4)
+    ]  # fmt: skip
+    audit = records.changed(audit, findings=found)
+    [(item, table)] = audit_document(audit).sections[0].lists[0].entries
+    assert (item.place, item.facts, item.remedy) == ("3 places", [("‖Y‖", "300")], "")
+    assert item.meaning == "encoder.layer after 2 blocks: Block 2 does nothing."
+    assert table.columns[0] == "place"
+    assert table.columns[-1] == "what to do"
+    rows = [[row[0].text, *row[1:]] for row in table.rows]
+    assert rows[0] == ["encoder.layer after 2 blocks", "0.002", "take it out"]
+    assert rows[2] == ["encoder.layer after 4 blocks", "0.004", "nothing"]
+    [(alone, none)] = audit_document(records.changed(audit, findings=found[:1])).sections[0].lists[0].entries
+    assert (alone.place, none) == ("encoder.layer after 2 blocks", None)
+    for text in (audit.summary(verbose=True), documents.page(audit)):
+        order = [text.index(words) for words in ("Block 2 does", "encoder.layer after 3 blocks", "0.003")]
+        assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("heads", "marked", "said"), [(range(12), 0, True), (range(40), 0, True), (range(6), 6, False)]
+)
+def test_a_note_marks_cells_only_if_it_distinguishes_them(heads: range, marked: int, said: bool) -> None:
+    audit = records.sized(1, 12) if len(heads) == 12 else records.sized(4, 12)
+    where = [audit.heads[at].id for at in heads]
+    notes = [records.finding("IDENTITY", "info", where=at, evidence={}) for at in where]
+    warning = records.finding("SINK", "warning", where=audit.heads[0].id, evidence={})
+    found = documents.data(audit.model_copy(update={"findings": [*notes, warning]}))
+    signs = {trace["meta"]["severity"]: len(trace["x"]) for grid in found["signs"] for trace in grid}
+    assert signs == {"warning": 1} | ({"info": marked - 1} if marked else {})
+    facts = " ".join(fact for grid in found["grids"] for fact in grid["facts"])
+    assert (f"IDENTITY: {len(heads)} of {len(audit.heads)} heads" in facts) == said
 
 
 def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
@@ -208,7 +276,7 @@ def test_a_console_without_unicode_gets_words() -> None:
     print_document(audit_document(records.encoder()), Console(file=file, width=80), verbose=True)
     file.flush()
     text = raw.getvalue().decode("ascii")
-    assert "delta = 0.01" in text
+    assert "Threshold delta: 0.01" in " ".join(text.split())
     assert "mu/|Y| 0.213" in text
     assert "-> rankwise skip" in text
 

@@ -22,6 +22,8 @@ SCHEMA_VERSION = 3
 """Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
 """Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
+LOSS = "loss, "
+"""Beginning of the name of the total of the loss; its unit follows."""
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
 """Measures of heads that an audit without a baseline does not have."""
 
@@ -115,6 +117,7 @@ class Comparison(Record):
     def is_empty(self) -> bool:
         """True if no number and no finding differs."""
         same = all(change.outcome == "unchanged" for change in self.findings)
+        same = same and all(repr(total.before) == repr(total.after) for total in self.totals)
         return same and not (self.changes or self.only_before or self.only_after)
 
     @property
@@ -271,6 +274,9 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["μ/‖Y‖ at the end"].append(mean(layer.relative_spread for layer in last))
         numbers["effective rank of the last states"].append(mean(layer.effective_rank for layer in last))
         numbers["findings"].append(len(audit.findings))
+    known = [audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance]
+    if len(known) == 2 and known[0].quantity == known[1].quantity:
+        numbers[f"{LOSS}{known[0].unit}"] = [before.loss, after.loss]
     return [Total(name=name, before=old, after=new) for name, (old, new) in numbers.items()]
 
 
@@ -369,18 +375,17 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
 
 def _cost_differences(before: Audit, after: Audit) -> list[str]:
     """Return warnings about costs of removal that are not comparable."""
-    old, new = before.importance, after.importance
-    if old is not None and new is not None:
-        facts: dict[str, list[str]] = {
-            "The loss of importance differs:": [f"{one.loss} ({one.unit})" for one in (old, new)],
-            "The replacement of removed heads differs:": [old.ablation, new.ablation],
-            "Costs of removal are": [cost_origin(audit) or "unknown" for audit in (before, after)],
-        }
-        found = [f"{words} {one} before, {two} after." for words, (one, two) in facts.items() if one != two]
-    elif old is new:
-        return []
-    else:
-        name = "after" if old is None else "before"
+    both = [audit.importance for audit in (before, after) if audit.importance is not None]
+    origins = [cost_origin(audit) for audit in (before, after)]
+    facts: dict[str, list[str]] = {
+        "The loss of importance differs:": [one.quantity for one in both],
+        "The replacement of removed heads differs:": [one.ablation for one in both],
+        "Costs of removal are": origins,
+    }
+    pairs = {words: pair for words, pair in facts.items() if len(set(pair)) == 2}
+    found = [f"{words} {one} before, {two} after." for words, (one, two) in pairs.items()]
+    if any(origins) and not all(origins):
+        name = "before" if origins[0] else "after"
         found = [f"Only the audit {name} measured importance; the other cannot name removable heads."]
     return [f"{words} Changes leave out costs of removal." for words in found]
 

@@ -219,8 +219,8 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
         evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
         words = (
-            f"Tokens become similar: after {start.layer} blocks μ/‖Y‖ is {start.relative_spread:.2g}, at the "
-            f"input of the first block {first:.2g}."
+            f"Tokens become similar: after {start.layer} blocks the token spread μ/‖Y‖ is "
+            f"{start.relative_spread:.2g}, at the input of the first block {first:.2g}."
         )
         yield _finding("COLLAPSE", start, evidence, words, "error" if lowest < COLLAPSE_ERROR else "warning")
 

@@ -1,5 +1,6 @@
 """Several audits in the order of training, and `compare`, which compares two audits or more."""
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,6 +96,14 @@ class History:
             raise InputError("history", expected="two audits to compare", got=got, fix=fix)
         return compare_two(self.audits[0], self.audits[-1])
 
+    @property
+    def best(self) -> tuple[int, Audit] | None:
+        """Step and audit with the lowest loss; None without two losses of one kind on the same data."""
+        known = [(step, audit) for step, audit in self if math.isfinite(audit.loss)]
+        losses = {one.importance.quantity for _, one in known if one.importance}
+        alike = len(losses) == len({tuple(audit.provenance.parts) for _, audit in known}) == 1
+        return min(known, key=lambda one: one[1].loss) if alike and len(known) > 1 else None
+
     def curves(self) -> dict[LayerKey, list[tuple[float, float]]]:
         """Return each measure of each layer over the steps, with its standard deviation over sequences.
 
@@ -120,8 +129,10 @@ class History:
         if len(quantities) > 1:
             number, listed = len(quantities), "; ".join(quantities)
             found.append(f"Costs of removal are {number} quantities, which no curve connects: {listed}.")
-        for what, field in (("importance", "importance"), ("a baseline", "baseline")):
-            some = [name for name, audit in self._entries.values() if getattr(audit, field) is not None]
+        elif sum(math.isfinite(audit.loss) for audit in self.audits) > 1 and not self.best:
+            found.append("Losses do not compare: their kind or the data differ.")
+        for what, has in (("importance", cost_origin), ("a baseline", lambda audit: audit.baseline)):
+            some = [name for name, audit in self._entries.values() if has(audit)]
             if 0 < len(some) < len(self):
                 more = f" and {len(some) - 3} more" if len(some) > 3 else ""
                 found.append(f"Only in {', '.join(some[:3])}{more}: {what}.")
@@ -130,7 +141,7 @@ class History:
     def _cost_quantities(self) -> list[str]:
         """Return loss, unit, method and ablation of costs of removal, as a text per audit; "" without."""
         return [
-            f"{known.loss} ({known.unit}), {origin}, {known.ablation} in a head's place"
+            f"{known.quantity}, {origin}, {known.ablation} in a head's place"
             if (known := audit.importance) is not None and (origin := cost_origin(audit))
             else ""
             for audit in self.audits

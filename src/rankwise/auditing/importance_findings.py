@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
-from rankwise._internals.records import format_number
+from rankwise._internals.records import format_number, grouped
 from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
 from rankwise.tracing.head_id import HeadId
@@ -76,10 +77,14 @@ def _with_removal_cost(
 def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved: float) -> str:
     """Return sentences on the cost of removing a set of heads, and on the share of parameters they have."""
     count = len(found.heads)
+    layers = grouped(sorted(found.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
+    where = "; ".join(
+        f"layer {layer}: {', '.join(str(one.head) for one in own)}" for (_, layer), own in layers.items()
+    )
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
     cost = share_words(importance, found.cost)
     gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
-    return f"Removing {heads} {cost}, by a run without {them} on this audit's batches.{gain}"
+    return f"Removing {heads} {cost}, by a run without {them} on this audit's batches ({where}).{gain}"
 
 
 def saved_share(

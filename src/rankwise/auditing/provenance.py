@@ -33,7 +33,7 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
 LATEST = ("method_asked", "created", "weights")
-SUMS = ("batches", "sequences", "audits")
+SUMS = ("batches", "sequences", "audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
 SAME_WEIGHTS = (
     "Merge audits of the same weights only. If some are in no checkpoint and drawn at each start, set a seed "

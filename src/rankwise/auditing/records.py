@@ -431,6 +431,8 @@ class Provenance(Record):
     """Names of weights in blocks and embeddings that are not in the checkpoint, and therefore random."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Digests of the local files that an audit among several models read, by option."""
+    seconds: Number = math.nan
+    """Time of all measurements, without loading the model; merged audits add up. NaN in older files."""
     created: str = ""
     """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""

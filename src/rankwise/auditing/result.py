@@ -1,5 +1,6 @@
 """`Audit`: result of an audit, with methods to save, load, merge, display and export its records."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class Audit(Record):
     texts: dict[str, list[str]] = Field(default_factory=dict)
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: ImportanceRecord | None = None
-    """How importance was measured, and which heads can be removed together; None if not requested."""
+    """Loss of the model, how costs of removal were measured, and which heads can be removed together."""
     baseline: BaselineRecord | None = None
     """How the copies at initialization were made; None if no baseline was requested."""
 
@@ -230,6 +231,11 @@ class Audit(Record):
             fix = f"Say which: {listed}." if by else "Its module runs several times: filter `audit.heads`."
             raise InputError(subject, expected="one head", got=f"{len(left)}", fix=fix)
         return left[0]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the model; NaN if it was not measured, or only how removals change the output."""
+        return math.nan if self.importance is None else self.importance.value or math.nan
 
     @property
     def verdict(self) -> Verdict:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def audit(
     blocks: str | None = None,
     matrices: Matrices | None = None,
     importance: ImportanceOption = False,
+    loss: bool = False,
     baseline: BaselineOption = False,
     provenance: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
@@ -105,6 +107,7 @@ def audit(
         importance: measure the loss without each head and block, and which heads can be removed together.
             True estimates the losses from gradients; "exact" also removes heads one by one;
             `rankwise.importance.ImportanceSettings` has more options, such as the loss.
+        loss: also measure the loss of the model, as ``audit.importance.value``: one more forward pass.
         baseline: audit copies of the model at initialization on the same batches, one at a time. True for
             three seeds, a number of seeds, or a function that builds the model from a seed (if
             `reinitialized` cannot). Each copy costs one audit and the memory of the model.
@@ -132,7 +135,7 @@ def audit(
     """
     settings = AuditSettings.of(
         delta=delta, tokenizer=tokenizer, method=method, sites=sites, blocks=blocks, matrices=matrices,
-        importance=importance, baseline=baseline, provenance=provenance, on_progress=on_progress,
+        importance=importance, loss=loss, baseline=baseline, provenance=provenance, on_progress=on_progress,
     )  # fmt: skip
     notes: list[str] = []
     if texts is not None and isinstance(model := without_copies(model), nn.Module):
@@ -167,7 +170,7 @@ class Run:
     def __init__(
         self, model: nn.Module, settings: AuditSettings, notes: Sequence[str] = (), *, is_copy: bool = False
     ) -> None:
-        self.model, self.settings = model, settings
+        self.model, self.settings, self.started = model, settings, perf_counter()
         self.each_sequence = is_copy or settings.baseline is not None
         self.names = TokenNames(settings.tokenizer)
         self.maps = None if settings.maps is None else AttentionMapRecorder(settings.maps, self.names)
@@ -338,6 +341,7 @@ class Run:
         measured: dict[str, Any] = {
             "delta": self.settings.delta, "method_asked": self.settings.method, "batches": self.batches,
             "sequences": self.sequences, "parts": [self.data.value] if self.data.value else [],
+            "seconds": round(perf_counter() - self.started, 1),
         }  # fmt: skip
         measured |= {} if "weights" in given else {"weights": weights_digest(self.model)}
         parts = [f"measured: {part}, spread evenly" for part in self.measured_in_part]

@@ -32,6 +32,7 @@ class AuditOptions(TypedDict, total=False):
     blocks: str | None
     matrices: Matrices | None
     importance: ImportanceOption
+    loss: bool
     baseline: BaselineOption
     provenance: Mapping[str, Any] | None
     on_progress: Progress | None
@@ -71,6 +72,9 @@ class AuditSettings:
             one_of("option of `rankwise.audit`", name, AuditOptions.__annotations__)
         given: dict[str, Any] = {"delta": DELTA, "method": "auto", "importance": False, "baseline": False}
         given |= options
+        loss = instance_of("`loss`", given.get("loss", False), bool, "True or False", fix="Try `loss=True`.")
+        if loss and given["importance"] is False:
+            given["importance"] = ImportanceSettings(estimates=False)
         provenance = given.get("provenance") or {}
         check_provenance(provenance)
         check_delta(given["delta"])

@@ -29,7 +29,7 @@ def verdict_of(audit: "Audit") -> Verdict:
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
-    several = has_stacks(audit)
+    several = len({head.stack for head in audit.heads} | {layer.stack for layer in audit.layers}) > 1
     severe = {code: own for code, own in named.items() if own[0].severity != "info"}
     if severe:
         errors = any(own[0].severity == "error" for own in severe.values())
@@ -54,11 +54,6 @@ def verdict_of(audit: "Audit") -> Verdict:
     )
 
 
-def has_stacks(audit: "Audit") -> bool:
-    """Return True if the model has several stacks of blocks, such as an encoder and a decoder."""
-    return len({head.stack for head in audit.heads} | {layer.stack for layer in audit.layers}) > 1
-
-
 def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> str:
     states = [layer for layer in audit.layers if layer.tokens >= MIN_TOKENS]
     heads = [head for head in audit.heads if min(head.tokens, head.sources) >= MIN_TOKENS]
@@ -78,49 +73,37 @@ def _listed(kinds: dict[str, list[Finding]], several: bool) -> str:
 
 def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     """Return what the findings of a code are and where: "constant heads in layers 3 to 9"."""
-    rule = RULES[code]
+    rule, where = RULES[code], []
     if rule.about in ("model", "modules"):
         return rule.names
+    for stack, own in grouped(findings, lambda finding: finding.where.stack).items():
+        layers = [finding.where.layer for finding in own if finding.where.layer is not None]
+        # the address of a block's output has the number of blocks passed: the block is the one before
+        words = number_words("layer", [layer - (rule.about == "layer") for layer in layers])
+        if rule.about == "stack" and layers:
+            words = "after 1 block" if layers == [1] else f"after {layers[0]} blocks"
+        where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
-    return f"{rule.names}{link}{place_words(findings, several)}"
+    return f"{rule.names}{link}{' and '.join(where)}"
 
 
-def place_words(findings: Sequence[Finding], several: bool) -> str:
-    """Return where findings of one code are; if the model has several stacks, with their names."""
-    if findings[0].code in RULES and RULES[findings[0].code].about == "stack":
-        where = [f"after {_blocks(finding)}{_of_stack(finding, several)}" for finding in findings]
-    else:
-        stacks = grouped(findings, lambda finding: finding.where.stack)
-        where = [
-            layer_words([finding.where.layer for finding in own]) + _of_stack(own[0], several)
-            for own in stacks.values()
-        ]
-    return " and ".join(where)
-
-
-def _blocks(finding: Finding) -> str:
-    return "1 block" if finding.where.layer == 1 else f"{finding.where.layer} blocks"
-
-
-def _of_stack(finding: Finding, several: bool) -> str:
-    return f" of {finding.where.stack}" if several and finding.where.stack else ""
-
-
-def layer_words(layers: Sequence[int | None]) -> str:
-    """Return layer numbers in words.
+def number_words(noun: str, numbers: Sequence[int | None]) -> str:
+    """Return the numbers of layers or heads in words.
 
     Examples:
-        >>> layer_words([3]), layer_words([3, 5, 4, 5]), layer_words([1, 3]), layer_words([0, 2, 4, 6, 8])
-        ('layer 3', 'layers 3 to 5', 'layers 1, 3', '5 layers, 0 to 8')
+        >>> number_words("layer", [3]), number_words("head", [3, 5, 4, 5]), number_words("layer", [1, 3])
+        ('layer 3', 'heads 3 to 5', 'layers 1, 3')
+        >>> number_words("layer", [0, 2, 4, 6, 8])
+        '5 layers, 0 to 8'
     """
-    known = sorted({layer for layer in layers if layer is not None})
+    known = sorted({number for number in numbers if number is not None})
     if not known:
         return "the model"
     first, last = known[0], known[-1]
     if first == last:
-        return f"layer {first}"
+        return f"{noun} {first}"
     if known == [*range(first, last + 1)] and len(known) > 2:
-        return f"layers {first} to {last}"
+        return f"{noun}s {first} to {last}"
     if len(known) > 4:
-        return f"{len(known)} layers, {first} to {last}"
-    return f"layers {', '.join(map(str, known))}"
+        return f"{len(known)} {noun}s, {first} to {last}"
+    return f"{noun}s {', '.join(map(str, known))}"

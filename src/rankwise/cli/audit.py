@@ -68,9 +68,10 @@ def command(
     importance: Annotated[
         str | None,
         typer.Option(
-            metavar="[auto|estimate|exact|none]",
+            metavar="[auto|estimate|exact|loss|none]",
             help="Measure the loss without each head: estimate uses gradients (it sorts heads; large losses "
-            "can come out far too small), exact removes heads one by one, auto is exact for the demo only.",
+            "can come out far too small), exact removes heads one by one, auto is exact for the demo only, "
+            "loss measures the whole model only.",
         ),
     ] = None,
     importance_tolerance: Annotated[
@@ -85,6 +86,9 @@ def command(
             help="auto, causal, masked, encoder-decoder, labels, own, or output (change of outputs)."
         ),
     ] = "auto",
+    loss: Annotated[
+        bool, typer.Option("--loss", help="Measure the loss of the model only: one forward pass.")
+    ] = False,
     baseline: Annotated[
         bool,
         typer.Option("--baseline", help="Also audit the architecture at initialization, as for the demo."),
@@ -156,7 +160,8 @@ def command(
     is_demo = not models and not merge
     if is_demo and images is None and dataset is None:
         text = text or demo_text()
-    costs = parse_importance(importance, is_demo, importance_tolerance, importance_ablation, importance_loss)
+    how = "loss" if loss and importance is None else importance
+    costs = parse_importance(how, is_demo, importance_tolerance, importance_ablation, importance_loss)
     job = AuditJob(
         model=str(demo_model()) if is_demo else "", revision=revision, text=text, images=images,
         dataset=dataset, tokens=tokens, sequences=sequences, batch_size=batch_size, delta=delta, method=ranks,
@@ -224,9 +229,10 @@ def parse_importance(
     from rankwise.importance.settings import ABLATIONS, LOSSES, ImportanceSettings
 
     if how is not None:
-        one_of("--importance", how, ("auto", "estimate", "exact", "none"))
+        one_of("--importance", how, ("auto", "estimate", "exact", "loss", "none"))
     settings = ImportanceSettings(
         exact=how == "exact" or (how in (None, "auto") and is_demo),
+        estimates=how != "loss",
         tolerance=tolerance,
         ablation=one_of("--importance-ablation", ablation, ABLATIONS),  # type: ignore[arg-type]
         loss=one_of("--importance-loss", loss, LOSSES),  # type: ignore[arg-type]

@@ -67,7 +67,8 @@ class AuditJob:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
         defaults = {field.name: field.default for field in fields(self)}
         if importance := given.pop("importance"):
-            given["importance"] = "exact" if importance.exact else "estimate"
+            how = "estimate" if importance.estimates else "loss"
+            given["importance"] = "exact" if importance.exact else how
             for name in ("tolerance", "ablation", "loss"):
                 given[f"importance_{name}"] = getattr(importance, name)
                 defaults[f"importance_{name}"] = getattr(type(importance), name)

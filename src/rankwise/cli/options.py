@@ -35,7 +35,7 @@ TrustRemoteCode = Annotated[
 ]
 
 BARE = {
-    "--importance": ("auto", "auto|estimate|exact|none"),
+    "--importance": ("auto", "auto|estimate|exact|loss|none"),
     "--ray": ("", r"auto|local|ray://\S+|[^\s/]+:\d+"),
 }
 """Options whose value is optional: (value if none is given, regular expression of valid values)."""

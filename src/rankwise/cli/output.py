@@ -79,7 +79,7 @@ def show_progress(what: str = "running the model", total: int | None = None) -> 
 
 
 def print_results(
-    document: "Document | None", written: Iterable[tuple[str, Path]] = (), *, verbose: bool = False
+    document: "Document | None", written: Iterable[tuple[str, Path | str]] = (), *, verbose: bool = False
 ) -> None:
     """Print a report, then the kind and path of each written file; ignore a closed pipe."""
     from rankwise.report import print_document
@@ -113,12 +113,8 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False, verbose: 
 
     folder = keep_finished(folder / "audit.json", audit.complete)
     try:
-        written = [
-            ("audit", audit.save(folder / "audit.json")),
-            ("report", audit.to_html(folder / "index.html")),
-            ("table", audit.to_csv(folder / "heads.csv", "heads")),
-            ("table", audit.to_csv(folder / "layers.csv", "layers")),
-        ]
+        data, page = audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")
+        tables = [audit.to_csv(folder / f"{kind}.csv", kind).name for kind in ("heads", "layers")]
     except InputError as error:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
         fix = f"{error.fix} The audit is kept in {rescued}."
@@ -128,4 +124,5 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False, verbose: 
         sizes += "" if audit.complete else ", incomplete"
         print_results(None, [(f"{audit.provenance.model}: {sizes}", folder)])
     else:
-        print_results(audit_document(audit), written, verbose=verbose)
+        files = ", ".join([str(data), *tables])
+        print_results(audit_document(audit), [("report", page), ("data", files)], verbose=verbose)

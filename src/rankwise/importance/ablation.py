@@ -17,10 +17,12 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
+from rankwise.errors import InputError
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
 from rankwise.importance.losses import IGNORE_INDEX, LossBatch
 from rankwise.importance.records import (
+    MORE_TRIES,
     BlockImportance,
     HeadImportance,
     Importance,
@@ -36,8 +38,6 @@ UNGATED = (
 )
 TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
 UNREACHED = "no gradient, or only a part of it, reached it"
-MORE_TRIES = 16
-"""Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 Group = Callable[[HeadId], Hashable | None]
 """Function from a head to a key: heads with equal keys are removed together, heads with key None never."""
 
@@ -74,9 +74,9 @@ def measure(
     and costs ``curvature − gradient`` to second order. The gradient is 0 if the loss measures the change of
     the output.
     Range: costs have the unit of the loss; below 0 the model is better without the head.
-    Cost: one forward pass of the first batch; per batch one forward pass, and ``1 + probes`` backward passes
-    for all heads together. Exact costs need one forward pass per head and block. The removable set needs
-    about log2 of the number of heads, and at most 16 more.
+    Cost: one forward pass of the first batch; per batch one forward pass, which is all that the loss alone
+    needs, and ``1 + probes`` backward passes for all heads together. Exact costs need one forward pass per
+    head and block. The removable set needs about log2 of the number of heads, and at most 16 more.
     Source: Michel, Levy, Neubig, "Are Sixteen Heads Really Better than One?", 2019; second order as LeCun,
     Denker, Solla, "Optimal Brain Damage", 1990.
 
@@ -105,6 +105,9 @@ def measure(
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say)
+    if passes.loss.compares_outputs and not settings.has_costs:
+        expected, fix = "a language model, or `labels` in the batches", "Leave the loss out, or add labels."
+        raise InputError("the loss", expected=expected, got=f"only the {passes.loss.name}", fix=fix)
     notes = [note for note in (TRAINING * model.training, passes.loss.note) if note]
     try:
         passes.whole(placed, gradients=settings.estimates)
@@ -118,7 +121,7 @@ def measure(
     if passes.empty:
         empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
         notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
-    found, known_blocks = _estimates(passes, placed, notes)
+    found, known_blocks = _estimates(passes, placed, notes) if settings.has_costs else ({}, {})
     removable, complete = None, True
     try:
         if settings.exact:

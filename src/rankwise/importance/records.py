@@ -15,6 +15,8 @@ from rankwise.tracing.head_id import HeadId
 
 SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
 SUMS = ("sequences", "nonfinite", "counted", "forward", "backward")
+MORE_TRIES = 16
+"""Number of heads that are tried one by one after the first head that exceeds the tolerance."""
 NOT_SEARCHED = "which heads can go together is not known of merged audits: that takes runs on all of the data"
 
 
@@ -108,6 +110,11 @@ class ImportanceRecord(Record):
     """Number of backward passes of one batch; `forward` is the number of forward passes of one batch."""
     notes: list[str] = Field(default_factory=list)
 
+    @property
+    def quantity(self) -> str:
+        """Name of the loss, with its unit."""
+        return f"{self.loss} ({self.unit})"
+
     def share(self, cost: float) -> float:
         """Return a cost divided by the reference; NaN if the reference is 0."""
         reference = self.reference if math.isfinite(self.reference) else abs(self.value) or 1.0
@@ -166,7 +173,7 @@ class Importance:
                 "reference": abs(value) if first.reference_name == "the loss" else reference,
                 "blocks": [joined(block, more[at]) for at, block in blocks.items() if at in more],
                 "removable": None,
-                "notes": [*dict.fromkeys(notes), NOT_SEARCHED],
+                "notes": [*dict.fromkeys(notes), *[NOT_SEARCHED] * bool(self.heads)],
                 "spearman": rank_correlation(self.heads.values()),
             }
         )

@@ -16,9 +16,11 @@ ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 class ImportanceSettings:
     """Settings of `rankwise.importance.measure`.
 
+    With ``estimates=False``, and not ``exact``, the loss alone is measured, without costs of removal.
+
     Args:
         exact: also remove heads one by one; audits remove only measured state-space channels.
-        estimates: compute gradients; can be False only with ``exact``.
+        estimates: compute gradients.
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures change, a fraction of the entropy of predictions or the squared norm. None: no search.
@@ -47,10 +49,11 @@ class ImportanceSettings:
         if self.tolerance is not None:
             in_range("`tolerance`", self.tolerance, "[0, inf)", fix="Take 0.01 for one per cent.")
         whole_number("`probes`", self.probes, 0, fix="Take 8.")
-        if not (self.exact or self.estimates):
-            raise InputError(
-                "importance", expected="estimates, exact, or both", got="neither", fix="Set one of them."
-            )
+
+    @property
+    def has_costs(self) -> bool:
+        """True if costs of removal are measured, False if only the loss is."""
+        return self.exact or self.estimates
 
 
 ImportanceOption = bool | Literal["exact"] | ImportanceSettings

@@ -8,9 +8,9 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.records import format_number, grouped
+from rankwise._internals.records import MISSING, format_number, grouped
 from rankwise._internals.statistics import mean, spearman
-from rankwise.auditing.importance_findings import estimate_words, share_words, whole_words
+from rankwise.auditing.importance_findings import describe_removable, estimate_words, whole_words
 from rankwise.auditing.measure_table import (
     DRAWN,
     HEAD_MEASURES,
@@ -19,13 +19,12 @@ from rankwise.auditing.measure_table import (
     mixer_kind,
     share,
 )
-from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
+from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.auditing.result import Audit
-from rankwise.auditing.verdict import has_stacks, place_words
-from rankwise.importance.records import HeadImportance, ImportanceRecord
+from rankwise.importance.records import MORE_TRIES, HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
-from rankwise.report.finding_links import find_targets, finding_items, severities_of
+from rankwise.report.finding_links import common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
 from rankwise.report.head_columns import Column, head_columns, state_table
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
@@ -40,8 +39,6 @@ MOST_LAYERS = 16
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
-_IF_ROOM = ("required_head_dim",)
-"""Measures left out of console tables if importance or a baseline adds columns: lines have 80 characters."""
 _REFERENCE_COLUMNS = {"null": "hardmax_rank", "random": "random_rank", "uniform": "uniform_rank"}
 
 
@@ -57,26 +54,25 @@ def audit_document(audit: Audit) -> Document:
     columns = head_columns(audit.heads)
     scatter = _scatter(audit, columns)
     about = audit.provenance
-    facts = [
-        about.model_class,
-        f"{about.parameters:,} parameters" if about.parameters else "",
-        about.data,
-        count(about.sequences, "sequence"),
-        f"δ = {about.delta}",
-    ]
 
     def data(excess: int) -> dict[str, Any]:
-        severities = severities_of(audit.findings, targets)
-        flagged = list(severities)
+        flagged = list(severities_of(audit.findings, targets))
+        common = [common_notes(audit.findings, targets, grid) for grid in grids]
         data = {
             "delta": about.delta,
-            "grids": [_grid_data(grid, audit.heads) for grid in grids],
-            "signs": [severity_signs(grid, severities) for grid in grids],
+            "grids": [
+                _grid_data(grid, audit.heads, notes) for grid, notes in zip(grids, common, strict=True)
+            ],
+            "signs": [
+                severity_signs(grid, severities_of(audit.findings, targets, notes))
+                for grid, notes in zip(grids, common, strict=True)
+            ],
             "heads": _head_data(audit.heads, grids),
             "columns": [column.data() for column in columns],
             "texts": audit.texts,
             "opening": opening_head(audit.heads, flagged),
             "targets": [asdict(target) for target in targets],
+            "findings": [[one.severity, one.code, one.meaning] for one in audit.findings],
             "costs": _head_costs(audit),
             "scatter": scatter,
             "states": state_table(audit.layers),
@@ -91,13 +87,12 @@ def audit_document(audit: Audit) -> Document:
         return data
 
     return Document(
-        command="Rankwise audit",
-        heading=model_name(about.model),
-        setting=" · ".join(filter(None, facts)),
+        command="rankwise audit",
+        heading=model_name(about.model).removeprefix("the "),
+        setting=_setting(audit),
         verdict=audit.verdict,
         warnings=[] if audit.heads else ["No heads: no mixing operator was captured."],
         first=_layers_in_words(audit, grids),
-        severe=_severe(audit),
         hints=_hints(audit),
         sections=nonempty(
             Section("findings", "Findings", lists=[Items("", findings)] if findings else []),
@@ -132,15 +127,21 @@ def audit_document(audit: Audit) -> Document:
     )
 
 
-def _severe(audit: Audit) -> list[tuple[Severity, str, str]]:
-    """Return severity, code, and place and meaning of errors and warnings for the first screen, per code."""
-    severe = [finding for finding in audit.findings if finding.severity != "info"]
-    rows: list[tuple[Severity, str, str]] = []
-    for code, own in grouped(severe, attrgetter("code")).items():
-        number = f"{len(own)} × " if len(own) > 1 else ""
-        words = f"{number}{place_words(own, has_stacks(audit))}: {own[0].meaning}"
-        rows.append((own[0].severity, code, words))
-    return rows
+def _setting(audit: Audit) -> str:
+    """Return the size of the model and of the data, the loss, and how long the audit took, if known."""
+    about, layers = audit.provenance, grouped(audit.heads, attrgetter("stack", "layer"))
+    heads, lengths = {len(own) for own in layers.values()}, {head.tokens for head in audit.heads}
+    by = f" × {count(heads.pop(), 'head')}" if len(heads) == 1 else f", {count(len(audit.heads), 'head')}"
+    length = lengths.pop() if len(lengths) == 1 else math.nan
+    unit = "" if audit.importance is None else audit.importance.unit
+    of = "" if math.isnan(length) else f" of {format_number(length, 0)} tokens"
+    facts = [
+        count(len(layers), "layer") + by if layers else "",
+        count(about.sequences, "sequence") + of + (" on average" if of and length != round(length) else ""),
+        f"loss {audit.loss:.4g} {unit}" if math.isfinite(audit.loss) else "",
+        "" if math.isnan(about.seconds) else f"{format_number(about.seconds, 0)} s",
+    ]
+    return " · ".join(filter(None, facts))
 
 
 def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
@@ -151,16 +152,17 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
         for name, row in zip(grid.row_names, grid.rows, strict=True):
             own = [audit.heads[index] for index in row.cells.values()]
             rows[name if len(grids) == 1 else f"{grid.title} {name}"] = {
-                "rank": _mean_rank_share(own),
-                "initial\nrank": _mean_share("init_numerical_rank", own),
-                "random\nrank": _mean_share("random_rank", own),
-                "token\nspread": format_number(spread.get((grid.stack, row.layer + 1), math.nan), 2),
+                "attention\nrank": _mean_rank_share(own),
+                "at\ninitialization": _mean_share("init_numerical_rank", own),
+                "random\nheads": _mean_share("random_rank", own),
+                "token\nspread": _spread_words(spread.get((grid.stack, row.layer + 1), math.nan)),
                 **_removal_costs(audit, own),
             }
     if not grids:
         for (stack, layer), value in spread.items():
-            rows[f"{stack} {layer}"] = {"token spread": format_number(value, 2)}
-    names = [name for name in next(iter(rows.values()), {}) if any(row[name] != "–" for row in rows.values())]
+            rows[f"{stack} {layer}"] = {"token\nspread": _spread_words(value)}
+    every = rows.values()
+    names = [name for name in next(iter(every), {}) if any(row[name] != MISSING for row in every)]
     listed = [[layer, *(row[name] for name in names)] for layer, row in rows.items()]
     step = math.ceil(len(listed) / MOST_LAYERS)
     shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
@@ -168,11 +170,15 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     of = f"{lengths.pop()} tokens" if len(lengths) == 1 else "the tokens"
     signed = any(RANK.shown_field(head) != RANK.name for head in audit.heads)
     facts = [
-        f"rank: share of {of}" if grids else "",
+        f"attention rank: share of {of}" if grids else "",
         "δ relative to σ₁" if signed else "",
         f"every {step} layers" if step > 1 else "",
     ]
     return [Table("Layers", ["layer", *names], shown, facts=", ".join(filter(None, facts)))] if names else []
+
+
+def _spread_words(value: float) -> str:
+    return "<0.01" if 0 < value < 0.005 else format_number(value, 2)
 
 
 def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
@@ -180,32 +186,36 @@ def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
     costs = [one.cost for head in heads if (one := head.importance) and math.isfinite(one.cost)]
     names = "cheapest\nhead", "dearest\nhead"
     if audit.importance is None or not costs:
-        return dict.fromkeys(names, "–")
+        return dict.fromkeys(names, MISSING)
     shares = [audit.importance.share(cost) for cost in (min(costs), max(costs))]
     return {name: f"{share:+.1%}" for name, share in zip(names, shares, strict=True)}
 
 
 def _hints(audit: Audit) -> list[str]:
     """Return how to read the table of the first screen, and how to measure what is not in it."""
-    if not audit.heads:
-        return ["Token spread 0: all tokens are the same."] if audit.layers else []
-    read = "Rank 1: as many independent patterns as tokens"
-    if any(math.isfinite(head.random_rank) for head in audit.heads):
-        read += "; random: with random queries and keys"
-    if audit.layers:
-        read += "; token spread after the block, 0: all tokens are the same"
-    if audit.importance is not None:
-        read += "; cheapest, dearest head: how the loss changes without it"
-    by_command = bool(audit.provenance.command)
+    has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
+    reference = "" if audit.importance is None else audit.importance.reference_name
+    columns = (
+        (audit.heads, "attention rank 1 = as many independent patterns as tokens"),
+        (any(head.random_rank >= 0 for head in audit.heads), "random heads: with random queries and keys"),
+        (audit.layers, "token spread after the layer, 0 = all tokens are the same"),
+        (has_costs, f"cheapest, dearest head: what removing it costs, as a share of {reference}"),
+    )
+    passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
+    options = (
+        (audit.baseline, "ranks at initialization", "baseline", "3 more audits"),
+        (has_costs, "costs of removing heads", "importance", f"≤ 9 backward, {passes} forward passes"),
+    )
+    read = [words for known, words in columns if known]
     missing = [
-        f"{what}, {'--' if by_command else ''}{option}{'' if by_command else '=True'} ({price})"
-        for known, what, option, price in (
-            (audit.baseline, "ranks at initialization", "baseline", "4 × the time"),
-            (audit.importance, "costs of removing heads", "importance", "2 to 6 ×"),
-        )
-        if known is None
+        f"{what}, `{f'--{option}' if by_command else f'{option}=True'}` ({price})"
+        for known, what, option, price in options
+        if audit.heads and not known
     ]
-    return [f"{read}.", *([f"Not measured: {'; '.join(missing)}."] if missing else [])]
+    return [
+        *([f"How to read this: {'; '.join(read)}."] if read else []),
+        *([f"Not measured: {'; '.join(missing)}."] if missing else []),
+    ]
 
 
 def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
@@ -229,13 +239,11 @@ def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     columns["rank\nshare"] = _mean_rank_share
     for name, field in _REFERENCE_COLUMNS.items():
         known = any(math.isfinite(getattr(head, field)) for head in mine)
-        # A table of 80 characters has room for these references or for a baseline, not for both.
-        if name == "null" or (known and not any(head.baseline for head in mine)):
+        if name == "null" or known:
             columns[f"{name}\nshare"] = partial(_mean_share, field)
-    crowded = any(head.baseline or head.importance for head in mine)
     for measure in _CONSOLE_HEADS:
         has_kind = not measure.kinds or kinds & set(measure.kinds)
-        if has_kind and measure.known_in(mine) and not (crowded and measure.name in _IF_ROOM):
+        if has_kind and measure.known_in(mine):
             columns[measure.console] = partial(_layer_number, measure)
     rows = [[heads[index] for index in row.cells.values()] for row in grid.rows]
     return Table(
@@ -307,7 +315,7 @@ def _origin(audit: Audit) -> list[tuple[str, str]]:
 def _importance(audit: Audit, *, has_scatter: bool) -> Section:
     """Return the section on the costs of removing heads and blocks; it is empty if none were measured."""
     importance = audit.importance
-    if importance is None:
+    if importance is None or not any(head.importance for head in audit.heads):
         return Section("importance", "Importance")
     whole = whole_words(importance)
     known = [one for head in audit.heads if (one := head.importance) is not None and not one.why_not]
@@ -345,13 +353,7 @@ def _removable(importance: ImportanceRecord) -> list[str]:
         return []
     if not found.heads:
         return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
-    layers = grouped(sorted(found.heads, key=attrgetter("sort_key")), attrgetter("stack", "layer"))
-    where = "; ".join(
-        f"layer {layer}: {', '.join(str(head.head) for head in own)}" for (_, layer), own in layers.items()
-    )
-    number = len(found.heads)
-    heads, them = ("1 head", "it") if number == 1 else (f"{number} heads together", "them")
-    return [f"removing {heads} {share_words(importance, found.cost)}, by a run without {them} ({where})"]
+    return [describe_removable(importance, found, math.nan)]
 
 
 def _cost(importance: ImportanceRecord, cost: float) -> str:
@@ -378,7 +380,7 @@ def _scatter(audit: Audit, columns: Sequence[Column]) -> dict[str, Any] | None:
 def _head_costs(audit: Audit) -> dict[str, Any] | None:
     """Return the exact and the estimated cost of removing each head; None if no cost was measured."""
     importance = audit.importance
-    if importance is None:
+    if importance is None or not any(head.importance for head in audit.heads):
         return None
     known = [head.importance or HeadImportance() for head in audit.heads]
     return {
@@ -402,18 +404,19 @@ def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     return {"spectra": pack_spectra(own, points), "initial_spectra": packed}
 
 
-def _grid_data(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
-    """Return a grid as a dictionary for the page: title, facts that all heads share, cells and layout."""
+def _grid_data(grid: Grid, heads: Sequence[HeadRecord], notes: Mapping[str, int]) -> dict[str, Any]:
+    """Return a grid as a dictionary for the page: title, facts that most heads share, cells and layout."""
     mine = [heads[index] for index in grid.indices]
     kinds = dict.fromkeys(head.kind for head in mine)
     masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
     tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
     if grid.cross:
         tokens += f" reading {format_number(mean(head.sources for head in mine), 0)}"
+    said = [f"{code}: {number} of {len(mine)} heads" for code, number in notes.items()]
     return {
         "title": grid.title,
         "pattern": grid.pattern,
-        "facts": [*kinds, *masks, tokens],
+        "facts": [*kinds, *masks, tokens, *said],
         "diagonal": "diagonal" in kinds,
         "cells": grid.cells,
         "layout": map_layout(grid.row_names, [str(number) for number in grid.columns]),

@@ -3,12 +3,13 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
-from rankwise._internals.records import format_number, grouped
+from rankwise._internals.records import MISSING, format_number, grouped
 from rankwise._internals.statistics import mean
-from rankwise.auditing.comparison import Change, Comparison, LayerChange
+from rankwise.auditing.comparison import LOSS, Change, Comparison, LayerChange
 from rankwise.auditing.findings import about
 from rankwise.auditing.history import History, steps_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
@@ -30,7 +31,7 @@ from rankwise.report.heatmap_grid import make_grids
 
 MOST_CELLS = 2**15
 """Maximum number of cells of all maps of a comparison; measures that changed most are drawn first."""
-MOST_CHANGES, MOST_PLACES, MOST_FINDINGS = 50, 10, 60
+MOST_CHANGES, MOST_PLACES = 50, 10
 _OUTCOMES = {
     "new": "Only in the second audit.",
     "worse": "More severe, earlier, about more heads, or farther beyond its threshold.",
@@ -87,10 +88,14 @@ def comparison_document(comparison: Comparison) -> Document:
 def _verdict(comparison: Comparison) -> str:
     if comparison.is_empty:
         return "No difference."
+    losses = [total for total in comparison.totals if total.name.startswith(LOSS)]
+    loss = "".join(
+        f"Loss {one.before:.4g} → {one.after:.4g} {one.name.removeprefix(LOSS)}. " for one in losses
+    )
     outcomes = Counter(change.outcome for change in comparison.findings)
     counts = [f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome]]
     changes = count(len(comparison.changes), "number") + " of heads and token states changed"
-    return f"Findings: {', '.join(counts) or 'none'}. {changes}."
+    return f"{loss}Findings: {', '.join(counts) or 'none'}. {changes}."
 
 
 def _origin(when: str, provenance: Provenance) -> list[tuple[str, str]]:
@@ -131,13 +136,13 @@ def _finding_item(change: FindingChange) -> Item:
     finding, old, new = change.finding, change.before, change.after
     facts = []
     if old and new and old.severity != new.severity:
-        facts.append(f"{old.severity} → {new.severity}")
+        facts.append(("severity", f"{old.severity} → {new.severity}"))
     if old and new and old.where.layer != new.where.layer and about(finding.code) != "model":
-        facts.append(f"from layer {old.where.layer} → {new.where.layer}")
+        facts.append(("from layer", f"{old.where.layer} → {new.where.layer}"))
     if change.numbers is not None:
         name, before, after = change.numbers
         was = f"{format_number(before)} → " if old and new else ""
-        facts.append(f"{title(name)} {was}{format_number(after if new else before)}")
+        facts.append((title(name), was + format_number(after if new else before)))
     place = "" if about(finding.code) == "model" else str(finding.where)
     return Item(finding.severity, finding.code, place, facts, finding.meaning)
 
@@ -260,8 +265,9 @@ def history_document(history: History, links: Mapping[str, str] | None = None) -
         command="Rankwise history",
         heading=f"{count(len(history), 'audit')}{between}",
         setting=f"{numbered}Means over all heads; states: at the end; findings: errors/warnings/notes.",
-        verdict=Verdict(sentence=last),
+        verdict=Verdict(sentence=_loss_words(history) + last),
         sections=nonempty(
+            Section("loss", "Loss over the steps", figures=_loss_curve(history, names)),
             Section("heads", "Heads over the steps", curves, figures=heads, choice="Measure"),
             Section("states", "Token states over the steps", figures=states),
             Section("audits", "Audits", tables=[_audits(history, names, links or {})]),
@@ -271,6 +277,27 @@ def history_document(history: History, links: Mapping[str, str] | None = None) -
         ),
         warnings=history.warnings,
     )
+
+
+def _loss_words(history: History) -> str:
+    """Return a sentence on the audit with the lowest loss; "" if losses are not known or do not compare."""
+    if history.best is None:
+        return ""
+    step, best = history.best
+    unit = best.importance.unit if best.importance else ""
+    name = model_name(history.names[history.steps.index(step)])
+    ends = {"first": history.audits[0].loss, "last": history.audits[-1].loss}
+    others = ", ".join(f"{end} {loss:.4g}" for end, loss in ends.items() if loss > best.loss)
+    lowest = f"{name} has the lowest loss, {best.loss:.4g} {unit}"
+    return f"{lowest}; {others}. " if others else f"{lowest}. "
+
+
+def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:
+    """Draw the loss over the steps, if the losses compare."""
+    if history.best is None:
+        return []
+    points = {"loss": [(audit.loss, math.nan) for audit in history.audits]}
+    return [step_curves("history-loss", "Loss", points, history.steps, names if history.counted else ())]
 
 
 def _charts(history: History, names: Sequence[str], of: str, measures: Sequence[Measure]) -> list[Figure]:
@@ -302,52 +329,44 @@ def _audits(history: History, names: Sequence[str], links: Mapping[str, str]) ->
     first = ["step"] if name_is_step else ["audit"] if history.counted else ["audit", "step"]
     measures: list[Measure] = [*_HISTORY_HEADS, *_HISTORY_STATES]
     titles = [measure.console or measure.head.lower().replace(" ", "\n") for measure in measures]
+    loss = ["loss"] * any(math.isfinite(audit.loss) for audit in history.audits)
     rows: list[list[str | Cell]] = []
     for step, name, full_name, audit in zip(history.steps, names, history.names, history.audits, strict=True):
         who = Cell(str(step) if name_is_step else name, hover=full_name, link=links.get(full_name, ""))
-        rows.append([who, *([str(step)] if len(first) > 1 else []), *_audit_cells(audit)])
-    return Table("Audits", [*first, "heads", *titles, "findings"], rows)
+        rows.append(
+            [who, *([str(step)] if len(first) > 1 else []), *_audit_cells(audit, has_loss=bool(loss))]
+        )
+    return Table("Audits", [*first, "heads", *loss, *titles, "findings"], rows)
 
 
-def _audit_cells(audit: Audit) -> list[str]:
+def _audit_cells(audit: Audit, *, has_loss: bool) -> list[str]:
     last = last_states(audit.layers)
     means = [(mean(map(measure.value, audit.heads)), measure.digits) for measure in _HISTORY_HEADS]
     means += [(mean(map(measure.value, last)), measure.digits) for measure in _HISTORY_STATES]
     return [
         str(len(audit.heads)) + ("" if audit.complete else ", incomplete"),
+        *[f"{audit.loss:.4g}" if math.isfinite(audit.loss) else MISSING] * has_loss,
         *(format_number(*pair) for pair in means),
         "/".join(str(sum(f.severity == severity for f in audit.findings)) for severity in SEVERITIES),
     ]
 
 
-def finding_marks(findings: Sequence[Sequence[Finding]]) -> list[tuple[str, list[str]]]:
-    """Return pairs of a code with its layer, and one sign per audit for the most severe finding.
+def finding_marks(findings: Sequence[Sequence[Finding]]) -> dict[str, list[str]]:
+    """Return per code one text per audit: the sign of the most severe finding, and the number of findings."""
+    by_code = [grouped(own, attrgetter("code")) for own in findings]
+    return {code: [_mark(own.get(code, [])) for own in by_code] for code in dict.fromkeys(chain(*by_code))}
 
-    Findings that are missing in some audits come first.
-    """
-    rows: dict[tuple[str, str, int], dict[int, str]] = {}
-    for at, own in enumerate(findings):
-        for finding in sorted(own, key=lambda finding: -SEVERITY_ORDER[finding.severity]):
-            layer = -1 if finding.where.layer is None else finding.where.layer
-            key = (finding.code, finding.where.stack or finding.where.site, layer)
-            key = (finding.code, "", -1) if about(finding.code) == "model" else key
-            rows.setdefault(key, {})[at] = _SIGNS[finding.severity]
-    ordered = sorted(rows, key=lambda key: (len(rows[key]) == len(findings), key))
-    return [
-        (
-            " ".join([code, *([stack] if stack else []), *([f"layer {layer}"] if layer >= 0 else [])]),
-            [rows[code, stack, layer].get(at, "") for at in range(len(findings))],
-        )
-        for code, stack, layer in ordered
-    ]
+
+def _mark(findings: Sequence[Finding]) -> str:
+    signs = sorted(findings, key=lambda finding: SEVERITY_ORDER[finding.severity])
+    return f"{_SIGNS[signs[0].severity]} {len(signs)}" if signs else ""
 
 
 def _marks(history: History, names: Sequence[str]) -> Table:
     marks = finding_marks([audit.findings for audit in history.audits])
-    more = len(marks) - MOST_FINDINGS
     return Table(
-        "Findings by code and layer",
+        "Findings by code",
         ["finding", *(names if history.counted else map(str, history.steps))],
-        [[name, *signs] for name, signs in marks[:MOST_FINDINGS]],
-        note="◆ error, ▲ warning, ● note." + (f" {more} more barely change." if more > 0 else ""),
+        [[code, *signs] for code, signs in marks.items()],
+        note="Number of findings; ◆ at least one error, ▲ at least one warning, ● notes.",
     )

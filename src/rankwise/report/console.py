@@ -19,9 +19,7 @@ from rankwise.report.format import count, is_command
 
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 INDENT = 9
-MOST_OF_A_KIND = 3
-"""Number of findings printed per severity and code; the console only counts further findings."""
-MORE = "All findings and numbers: the report, or the same command with --verbose (`summary(verbose=True)`)."
+MORE = "All findings and numbers{notes}: the report, or --verbose (`summary(verbose=True)`)."
 MOST_NOTES = 2
 """Number of notes on the first screen."""
 _LEAST_NAME = 16
@@ -40,10 +38,8 @@ def print_document(document: Document, console: Console | None = None, *, verbos
     A report with tables for the first screen prints its sections, all notes and the origin if `verbose`.
     """
     with ascii_fallback(console or Console()) as out:
-        title = line((document.command, "bold"), (document.heading, "bold cyan"), separator="  ")
+        title = line((document.command, "bold"), (document.heading, "bold cyan"), document.setting)
         out.print(title, overflow="fold")
-        if document.setting:
-            out.print(line(document.setting), overflow="fold")
         if not document.complete:
             out.print(line(("INCOMPLETE", "bold black on yellow")))
         for warning in document.warnings:
@@ -69,18 +65,21 @@ def print_document(document: Document, console: Console | None = None, *, verbos
 
 def _print_first(document: Document, console: Console) -> None:
     """Print what is on the first screen below the verdict."""
-    for severity, code, words in document.severe:
-        parts = ((SEVERITIES[severity][0], STYLES[severity]), (code, "bold"), words)
-        console.print(line(*parts, separator="  "), overflow="fold")
-    if document.severe:
+    entries = [entry for section in document.sections for own in section.lists for entry in own.entries]
+    severe = [item for item, _ in entries if item.severity != "info"]
+    for item in severe:
+        head = (SEVERITIES[item.severity][0], STYLES[item.severity]), (item.code, "bold")
+        words = item.meaning.partition(". ")[0].removesuffix(".")
+        console.print(line(*head, item.place, f"{words}.", separator="  "), overflow="fold")
+    if severe:
         console.print()
     for table in document.first:
         _print_table(table, console)
-    console.print(line((" ".join((*document.hints, MORE)), "dim")), overflow="fold")
+    notes = f", {len(document.notes)} notes" if len(document.notes) > MOST_NOTES else ""
+    for hint in (*document.hints, MORE.format(notes=notes)):
+        console.print(line((hint, "dim")), overflow="fold")
     for note in document.notes[:MOST_NOTES]:
         console.print(line(("Note: ", "bold"), note, separator=""), overflow="fold")
-    if len(document.notes) > MOST_NOTES:
-        console.print(line((f"{len(document.notes) - MOST_NOTES} more notes: --verbose", "dim")))
 
 
 def document_text(document: Document, width: int = 100, *, verbose: bool = False) -> str:
@@ -138,20 +137,16 @@ def _print_items(listed: Items, console: Console) -> None:
         console.print(line((f"{listed.title}: ", "bold"), separator="") + line(*words, separator=", "))
     if listed.title and not listed.folded:
         console.print()
-    for _, code, items in () if listed.folded else listed.kinds:
-        shown = items[:MOST_OF_A_KIND]
-        for at, item in enumerate(shown):
-            _print_item(item, console, with_meaning=at == 0)
-        if len(items) > len(shown):
-            rest = f"{' ' * INDENT}… and {len(items) - len(shown)} more of {code} (see the report)"
-            console.print(line(rest, separator=""))
-            console.print()
+    for item, table in () if listed.folded else listed.entries:
+        _print_item(item, console)
+        if table is not None:
+            _print_table(table, console)
 
 
-def _print_item(item: Item, console: Console, *, with_meaning: bool) -> None:
+def _print_item(item: Item, console: Console) -> None:
     severity = (SEVERITIES[item.severity][0].ljust(INDENT - 2), STYLES[item.severity])
     console.print(line(severity, (item.code, "bold"), item.place, separator="  "), overflow="fold")
-    for text in (line(*item.facts), line(item.meaning if with_meaning else "")):
+    for text in (line(*(f"{name} {text}" for name, text in item.facts)), line(item.meaning)):
         if text:
             console.print(Padding(text, (0, 0, 0, INDENT), expand=False), overflow="fold")
     console.print()
@@ -169,7 +164,8 @@ def _print_table(table: Table, console: Console) -> None:
     rows, columns = table.rows[: table.console_rows], table.console_columns
     if not rows:
         return
-    console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
+    if table.title:
+        console.print(line((table.title, "bold"), (table.facts, "dim")), overflow="fold")
     for part in _parts(table.columns[:columns], [row[:columns] for row in rows], console):
         console.print(part)
     if len(rows) < len(table.rows):

@@ -3,12 +3,16 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
 
-from rankwise._internals.records import grouped
+from rankwise._internals.records import MISSING, grouped
 from rankwise.auditing.records import SEVERITY_ORDER, Severity, Verdict
 
+MOST_PLACES = 12
+"""Maximum number of rows on the console in the table of findings of one kind."""
+TO_DO = "what to do"
 _LONGEST_NAME = 24
 """Number of characters above which a table cell counts as a sentence, which may be wrapped."""
 _NUMBER = re.compile(r"[≈+\-−–<|]?\s?[\d–]")
@@ -22,6 +26,8 @@ class Cell:
     hover: str = ""
     link: str = ""
     strong: bool = False
+    number: int | None = None
+    """Index of the finding that the cell stands for, by which scripts of the page find it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class Item:
     severity: Severity
     code: str
     place: str
-    facts: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    """Evidence: pairs of a name and a number."""
     meaning: str
     remedy: str = ""
     site: str = ""
@@ -98,11 +105,32 @@ class Items:
     folded: bool = False
 
     @property
-    def kinds(self) -> list[tuple[Severity, str, list[Item]]]:
-        """Items grouped by severity and code, the most severe first."""
-        kinds = grouped(self.items, lambda item: (item.severity, item.code))
-        found = [(severity, code, items) for (severity, code), items in kinds.items()]
-        return sorted(found, key=lambda kind: SEVERITY_ORDER[kind[0]])
+    def entries(self) -> list[tuple[Item, Table | None]]:
+        """One entry per severity and code, the most severe first; several items are one item and a table."""
+        kinds = grouped(self.items, lambda item: (item.severity, item.code)).values()
+        found = [(items[0], None) if len(items) == 1 else _joined(items) for items in kinds]
+        return sorted(found, key=lambda entry: SEVERITY_ORDER[entry[0].severity])
+
+
+def _joined(items: Sequence[Item]) -> tuple[Item, Table]:
+    """Return an item with the facts that all items share, and a table with a row per item for the others."""
+    facts = [dict(item.facts) | {TO_DO: item.remedy} for item in items]
+    columns = {name: [own.get(name, MISSING) for own in facts] for name in dict.fromkeys(chain(*facts))}
+    shared = {name: texts[0] for name, texts in columns.items() if len(set(texts)) == 1}
+    own = [name for name in columns if name not in shared]
+    places = [Cell(item.place or item.site, item.meaning, item.link, number=item.number) for item in items]
+    alike = len({item.meaning for item in items}) == 1
+    joined = replace(
+        items[0], place=f"{len(items)} places", remedy=shared.pop(TO_DO, ""), facts=[*shared.items()],
+        meaning=items[0].meaning if alike else f"{places[0].text}: {items[0].meaning}",
+        site="", link="", number=None,
+    )  # fmt: skip
+    return joined, Table(
+        "",
+        ["place", *own],
+        [[place, *(columns[name][at] for name in own)] for at, place in enumerate(places)],
+        console_rows=MOST_PLACES,
+    )
 
 
 @dataclass(frozen=True)
@@ -139,8 +167,6 @@ class Document:
     complete: bool = True
     first: Sequence[Table] = ()
     """Tables of the console's first screen; if there are any, it shows sections only if `verbose`."""
-    severe: Sequence[tuple[Severity, str, str]] = ()
-    """Errors and warnings above these tables, one per code, as (severity, code, place and meaning)."""
     hints: Sequence[str] = ()
     """Lines below these tables: how to read them, and what was not measured."""
     data: Callable[[int], Mapping[str, Any]] = lambda excess: {}

@@ -1,6 +1,6 @@
 """Link each finding to its place in the report: to heads and a measure, or to the token states."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +9,9 @@ from rankwise.auditing.findings import RULES, about
 from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
+from rankwise.auditing.verdict import number_words
 from rankwise.report.document import Item
-from rankwise.report.format import title
+from rankwise.report.format import count, title
 from rankwise.report.heatmap_grid import Grid, HeadIndex
 
 _HEAD_NAMES = {measure.name for measure in PICTURED}
@@ -52,7 +53,7 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
     for number in finding.heads:
         spoken_of = layers.at(where.at(number))
         heads += [index for index in spoken_of if index not in heads]
-    if about(finding.code) == "model":
+    if finding.code == "REMOVABLE":
         found = None if audit.importance is None else audit.importance.removable
         heads = [index for place in (found.heads if found else ()) for index in layers.at(place)]
     if where.head is None and _is_about_states(finding, audit, heads):
@@ -67,9 +68,16 @@ def _subject(finding: Finding, heads: Sequence[int]) -> str:
     """Return the name of the heads of a finding if there are several: the page's card shows only one head."""
     if about(finding.code) == "group" or len(heads) < 2:
         return ""
-    if about(finding.code) == "model":
-        return f"the set of {len(heads)} heads"
-    return str(finding.where.at(None))
+    return f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
+
+
+def _place(finding: Finding, target: Target = Target("heads")) -> str:
+    """Return the address of a finding: after some blocks, or at a head or several."""
+    if target.section == "states" and finding.where.layer is not None:
+        return f"{finding.where.stack} after {count(finding.where.layer, 'block')}".strip()
+    if len(finding.heads) < 2:
+        return str(finding.where)
+    return f"{finding.where.at(None)} {number_words('head', finding.heads)}"
 
 
 def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
@@ -97,8 +105,8 @@ def finding_items(
         Item(
             finding.severity,
             finding.code,
-            str(finding.where),
-            [f"{title(name)} {format_number(value)}" for name, value in finding.evidence.items()],
+            _place(finding, target),
+            [(title(name), format_number(value)) for name, value in finding.evidence.items()],
             finding.meaning,
             finding.remedy,
             site=finding.where.site if stacks.count(finding.where.stack) > 1 else "",
@@ -109,11 +117,22 @@ def finding_items(
     ]
 
 
-def severities_of(findings: Sequence[Finding], targets: Sequence[Target]) -> dict[int, Severity]:
-    """Return the worst severity per head, keyed by head index; only findings about a single head count."""
+def common_notes(findings: Sequence[Finding], targets: Sequence[Target], grid: Grid) -> dict[str, int]:
+    """Return how many heads of a grid have a note, by code, if most have it: it distinguishes no head."""
+    own, noted = set(grid.indices), dict[str, set[int]]()
+    for finding, target in zip(findings, targets, strict=True):
+        if finding.severity == "info":
+            noted.setdefault(finding.code, set()).update(own.intersection(target.heads))
+    return {code: len(heads) for code, heads in noted.items() if 2 * len(heads) > len(own)}
+
+
+def severities_of(
+    findings: Sequence[Finding], targets: Sequence[Target], without: Container[str] = ()
+) -> dict[int, Severity]:
+    """Return the worst severity by index of the head, of findings about heads, ``without`` some codes."""
     found: dict[int, Severity] = {}
     for finding, target in zip(findings, targets, strict=True):
-        for index in target.heads if finding.where.head is not None else ():
+        for index in target.heads if finding.where.head is not None and finding.code not in without else ():
             worst = min(finding.severity, found.get(index, finding.severity), key=SEVERITY_ORDER.__getitem__)
             found[index] = worst
     return found

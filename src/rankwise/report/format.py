@@ -13,6 +13,10 @@ _TITLES = {
     "relative_spread_lowest": "lowest μ/‖Y‖",
     "relative_spread_lowest_at_1": "lowest μ/‖Y‖ with λ = 1",
     "nonfinite": "not finite",
+    "cost": "cost of removal",
+    "loss": "loss after removal",
+    "relative": "share of the loss",
+    "parameters": "share of the parameters",
     "delta_low": "δ from",
     "delta_high": "δ to",
 } | {measure.name: measure.label for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}

@@ -157,11 +157,10 @@ function findingsOf(head) {
 }
 
 function drawFindings(head) {
-  const items = findingsOf(head).slice(0, 4).map((index) => {
-    const finding = find(`#finding-${index}`);
-    const link = element("a", { href: `#finding-${index}`, textContent: find(".kind b", finding).textContent });
-    const about = report.targets[index].about;
-    return element("li", { className: finding.classList[1] }, link, about ? ` of ${about}: ` : " ", find(".meaning", finding).textContent);
+  const items = findingsOf(head).map((index) => {
+    const [severity, code, meaning] = report.findings[index];
+    const about = report.targets[index].about; // the sentence on a group speaks of one of its other heads
+    return element("li", { className: severity }, element("a", { href: `#finding-${index}`, textContent: code }), about ? ` of ${about}` : ` ${meaning}`);
   });
   find("#head-findings").replaceChildren(...items);
 }
