@@ -87,7 +87,8 @@ def with_skips(recipe: Recipe, scale: float, seed: int) -> ToSTForCausalLM:
 def advice(recipe: Recipe, scale: float, seed: int) -> tuple[float, float, list[str]]:
     """Return the λ of the bound, and the λ and the sites of the command, before the first step."""
     model, probe = with_skips(recipe, scale, seed).eval(), probe_of(recipe, seed)
-    found = rw.skips.recommend(rw.audit(model, [probe]), model, probe).findings
+    audit = rw.audit(model, [probe], provenance={"arguments": [["model"]]})  # so that the advice is a command
+    found = rw.skips.recommend(audit, model, probe).findings
     collapse = next(finding for finding in found if finding.code == "COLLAPSE")
     words = shlex.split(collapse.remedy)
     sites = [value for option, value in pairwise(words) if option == "--sites"]

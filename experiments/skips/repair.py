@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from rankwise.skips import add_lambda_skip, apply_saved_skips, mean_loss, remove
 
 TOKENS, SEQUENCES = 128, 4
 LAYERS = 12
-REPAIR = "rankwise skip MODEL --init 1 --text TEXT --out DIR"
+TEXT = "text.txt"
+REPAIR = f"rankwise skip broken --text {TEXT} --tokens {TOKENS} --init 1 --out broken-skips"
 
 
 def deep_model(layers: int) -> nn.Module:
@@ -66,7 +68,7 @@ def rankwise(*words: str) -> str:
 def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
     """Audit the model in a folder with its saved skips; return its states, COLLAPSE and loss."""
     sizes = ("--tokens", str(TOKENS), "--sequences", str(SEQUENCES))
-    rankwise("audit", str(model), "--text", str(demo_text()), *sizes, "--out", str(folder))
+    rankwise("audit", str(model), "--text", TEXT, *sizes, "--out", str(folder))
     found = rw.Audit.load(folder)
     collapses = [finding for finding in found.findings if finding.code == "COLLAPSE"]
     stage: dict[str, Any] = {
@@ -79,7 +81,7 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
         loaded = AutoModelForCausalLM.from_pretrained(model).eval()
         apply_saved_skips(loaded, model)
         tokenizer = AutoTokenizer.from_pretrained(demo_model())
-        text = load_text(demo_text())
+        text = load_text(TEXT)
         batches = text_batches(text, tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=4)
         stage["loss"] = mean_loss(loaded, list(batches))
     return stage
@@ -88,24 +90,24 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
 def repair(name: str, model: Any, source: Path) -> dict[str, Any]:
     """Break, audit, repair, audit again, compare; `source` is the folder of the tokenizer."""
     has_loss = hasattr(model, "lm_head")
-    with tempfile.TemporaryDirectory() as folder:
-        place = {part: Path(folder) / part for part in ("whole", "broken", "repaired")}
-        report = {part: Path(folder) / f"audit-{part}" for part in place}
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        place = {"whole": Path("whole"), "broken": Path("broken"), "repaired": Path("broken-skips")}
+        report = {part: Path(f"audit-{part}") for part in place}
+        Path(TEXT).write_bytes(demo_text().read_bytes())
         model.save_pretrained(place["whole"])
         save_broken(model, place["broken"])
         for part in ("whole", "broken"):
             AutoTokenizer.from_pretrained(source).save_pretrained(place[part])
         whole, broken = (audit(place[part], report[part], has_loss=has_loss) for part in ("whole", "broken"))
         command = broken["remedy"] or REPAIR
-        words = {"MODEL": str(place["broken"]), "TEXT": str(demo_text()), "DIR": str(place["repaired"])}
-        rankwise(*(words.get(word, word) for word in shlex.split(command)[1:]))
+        rankwise(*shlex.split(command)[1:])
         repaired = audit(place["repaired"], report["repaired"], has_loss=has_loss)
         changes = rankwise("compare", str(report["broken"]), str(report["repaired"]))
     return {
         "name": name,
         "stages": [whole, broken, repaired],
         "command": command,
-        "changes": [line.rstrip() for line in changes.replace(folder, "").strip().splitlines()],
+        "changes": [line.rstrip() for line in changes.strip().splitlines()],
     }
 
 

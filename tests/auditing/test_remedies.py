@@ -1,7 +1,7 @@
 """Remedies of findings work: commands and calls are run, advice in words is followed."""
 
-import json
 import math
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,12 @@ import pytest
 import torch
 from tests.support.modules import Average, Block, Stack
 from torch import Tensor, nn
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise.auditing import RULES, Finding
 from rankwise.cli import app
+from rankwise.compression import Compression
 from rankwise.report.format import split_code
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 120
@@ -167,8 +168,9 @@ LEADS = (
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
     "see what the model loses without it: ",
-    ", then ",
-    ", with the part rotary instead of qk if positions are rotated in",
+    "remove heads one by one, ",
+    "nothing: that is too little to notice; to do it anyway, ",
+    ", which chooses heads again",
 )
 """Words around commands and calls."""
 
@@ -281,51 +283,76 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "NONFINITE": (broken, ids),
     "NOT_CAPTURED": (unseen, tokens),
     "RANDOM_WEIGHTS": (bert, ids),
+    "SINK estimated": (designed, tokens),
+    "HIGH_RANK estimated": (designed, tokens),
 }
-LACKS = {"model": "lacks", "random_weights": ["bert.encoder.layer.0.attention.self.query.weight"]}
+WITH_COSTS = ("REMOVABLE", "SINK estimated", "HIGH_RANK estimated")
+LACKS = {
+    "model": "lacks", "model_class": "transformers.models.bert.modeling_bert.BertForMaskedLM",
+    "random_weights": ["bert.encoder.layer.0.attention.self.query.weight"],
+}  # fmt: skip
 """Provenance of a model from a checkpoint that lacks a weight."""
+FACTORY = """from tests.auditing import test_remedies
+def build():
+    made, inputs = test_remedies.CASES[{case!r}]
+    return made(), [inputs(), inputs()]
+"""
+MODEL, FILE = "my models/net's weights", "my text.txt"
+"""Names that a shell splits."""
+PLACEHOLDER = re.compile(r"\b(MODEL|TEXT|DIR|FILE|NAME)\b")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "my models").mkdir()
+    (tmp_path / FILE).write_text(TEXT)
     return tmp_path
 
 
-def run(command: str, model: nn.Module, folder: Path) -> None:
-    """Run a command on the model, or on a BERT if the model cannot be saved in a folder."""
+def save(model: Any, without: str = "") -> None:
+    """Save a model with its λ-skips and a tokenizer, without one of its weights if it is named."""
     from transformers import ByT5Tokenizer
 
-    saved = folder / "model"
-    model = model if hasattr(model, "save_pretrained") else bert()
     if rw.skips.skips_of(model):
-        rw.skips.save_skips(model, saved)
+        rw.skips.save_skips(model, MODEL)
         rw.remove_lambda_skip(model)
-    model.save_pretrained(saved)
-    ByT5Tokenizer(extra_ids=0).save_pretrained(saved)
-    named = {"MODEL": str(saved), "TEXT": "text.txt", "DIR": "out"}
-    words = [named.get(word, word) for word in shlex.split(command)]
+    kept = {name: weight for name, weight in model.state_dict().items() if name != without}
+    model.save_pretrained(MODEL, state_dict=kept if without else None)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(MODEL)
+
+
+def run(command: str) -> Result:
+    """Run a command as it is printed."""
+    words = shlex.split(command)
     assert words[0] == "rankwise"
     result = CliRunner().invoke(app, words[1:])
-    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.exit_code == 0, (command, result.output, result.exception)
+    return result
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
-    made, inputs = CASES[case]
-    model, batch = made(), inputs()
-    about = LACKS if case == "RANDOM_WEIGHTS" else None
-    bert().save_pretrained(LACKS["model"])
-    audit = rw.audit(model, [batch], importance=case == "REMOVABLE", provenance=about)
-    if " " in case:
-        audit = rw.skips.recommend(audit, model, batch)
-    names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
-    finding = of(case.split()[0], audit)
+def audited(*words: str) -> rw.Audit:
+    """Audit by the command."""
+    run(shlex.join(["rankwise", "audit", *words]))
+    return rw.Audit.load("rankwise-audit")
+
+
+def audited_in_folder(case: str, *options: str) -> rw.Audit:
+    """Audit the model of a case, saved in a folder, by the command."""
+    save(CASES[case][0](), without=LACKS["random_weights"][0] if case == "RANDOM_WEIGHTS" else "")
+    options += ("--importance",) * (case in WITH_COSTS)
+    return audited(MODEL, "--text", FILE, "--tokens", "40", "--sequences", "4", *options)
+
+
+def follow(finding: Finding, names: dict[str, Any]) -> None:
+    """Run the commands and the code of a remedy as they are printed, and follow its words."""
     assert finding.remedy
+    assert not PLACEHOLDER.search(finding.remedy)
     for words, is_code in split_code(finding.remedy):
         if is_code and words.startswith("rankwise "):
-            run(words, model, folder)
+            run(words)
+        elif is_code and words.startswith("python "):
+            exec(shlex.split(words)[2], {})
         elif is_code:
             exec(words, names)
         else:
@@ -334,15 +361,51 @@ def test_every_remedy_can_be_followed(case: str, folder: Path) -> None:
                 FOLLOWED[left](finding)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_remedy_can_be_followed_in_python(case: str, folder: Path) -> None:
+    made, inputs = CASES[case]
+    model, batch = made(), inputs()
+    about = LACKS if case == "RANDOM_WEIGHTS" else None
+    bert().save_pretrained(LACKS["model"])
+    audit = rw.audit(model, [batch], importance=case in WITH_COSTS, provenance=about)
+    if "advised" in case or "unnamed" in case:
+        audit = rw.skips.recommend(audit, model, batch)
+    names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
+    finding = of(case.split()[0], audit)
+    assert "rankwise " not in finding.remedy
+    follow(finding, names)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "RANDOM_WEIGHTS"])
+def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> None:
+    (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
+    audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
+    finding, model = of(case.split()[0], audit), CASES[case][0]()
+    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "NONFINITE", "estimated")
+    assert ("rankwise " in finding.remedy) == (case != "COLLAPSE unnamed" and any(map(case.count, shell)))
+    follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "adapter": adapter})
+
+
+IN_FOLDERS = (
+    "COLLAPSE", "INACTIVE_BLOCK advised", "OVERSIZED_HEADS", "REMOVABLE", "NONFINITE", "RANDOM_WEIGHTS",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_FOLDERS)
+def test_every_remedy_of_a_folder_can_be_followed(case: str, folder: Path) -> None:
+    finding = of(case.split()[0], audited_in_folder(case))
+    assert shlex.quote(MODEL) in finding.remedy or case == "RANDOM_WEIGHTS"
+    assert "  " not in finding.remedy
+    follow(finding, {"model": CASES[case][0]()})
+
+
 def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
-    model, batch = collapsed(12), ids()  # for 50, no tried λ is enough
-    audit = rw.skips.recommend(rw.audit(model, [batch]), model, batch)
-    finding = of("COLLAPSE", audit)
+    save(collapsed(12))  # for 50, no tried λ is enough
+    data = ("--text", FILE, "--tokens", "40", "--sequences", "4")
+    finding = of("COLLAPSE", audited(MODEL, *data))
     assert "removes COLLAPSE" in finding.meaning
-    run(finding.remedy, model, folder)
-    again = type(model).from_pretrained("out").eval()
-    rw.skips.load_skips(again, "out")
-    assert "COLLAPSE" not in codes(rw.audit(again, [batch]))
+    run(finding.remedy)
+    assert "COLLAPSE" not in codes(audited("net-s-weights-skips", *data))
 
 
 def test_there_is_a_case_for_every_code() -> None:
@@ -357,14 +420,13 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     assert finding.where.site in {head.site for head in again.heads}
 
 
-def test_the_heads_that_are_removed_save_no_more_than_promised(folder: Path) -> None:
-    model = redundant()
-    finding = of("REMOVABLE", rw.audit(model, [ids()], importance=True))
-    run(split_code(finding.remedy)[-1][0], model, folder)
-    record = json.loads((folder / "out/compression.json").read_text())
-    saved = 1 - record["parameters_after"] / record["parameters_before"]
+def test_what_compression_promises_comes_out(folder: Path) -> None:
+    finding = of("REMOVABLE", audited_in_folder("REMOVABLE"))
+    run(split_code(finding.remedy)[-2][0])
+    heads = Compression.load("net-s-weights-heads")
+    saved = 1 - heads.parameters_after / heads.parameters_before
     promised = finding.evidence["parameters"]
-    assert len(record["heads"]) == finding.evidence["heads"] > 0
+    assert len(heads.heads) == finding.evidence["heads"] > 0
     assert 0.9 * promised < saved <= promised
 
 

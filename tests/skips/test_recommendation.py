@@ -26,8 +26,8 @@ TOKENS = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
 START = TOKENS + 1
 
 
-def advised(model: nn.Module, batch: Any = START) -> rw.Audit:
-    return rw.skips.recommend(rw.audit(model, [batch]), model, batch)
+def advised(model: nn.Module, batch: Any = START, **provenance: Any) -> rw.Audit:
+    return rw.skips.recommend(rw.audit(model, [batch], provenance=provenance), model, batch)
 
 
 def collapse_of(audit: rw.Audit) -> list[Finding]:
@@ -170,7 +170,7 @@ def test_the_finding_states_trial_and_proof_and_its_remedy_removes_collapse() ->
     assert finding.meaning.endswith("Nothing is known about training with such a λ.")
     assert recommendation.TRAINS in audit.provenance.notes
     assert rw.skips.recommend(audit, model, START) == audit
-    follow(finding, model)  # Python code, because a command does not accept a tensor
+    follow(finding, model)
     assert collapse_of(rw.audit(model, [START])) == []
 
 
@@ -213,8 +213,8 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     where = HeadId(stack="encoder.layer", site="encoder.layer.0")
     given = finding().model_copy(update={"where": where})
     one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.sites.values()))
-    words, value = shlex.split(one.remedy), one.evidence["lambda_tried"]
-    assert words[:5] == ["rankwise", "skip", "MODEL", "--init", f"{value:g}"]
+    words, value = shlex.split(one.remedy.partition(" | ")[0]), one.evidence["lambda_tried"]
+    assert words[:3] == ["{skip", "--init", f"{value:g}"]
     below = [name for name, skip in skips.items() if float(skip.detach()) < value]
     named = [words[at + 1] for at, word in enumerate(words) if word == "--sites"]
     assert named == (below if len(below) < len(skips) else [])
@@ -236,9 +236,9 @@ class TwoStacks(nn.Module):
 
 def test_the_remedy_for_one_of_two_stacks_names_the_stack() -> None:
     model = TwoStacks().eval()
-    (command,), (finding,) = collapse_of(advised(model, {"x": START})), collapse_of(advised(model))
+    (command,), (finding,) = collapse_of(advised(model, arguments=[["net"]])), collapse_of(advised(model))
     value = finding.evidence["lambda_tried"]
-    assert command.remedy == f"rankwise skip MODEL --init {value:g} --sites second --text TEXT --out DIR"
+    assert command.remedy == f"rankwise skip net --init {value:g} --sites second --out net-skips"
     assert finding.remedy == f"rw.add_lambda_skip(model, init={value:g}, sites=['second'], example=batch)"
     follow(finding, model)
     assert list(rw.skips.skips_of(model)) == choose_lambda(model, START, "second").sites

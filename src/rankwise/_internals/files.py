@@ -41,6 +41,17 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
         ) from error
 
 
+def folder_name(name: str) -> str:
+    """Convert the name of a model or checkpoint to a valid name of a folder.
+
+    Examples:
+        >>> folder_name("org/model"), folder_name("../x"), folder_name("net.py:build"), folder_name("")
+        ('org-model', 'x', 'net.py-build', 'model')
+    """
+    kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    return kept.strip(".-")[:100] or "model"
+
+
 def check_unused(folder: Path, option: str = "--out", fix: str = "Choose another name.") -> None:
     """Raise InputError if a path is a file, or a folder that contains files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,7 +1,9 @@
 """Findings: a table of rules, a function per code, and `diagnose`, which applies all of them to an audit."""
 
+import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -16,6 +18,7 @@ from rankwise.auditing.importance_findings import (
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import NULLS, mixer_kind
+from rankwise.auditing.provenance import runnable
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
     Baseline,
@@ -94,7 +97,8 @@ class Rule:
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
     remedy: str
-    """Next step for the reader, with commands in backticks and placeholders in braces."""
+    """Next step for the reader, with code in backticks, placeholders in braces, and a command and Python code
+    for the same step in double braces, of which `runnable` chooses one."""
     names: str = ""
     """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
     causes_action: bool = True
@@ -136,6 +140,7 @@ def diagnose(
     if importance is not None:
         priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
         found = with_removal_costs(found, priced, heads, importance)
+    found = [one.model_copy(update={"remedy": runnable(one.remedy, provenance)}) for one in found]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
 
@@ -151,7 +156,8 @@ def check_codes(codes: Sequence[str]) -> list[str]:
 
 @rule(
     "REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost",
-    remedy="{why}`rankwise compress MODEL --parts heads --tolerance {tolerance:g} --text TEXT --out DIR`",
+    remedy="{why}`{{compress --parts heads --tolerance {tolerance:g} --out NAME-heads | rw.compress(model, "
+    'batches, parts="heads", tolerance={tolerance:g})}}`, which chooses heads again',
 )  # fmt: skip
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
@@ -168,8 +174,7 @@ def removable(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher",
-    remedy="see which names the checkpoint has instead, `type(model).from_pretrained({name!r}, "
-    "output_loading_info=True)[1]`, and save it under the names of the model",
+    remedy="see which names the checkpoint has instead, `{look}`, and save it under the names of the model",
 )  # fmt: skip
 def random_weights(measured: Measured) -> Iterator[Finding]:
     """Find weights of blocks and embeddings that the checkpoint does not have."""
@@ -178,14 +183,19 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
         where = "of blocks or embeddings are not in the checkpoint and random"
         words = f"{len(names)} weights {where}, such as {names[0]}."
         evidence = {"weights": len(names)}
-        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", name=about.model)
+        module, _, kind = about.model_class.rpartition(".")
+        which = f"{json.dumps(about.model)}, revision={json.dumps(about.revision or 'main')}"
+        loading = f"{kind}.from_pretrained({which}, output_loading_info=True)[1]"
+        look = shlex.join(["python", "-c", f"from {module} import {kind}; print({loading})"])
+        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", look=look)
 
 
 @rule(
     "NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher",
-    remedy="see whether half precision overflowed, `rankwise audit MODEL --text TEXT --dtype float32 --out "
-    "DIR`; if a number is not finite in float32 either, its cause is in the inputs or in the weights, `[name "
-    "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
+    remedy="see whether half precision overflowed, `{{audit --dtype float32 --out NAME-float32 | "
+    "rw.audit(model.float(), batches)}}`; if a number is not finite in float32 either, its cause is in the "
+    "inputs or in the weights, `[name for name, weight in model.named_parameters() if not "
+    "weight.isfinite().all()]`",
 )  # fmt: skip
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
@@ -228,8 +238,8 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 @rule(
     "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
     evidence="relative_update norm",
-    remedy="see how much mixing its λ-skip or LayerScale leaves, `rankwise skip MODEL --text TEXT "
-    "--certify`; or {change} and compare the loss",
+    remedy="see how much mixing its λ-skip or LayerScale leaves, `{{skip --certify | "
+    "rw.certify_skip(model, batch)}}`; or {change} and compare the loss",
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, because a λ, a LayerScale or a gate suppresses the rest."""
@@ -317,8 +327,8 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
 
 @rule(
     "HIGH_RANK", "LOW_RANK", about="mixer", decided_by="heads", worse="higher", shown_by="numerical_rank",
-    remedy="see what {question}: `rw.audit(model, batches, {option}=True)`", with_costs=True,
-    causes_action=False,
+    remedy="see what {question}: `{{audit --{option} --out NAME-{option} | rw.audit(model, batches, "
+    "{option}=True)}}`", with_costs=True, causes_action=False,
 )  # fmt: skip
 def unusual_rank(measured: Measured) -> Iterator[Finding]:
     """Find heads whose rank differs from initialization; without a baseline, from every reference rank."""
@@ -405,8 +415,8 @@ def _middle_rank(head: HeadRecord) -> float:
 
 @rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy="`rankwise compress MODEL --parts qk --tolerance {tolerance:g} --text TEXT --out DIR`, with "
-    "the part rotary instead of qk if positions are rotated in",
+    remedy="{{compress --parts qk,rotary --tolerance {tolerance:g} --out NAME-narrow | rw.compress(model, "
+    'batches, parts=("qk", "rotary"), tolerance={tolerance:g})}}',
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""

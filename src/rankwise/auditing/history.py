@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from rankwise._internals.files import write_file
+from rankwise._internals.files import folder_name, write_file
 from rankwise.auditing.comparison import COST, Comparison, LayerKey, compare_two, cost_origin, layer_means
 from rankwise.auditing.frames import Row, csv_text, data_frame, table
 from rankwise.auditing.result import LOAD, Audit
@@ -213,17 +213,6 @@ class History:
         if not self._entries:
             return "History(no audits)"
         return f"History({len(self)} audits, {self.names[0]!r} to {self.names[-1]!r})"
-
-
-def folder_name(name: str) -> str:
-    """Convert the name of a model or checkpoint to a valid name of a folder.
-
-    Examples:
-        >>> folder_name("org/model"), folder_name("../x"), folder_name("net.py:build"), folder_name("")
-        ('org-model', 'x', 'net.py-build', 'model')
-    """
-    kept = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
-    return kept.strip(".-")[:100] or "model"
 
 
 def steps_of(names: Sequence[str]) -> list[int] | None:

@@ -10,8 +10,8 @@ from rankwise.importance.records import HeadImportance, ImportanceRecord, Remova
 from rankwise.tracing.head_id import HeadId
 
 EXACTLY = (
-    "remove heads one by one, `rankwise audit MODEL --text TEXT --importance exact --out DIR`, in Python "
-    '`importance="exact"`'
+    "remove heads one by one, `{audit --importance exact --out NAME-exact | "
+    'rw.audit(model, batches, importance="exact")}`'
 )
 CAUTION = "sort heads and can fall far short of large costs"
 HEAD_CAUTION = f"estimates of second order {CAUTION}"

@@ -2,14 +2,18 @@
 
 import hashlib
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from rankwise._internals.files import folder_name
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
 from rankwise.auditing.records import HeadRecord, Provenance, Unseen
@@ -32,6 +36,10 @@ SAME = ("model", "model_class", "revision", "parameters", "delta", "model_dtype"
 """Fields of `Provenance` that must be equal in audits to be merged."""
 JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
+SHARED = "revision text images dataset tokens batch-size device dtype trust-remote-code"
+"""Options of `rankwise audit` that select model, data or device, and that other commands have, too."""
+COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+)\}")
+"""Command without "rankwise", and Python code for the same step."""
 LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
@@ -76,6 +84,27 @@ def _printable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def runnable(remedy: str, about: Provenance | None) -> str:
+    """Return a remedy with one of the two forms of a step that it has as {command | code}.
+
+    The command repeats the arguments of the audit that select model, data and device; NAME becomes a name for
+    folders. Without such arguments, or with one that the command lacks, the step is Python code.
+    """
+    given, found = [] if about is None else about.arguments, COMMAND_OR_CODE.search(remedy)
+    if found is None:
+        return remedy
+    verb, *options = shlex.split(found["command"])
+    lacking = {"--device-map", "--tokenizer"}.intersection(option for option, *_ in given)
+    if not given or (verb != "audit" and lacking):
+        return remedy.replace(found[0], found["code"])
+    model, name = given[0][0], folder_name(Path(given[0][0]).name)
+    words = ["rankwise", verb, model]
+    for option, *value in given[1:]:
+        if option not in options and (verb == "audit" or option[2:] in SHARED.split()):
+            words += [option, *value]
+    return remedy.replace(found[0], shlex.join([*words, *(word.replace("NAME", name) for word in options)]))
 
 
 def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:

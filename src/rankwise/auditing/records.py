@@ -436,6 +436,9 @@ class Provenance(Record):
     created: str = ""
     """Date and time at the end of the audit: UTC, ISO 8601."""
     command: str = ""
+    arguments: list[Annotated[list[str], Field(min_length=1)]] = Field(default_factory=list)
+    """Arguments of ``rankwise audit``, which commands of remedies repeat: [model], then [option, value] or
+    [flag]. Empty if Python code made the audit, and in older files."""
     versions: dict[str, str] = Field(default_factory=dict)
     advised: bool = False
     """True if `rankwise.skips.recommend` has examined the skip connections."""

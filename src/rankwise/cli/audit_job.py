@@ -197,6 +197,7 @@ def run(
         "revision": model.revision,
         "data": loaded.data.data.replace(str(demo_text()), "the bundled text"),
         "command": job.command,
+        "arguments": [[job.model], *([word for word in pair if word] for pair in job.options.items())],
         "notes": [*model.notes, *loaded.data.notes],
         "weights": weights_digest(model.model, model.random_weights),
         "random_weights": model.random_blocks,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import typer
 
+from rankwise._internals.files import folder_name
 from rankwise.auditing import Audit, AuditError, History, in_order
-from rankwise.auditing.history import folder_name
 from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report

@@ -1,6 +1,7 @@
 """Command `rankwise compress`: make a trained model smaller, and measure costs and savings."""
 
 import json
+import shlex
 import shutil
 import warnings
 from contextlib import suppress
@@ -43,6 +44,7 @@ def command(
     model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
     text: options.Text = None,
     images: options.Images = None,
+    dataset: options.Dataset = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="Share to keep, such as 0.5 (default); or one per part, such as kv=0.5, repeated."),
@@ -87,7 +89,7 @@ def command(
         raise InputError("--parts", expected=expected, got=got, fix="Omit --parts.")
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
     part_targets(names, shares, tolerances)
-    check_data([model], text=text, images=images)
+    check_data([model], text=text, images=images, dataset=dataset)
     check_unused(out)
     if any((Path(model) / name).is_file() for name in (FACTS, NUMBERS)):
         fix = "Compress the model without them, then run `rankwise skip` on the result."
@@ -96,7 +98,8 @@ def command(
         subject = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
-        batches, held_out, notes = _data(subject, text, images, tokens, sequences, batch_size)
+        sizes: dict[str, Any] = {"tokens": tokens, "sequences": 2 * sequences, "batch_size": 2 * batch_size}
+        batches, held_out, notes = _data(subject, sizes, text=text, images=images, dataset=dataset)
         with output.show_progress() as on_step, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*became slower")  # the record notes it as well
             record = compress(
@@ -112,7 +115,8 @@ def command(
             "load": loading_line(subject.model, str(out), subject.name),
         }
         if subject.source:  # a model of a factory has no tokenizer or image processor
-            about["data"] = "text" if images is None else "images"
+            data = {"--text": text, "--images": images, "--dataset": dataset}
+            about["data"] = shlex.join(str(word) for pair in data.items() if pair[1] for word in pair)
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}
         )
@@ -126,7 +130,7 @@ def command(
             raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
         save_compressed(subject.model, out, record)
         if subject.source:
-            modules = _copy_side_files(subject.source, subject.revision or "main", out)
+            modules = copy_side_files(subject.source, subject.revision or "main", out)
             copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
             record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
@@ -154,25 +158,21 @@ def _target(option: str, values: list[str] | None) -> float | dict[str, float] |
     return numbers.get("", numbers or None)
 
 
-def _data(
-    subject: Any, text: Path | None, images: Path | None, tokens: int, sequences: int, batch_size: int
-) -> tuple[list[Any], list[Any], list[str]]:
+def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any], list[Any], list[str]]:
     """Return batches for calibration, batches for measuring costs, and notes on the data."""
     from rankwise.cli.load_data import load_data, split_held_out
 
-    if subject.batches is not None and text is None and images is None:
+    if subject.batches is not None and not any(named.values()):
         every = list(subject.batches)
         half = (len(every) + 1) // 2
         return every[:half], every[half:], []
-    inputs = load_data(
-        subject, text=text, images=images, tokens=tokens, sequences=2 * sequences, batch_size=2 * batch_size
-    )
+    inputs = load_data(subject, **named, **sizes)
     own, others = split_held_out(list(inputs.batches))
     note = "every other sequence was held out" if others else "one sequence, none was held out"
     return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
-def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
+def copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     """Copy tokenizer, image processor and sentence-transformers modules; return the module names."""
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.utils import cached_file

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rankwise._internals.files import check_unused
-from rankwise.cli.options import BatchSize, Device, Dtype, Revision, Sequences, Tokens, TrustRemoteCode
+from rankwise.cli import options
 from rankwise.errors import INTERRUPTED, InputError, in_range, one_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Hugging Face name, or folder, with or without λ-skips.")],
+    model: Annotated[
+        str, typer.Argument(help="Hugging Face name, folder with or without λ-skips, or factory.")
+    ],
     init: Annotated[
         float | None, typer.Option(help="Start from this λ: by default 1 for new λ-skips, else the saved λ.")
     ] = None,
@@ -43,6 +45,8 @@ def command(
     steps: Annotated[int, typer.Option(min=0, help="Fit λ for this number of steps.")] = 50,
     lr: Annotated[float, typer.Option(help="Learning rate of λ.")] = 0.02,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, if λ is not fitted.")] = None,
+    images: options.Images = None,
+    dataset: options.Dataset = None,
     sites: Annotated[
         list[str] | None,
         typer.Option(help="Add, set or fit the λ of these modules; with wildcards, can be repeated."),
@@ -52,14 +56,14 @@ def command(
     ] = None,
     certify: Annotated[bool, typer.Option("--certify", help="Show what λ guarantees.")] = False,
     share: Annotated[float, typer.Option("--a", help="Fraction of μ² that each layer should keep.")] = 0.5,
-    tokens: Tokens = 128,
-    sequences: Sequences = 40,
-    batch_size: BatchSize = 4,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    revision: Revision = None,
+    tokens: options.Tokens = 128,
+    sequences: options.Sequences = 40,
+    batch_size: options.BatchSize = 4,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+    revision: options.Revision = None,
     out: Annotated[Path | None, typer.Option(help="Write the model and its λ-skips to this folder.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Add, fit and certify λ-skips; `HELP` describes the command."""
     from rankwise.cli import output
@@ -87,15 +91,17 @@ def command(
         check_unused(out, fix=f"Choose another name{old * bool(saved and 'model' not in saved)}.")
     if init is not None:
         check_lambda("--init", init)
-    check_data([model], text=text, learn_on=learn_on)
+    check_data([model], text=text, learn_on=learn_on, images=images, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
         loaded = load_model(
             model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
-        size = 1 if learn_on else batch_size
-        inputs = load_data(loaded, text=learn_on or text, tokens=tokens, sequences=sequences, batch_size=size)
+        inputs = load_data(
+            loaded, text=learn_on or text, images=images, dataset=dataset, tokens=tokens, sequences=sequences,
+            batch_size=1 if learn_on else batch_size,
+        )  # fmt: skip
         learning, held = split_batches(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
-        skips, scales = _add_skips(loaded, init, per, sites)
+        skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
         is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
@@ -140,13 +146,10 @@ def split_batches(
     """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""
     import torch
 
+    from rankwise._internals.forward import to_device
+
     device = next(loaded.model.parameters()).device
-    given = list(inputs.batches)
-    if not all(isinstance(batch, Mapping) for batch in given):
-        expected, got = "a model that takes its inputs by name, as in transformers", "one that takes a tensor"
-        fix = "Add λ-skips with `rw.add_lambda_skip(model, example=batch)`."
-        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
-    batches = [{name: value.to(device) for name, value in batch.items()} for batch in given]
+    batches = [to_device(batch, device) for batch in inputs.batches]
     if not learn:
         return [], batches
     if len(batches) < 2:
@@ -155,7 +158,8 @@ def split_batches(
         raise InputError("--learn-on", expected=expected, got=f"{len(batches)}", fix=fix)
     held = batches[::5]
     rest = [batch for at, batch in enumerate(batches) if at % 5]
-    if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal sequences cannot be joined
+    shapes = {batch["input_ids"].shape if isinstance(batch, Mapping) else None for batch in rest}
+    if len(shapes) > 1 or None in shapes:  # unequal sequences cannot be joined, and tensors have no loss
         return rest, held
     joined = [
         {name: torch.cat([sequence[name] for sequence in rest[at : at + batch_size]]) for name in rest[0]}
@@ -165,7 +169,7 @@ def split_batches(
 
 
 def _add_skips(
-    loaded: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None
+    loaded: "LoadedModel", init: float | None, per: str | None, sites: list[str] | None, example: Any
 ) -> tuple["Skips", dict[str, list[float]]]:
     """Return the λ-skips, of which those at `sites` (by default all) receive gradients, and λ of each site.
 
@@ -174,16 +178,16 @@ def _add_skips(
     from rankwise.skips import add_lambda_skip, skips_of
     from rankwise.skips.add import match_sites
 
-    skips = (skips_of(loaded.model) or None) if loaded.source else None
+    skips = skips_of(loaded.model) or None
     kind: Any = per or "layer"
     if skips is not None:
         kind = "channel" if any(value.numel() > 1 for value in skips.values()) else "layer"
     if per not in (None, kind):
-        expected = f"--per {kind}, as the λ saved in {loaded.source}"
+        expected = f"--per {kind}, as the λ saved in {loaded.name}"
         fix = "Omit it, or delete skips.json and skips.safetensors to start anew."
         raise InputError(f"--per {per}", expected=expected, got=str(per), fix=fix)
     if skips is None or sites is not None:
-        skips = add_lambda_skip(loaded.model, per=kind, sites=sites, exist_ok=skips is not None)
+        skips = add_lambda_skip(loaded.model, per=kind, sites=sites, example=example, exist_ok=bool(skips))
     scales = {name: [float(value.detach().mean())] * 2 for name, value in skips.items()}
     chosen = {site.name for site in match_sites(list(skips.sites.values()), sites)}
     for name, parameter in skips.items():
@@ -197,6 +201,7 @@ def _add_skips(
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
     from rankwise._internals.files import write_files
+    from rankwise.cli.compress import copy_side_files
     from rankwise.compression.save import RECORD, structure_of
     from rankwise.skips import remove_lambda_skip, save_skips
 
@@ -207,7 +212,7 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
             model: Any = loaded.model
             loaded.restore_use_cache()
             model.save_pretrained(new)
-            inputs.tokenizer.save_pretrained(new)
+            copy_side_files(loaded.source, loaded.revision or "main", new)
             for name in ("README.md", RECORD) if structure_of(model).changes else ():
                 with suppress(FileNotFoundError):  # a compressed model may be saved without them
                     shutil.copyfile(Path(loaded.source, name), new / name)

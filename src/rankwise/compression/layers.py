@@ -349,11 +349,15 @@ def not_finite(subject: str, what: str, got: str = "NaN or infinity") -> Compres
     return CompressionError(subject, expected=f"finite {what}", got=got, fix=fix)
 
 
+class NoLayersError(CompressionError):
+    """A part of `compress` can change no layer of a model."""
+
+
 def check_some(model: nn.Module, layers: list[Any], skipped: dict[str, str], expected: str, fix: str) -> None:
     """Raise with the first two reasons if no layer is left."""
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:2])
-        raise CompressionError(
+        raise NoLayersError(
             f"model {type(model).__name__}", expected=expected, got=reasons or "no such attention", fix=fix
         )
 

@@ -25,6 +25,7 @@ from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import PARTS
 from rankwise.compression.evaluate import Evaluation, evaluate, snapshot
+from rankwise.compression.layers import NoLayersError
 from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
 from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
@@ -67,6 +68,7 @@ def compress(
       B = S^−½ V_r, where V are the eigenvectors of S^½ P S^½, P = Σ qqᵀ and S = Σ kkᵀ. These factors have the
       least squared error of logits over all pairs of calibration tokens. Heads share one budget of width.
     - ``rotary`` narrows queries and keys with rotary positions: it removes the channel pairs that cost least.
+      Next to ``qk``, each narrows the layers that it fits, and one of them may fit none.
     - ``kv`` computes a decoder's keys and values from a latent (one short vector per token and layer), which
       its cache stores in their place. After ``qk`` or ``rotary`` the latent replaces the narrow keys.
 
@@ -149,7 +151,12 @@ def compress(
             with ExitStack() as applied:
                 for name, (own_keep, own_tolerance) in targets.items():
                     job = Job(model, data, eval_data, own_keep, own_tolerance, calibrate, seed, report)
-                    solutions[name] = solve_part(name, job)
+                    try:
+                        solutions[name] = solve_part(name, job)
+                    except NoLayersError:
+                        if (name, True) not in (("qk", "rotary" in targets), ("rotary", "qk" in solutions)):
+                            raise
+                        continue
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
                 evaluation = evaluate(model, eval_data, changes, before, time, report)
@@ -174,7 +181,8 @@ def compress(
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
-    return record.model_copy(update={"notes": [*record.notes, *slow]})
+    unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
+    return record.model_copy(update={"notes": [*record.notes, *unused, *slow]})
 
 
 def part_targets(
@@ -288,9 +296,9 @@ def _record(
     notes = [note for solution in every for note in solution.notes]
     notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
     alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
-    for name, (_, tolerance) in targets.items():
+    for name, solution in solutions.items():
         measured = [evaluation.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
-        notes += _above(name, tolerance, solutions[name], measured)
+        notes += _above(name, targets[name][1], solution, measured)
     notes += [*_larger(evaluation.fields), *evaluation.notes]
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")

@@ -203,7 +203,8 @@ def _next_steps(record: Compression) -> str:
     if "folder" not in about or "load" not in about:
         return ""
     lines = [about["load"]]
-    if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(about.get("data", "")):
+    option = about.get("data", "")
+    if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(option, option):  # of older files
         code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
         audit = f"rankwise audit {shlex.quote(about['folder'])} {option}{code}"
         lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")

@@ -1,6 +1,7 @@
 """Recommend λ: choose λ for one stack of blocks by trials, and write it into the findings of an audit."""
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
 from rankwise.auditing.measure import measure_states
+from rankwise.auditing.provenance import runnable
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
@@ -144,7 +146,7 @@ def _choose(
 def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     """Return the audit with a λ in every COLLAPSE finding, and a finding per mixer that λ suppresses.
 
-    `choose_lambda` chooses the λ. The remedy is a command, or Python code if the batch is not a dict. A mixer
+    `choose_lambda` chooses the λ. The remedy is a command if a command made the audit, else Python. A mixer
     is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is below
     0.01, and no block around the mixer is reported. Of a dict, only the first four sequences are examined.
     Cost: nothing without COLLAPSE and λ-skips; otherwise one forward pass, one more with λ-skips, and up to
@@ -198,6 +200,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
+    found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
     ordered = sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
     return audit.model_copy(update={"findings": ordered, "provenance": about})
 
@@ -284,14 +287,13 @@ def _remedy(
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
     named = [] if whole else [choice.stack] if in_stack else list(below)
-    if isinstance(batch, Mapping):
-        options = "".join(f"--sites {name} " for name in named)
-        return f"rankwise skip MODEL --init {init:g} {options}--text TEXT --out DIR"
-    if carries:
-        return f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
-    only = f"sites={named}, " if named else ""
-    only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
-    return f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
+    options = "".join(f" --sites {shlex.quote(name)}" for name in named)
+    code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
+    if not carries:
+        only = f"sites={named}, " if named else ""
+        only += 'per="channel", ' * any(value.numel() > 1 for value in skips.values())
+        code = f"rw.add_lambda_skip(model, init={init:g}, {only}example=batch)"
+    return f"{{skip --init {init:g}{options} --out NAME-skips | {code}}}"
 
 
 def mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
