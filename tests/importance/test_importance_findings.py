@@ -74,7 +74,7 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
     [
         (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "take it out"),
         (0.3, True, f"{CHANGES} +15.0%", "nothing: the model needs.*"),
-        (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", ".*--importance exact.*"),
+        (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
     ],
 )
 def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, remedy):
