@@ -14,6 +14,9 @@ from experiments.registry import EXPERIMENTS
 from experiments.render import mean_std, row_mean_std
 from experiments.skips import bound_search
 from experiments.tost import train_demo
+from tests.support.documents import plan_document
+
+from rankwise.plan import plan_head_dim
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +63,19 @@ def test_rotary_pairs_and_heads_cost_at_most_the_claimed_loss(split: int) -> Non
     assert all(ours[count] < curve[count] for curve in rivals for count in ours)
     for own in found["heads"].values():
         assert own["parameters_before"] - own["parameters_after"] == len(own["gone"]) * 4 * 128 * 32
+
+
+def test_a_plan_states_the_losses_of_kept_trainings() -> None:
+    plan = plan_head_dim(64)
+    said = plan_document(plan).verdict.no_action
+    table = EXPERIMENTS["saturation-images"].table()
+    full, *narrow = rows = [table[f"D ≠ HK, K={width}"] for width in (16, 8, 1)]
+    losses = [row_mean_std(row, "loss", 3) for row in rows]
+    assert "{} at K = 16, {} at 8 (K* = 9), and {} at 1: ".format(*losses) in said
+    assert all({run["settings"]["heads"] for run in row.runs} == {4} for row in rows)
+    assert all(row.mean("loss") - full.mean("loss") < row.std("loss") for row in narrow)
+    assert [len(row.runs) for row in rows] == [3, 3, 3]
+    assert plan.head_dim == 9
 
 
 def test_narrow_queries_and_keys_are_within_bounds_and_better_than_every_null() -> None:

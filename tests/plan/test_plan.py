@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,21 @@ import pytest
 import torch
 from tests.support.documents import plan_document
 from tests.unchecked import unchecked
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    BertConfig,
+    BertModel,
+    MiMoV2FlashConfig,
+    MiMoV2FlashForCausalLM,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
 
 import rankwise as rw
+from rankwise.models import SoftmaxAttention
 from rankwise.plan import HeadDimPlan, plan_head_dim, trained_widths
 from rankwise.plan.planner import gains, largest_fall, saturation, saturation_index
 from rankwise.plan.ranks import RandomHead
@@ -117,6 +130,86 @@ def test_costs_are_what_torch_counts(mask: str) -> None:
     )
 
 
+def count(module: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def grouped_model(head_dim: int) -> PreTrainedModel:
+    """A model with 4 heads, 2 key heads, and values of width 24 whatever the width of queries and keys."""
+    config = MiMoV2FlashConfig(
+        vocab_size=16, hidden_size=96, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, v_head_dim=24, layer_types=["full_attention"],
+        mlp_layer_types=["dense"], pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return MiMoV2FlashForCausalLM(config).half().eval()
+
+
+def test_savings_are_those_of_a_model_with_key_heads() -> None:
+    plan = plan_head_dim(64, "causal", heads=4, kv_heads=2, head_dim=24, width=96, positions="rope", trials=2)
+    present, star = plan.costs[:2]
+    models = [grouped_model(cost.head_dim) for cost in (present, star)]
+    assert count(models[0]) - count(models[1]) == present.parameters - star.parameters > 0
+    keys, values = [], []
+    for model in models:
+        [layer] = model(torch.arange(10)[None]).past_key_values.layers
+        keys.append(layer.keys.nbytes / 10)
+        values.append(layer.values.nbytes)
+    assert keys == [present.cache_bytes, star.cache_bytes]
+    assert values[0] == values[1]
+
+
+def test_parameters_are_those_of_encoders() -> None:
+    sizes = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
+    plan = plan_head_dim(64, heads=4, width=96, trials=2)
+    present, star = plan.costs[:2]
+    for model in (BertModel(BertConfig(vocab_size=8, **sizes)), ViTModel(ViTConfig(image_size=32, **sizes))):
+        weights = [
+            weight
+            for name, weight in model.named_parameters()
+            if name.endswith(("query.weight", "key.weight", "q_proj.weight", "k_proj.weight"))
+        ]
+        assert len(weights) == 2
+        assert sum(weight.numel() for weight in weights) == present.parameters
+    mixers = [SoftmaxAttention(96, 4, query_dim=cost.head_dim, bias=False) for cost in (present, star)]
+    assert count(mixers[0]) - count(mixers[1]) == present.parameters - star.parameters > 0
+
+
+def test_fused_attention_on_a_cpu_requires_values_of_the_same_width() -> None:
+    query = torch.randn(1, 2, 8, 14)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        scaled_dot_product_attention(query, query, query)
+        with pytest.raises(RuntimeError, match="kernel"), warnings.catch_warnings(action="ignore"):
+            scaled_dot_product_attention(query, query, torch.randn(1, 2, 8, 64))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": 4, "width": 128}, "At 4 heads, rank at random weights saturates at K* = {star} (95 %"),
+        ({"heads": 4, "width": 128}, "queries and keys of width {star} in place of 32, with the same values"),
+        ({"heads": 4, "width": 128}, "save {parameters:,} parameters in each layer and"),
+        ({"heads": 4, "width": 128}, "rank/T is {rank:.2f} at K*, {now:.2f} at 32."),
+        ({"heads": 4, "width": 128, "kv_heads": 2}, "where keys are cached, {cache:,} bytes per token;"),
+        ({"heads": 64, "width": 128}, "queries and keys are 2 wide, so there is nothing to save."),
+        (
+            {"heads": 1, "width": 300},
+            "rank/T is {rank:.2f} at K*, – at 300.",
+        ),  # it is outside of the widths tried
+        ({}, "Rank at random weights saturates at K* = {star} (95 %"),
+        ({}, "With heads and a model width, a plan counts what a width of K* saves."),
+        ({"head_dims": [1, 2], "heads": 4, "width": 128}, "so no width follows."),
+    ],
+)
+def test_the_first_sentence_says_what_k_star_saves(options: dict[str, object], said: str) -> None:
+    plan = plan_head_dim(64, trials=3, **options)
+    present, star = (plan.costs * 2)[:2] if plan.costs else (None, None)
+    numbers = {"star": plan.head_dim, "rank": {k: mean for k, mean, _ in plan.curve}[plan.head_dim]}
+    if present and star:
+        numbers |= {"now": present.rank_share, "parameters": present.parameters - star.parameters}
+        numbers |= {"cache": present.cache_bytes - star.cache_bytes}
+    assert said.format(**numbers) in plan_document(plan).verdict.sentence
+
+
 def test_no_rank_is_stated_outside_the_widths_tried() -> None:
     plan = plan_head_dim(64, head_dims=[2, 4, 8, 16], heads=1, head_dim=3, width=3, trials=2)
     shares = {k: m for k, m, _ in plan.curve}
@@ -200,7 +293,7 @@ def test_save_load_and_page(tmp_path: Path) -> None:
     plan = plan_head_dim(64, heads=2, width=64, trials=2).model_copy(update={"notes": ["<script>"]})
     assert HeadDimPlan.load(plan.save(tmp_path)) == plan
     page = plan.to_html(tmp_path).read_text()
-    assert f"Saturates at K* = {plan.head_dim}" in page
+    assert f"saturates at K* = {plan.head_dim}" in page
     assert "random weights" in page
     assert "Recommended" not in page
     assert "&lt;script&gt;" in page

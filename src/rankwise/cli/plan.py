@@ -1,11 +1,11 @@
 """Command `rankwise plan`, and token states from a model, a text or images."""
 
+import math
 import platform
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -143,18 +143,12 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
     except KeyboardInterrupt:
         notes = [*plan.notes, "Interrupted before the trained heads were measured."]
         return plan.model_copy(update={"complete": False, "notes": notes})
-    required = [head.required for head in trained if head.required >= 0]  # not NaN
+    broken = sum(math.isnan(head.required) for head in trained)
     note = "" if trained else "No softmax attention was captured: the width that heads require is unknown."
-    if required:
-        wider, average = sum(width > plan.head_dim for width in required), fmean(required)
-        note = (
-            f"{wider} of {len(required)} trained heads require more than K* = {plan.head_dim} of their width "
-            f"at {plan.tolerance:g} nats, {average:.1f} on average. K* is where random heads stop gaining "
-            "rank; the required width is what these heads have learned to use."
-        )
-    if broken := len(trained) - len(required):
-        note += f" NaN or infinity in {broken} of {len(trained)} heads: the width they require is unknown."
-    return plan.model_copy(update={"trained": trained, "notes": [*plan.notes, note.strip()]})
+    if broken:
+        note = f"NaN or infinity in {broken} of {len(trained)} heads: the width they require is unknown."
+    notes = [*plan.notes, *([note] if note else [])]
+    return plan.model_copy(update={"trained": trained, "notes": notes})
 
 
 def attention_of(loaded: "LoadedModel", width: int | None = None) -> dict[str, Any]:
