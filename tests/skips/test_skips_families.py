@@ -142,6 +142,19 @@ class Listed(nn.Module):
         return x
 
 
+class Keyed(nn.Module):
+    """Model that runs the blocks of its dict in turn."""
+
+    def __init__(self, **blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
 class Other(Copying):
     """Block of another class."""
 
@@ -156,8 +169,9 @@ def test_blocks_without_a_lambda_are_named() -> None:
         (["0.1"], nn.Sequential(nn.Sequential(whole, scaled), nn.Sequential(one, two))),
         (["blocks.0"], Listed(other, whole, one)),
         (["0.blocks.1"], nn.Sequential(Listed(whole, other), Listed(one, two))),
+        (["blocks.middle"], Keyed(first=whole, middle=other, last=one)),
         ([], nn.Sequential(nn.Sequential(whole, nn.Linear(8, 8)), nn.Sequential(three, nn.Linear(8, 8)))),
     ):
         notes = add_lambda_skip(model, example=torch.randn(2, 5, 8)).notes
-        assert notes == tuple(f"no λ in {name}: {NO_SUM}" for name in names)
+        assert notes == ((f"no λ in {', '.join(names)}: {NO_SUM}",) if names else ())
         remove_lambda_skip(model)

@@ -159,7 +159,10 @@ def add_lambda_skip(
         if not found:
             out = f"{len(missed)} out of reach of all modules, in {', '.join(missed[:3])}"
             got = out if missed else "none: no sum x + f(x) in which f mixes tokens"
-            fix = "A block must compute x + f(x), f in a module, and the example have two tokens or more."
+            fix = (
+                "A block must compute x + f(x) on states (B, T, D) or (T, D), with derivatives (no reentrant "
+                "checkpoint) and f in a module, and the example have two tokens or more."
+            )
             if own := own_skips(model):
                 fix = f"The model has its own λ in {min(own)}: set `skip_init` in its configuration."
             raise SkipError(subject, expected="residual connections around mixers", got=got, fix=fix)
@@ -283,9 +286,10 @@ def check_lambda(subject: str, value: object) -> None:
 def _notes_of_missed(model: nn.Module, found: Iterable[SkipSite], missed: list[str]) -> list[str]:
     known = [name for site in found for name in (site.write.module, site.block)]
     without = blocks_without(model, [*known, *missed])
+    listed = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if without[3:] else "")
     return [
         *(f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed),
-        *(f"no λ in {name}: no sum x + f(x) ran in it in which f mixes tokens" for name in without),
+        *([f"no λ in {listed}: no sum x + f(x) ran in it in which f mixes tokens"] if without else []),
     ]
 
 

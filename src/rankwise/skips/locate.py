@@ -131,23 +131,28 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
 
 
 def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the numbered modules that hold none of the named modules, although modules alike hold one.
+    """Return the items of lists and dicts that hold none of the named modules, although items alike do.
 
-    Modules are alike if their names differ in numbers alone and they are of one class, or any in a list.
-    Outermost modules are compared by their last number, as blocks of a list; modules inside them only to
-    those at the same place.
+    Items are alike if their names differ in numbers alone and they are of one class, or any in a ModuleList
+    or a ModuleDict. Outermost items are compared by their last name, as blocks of a list; items inside them
+    only to those at the same place.
     """
-    held = {name[: end.end()] for name in names for end in re.finditer(r"\b\d+\b", name)}
+
+    def listed(name: str) -> bool:
+        return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.ModuleList | nn.ModuleDict)
+
+    def is_item(name: str) -> bool:
+        return name.rpartition(".")[2].isdigit() or listed(name)
 
     def place(name: str) -> tuple[str, type]:
-        outer, around = re.sub(r"\b\d+\b(?=\.)", "*", name), name.rpartition(".")[0]
-        listed = isinstance(model.get_submodule(around), nn.ModuleList)
-        kind = nn.Module if listed else type(model.get_submodule(name))
-        return outer if "*" in outer else around, kind
+        outer = re.sub(r"\b\d+\b(?=\.)", "*", name)
+        kind = nn.Module if listed(name) else type(model.get_submodule(name))
+        return outer if "*" in outer else name.rpartition(".")[0], kind
 
+    items = [name for name, _ in model.named_modules() if name and is_item(name)]
+    held = {name for name in items if any(f"{one}.".startswith(f"{name}.") for one in names)}
     places = {place(name) for name in held}
-    numbered = [name for name, _ in model.named_modules() if name.rpartition(".")[2].isdigit()]
-    found = [name for name in numbered if name not in held and place(name) in places]
+    found = [name for name in items if name not in held and place(name) in places]
     return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
