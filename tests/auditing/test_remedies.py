@@ -151,6 +151,12 @@ def renamed(finding: Finding) -> None:
     assert not type(model).from_pretrained("renamed", output_loading_info=True)[1]["missing_keys"]
 
 
+def compared(finding: Finding) -> None:
+    batch = ids() | {"labels": ids()["input_ids"]}
+    runs = rw.skips.try_lambdas(collapsed, [batch], steps=1, alternatives={"pre-norm": bert})
+    assert list(runs) == ["as it is", "λ = 2", "λ = 4", "λ = 8", "λ = 16", "pre-norm"]
+
+
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "set the weights of the output projection that read this head to 0, and compare the loss": without_head,
     "replace it with a linear map of each token, the product of its output and value projections, "
@@ -158,6 +164,7 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "give both the query and key weights of one of them, and compare the loss": merged,
     ", and save it under the names of the model": renamed,
     "raise λ in the config or the skip connections of the model, if it has λ": raised,
+    "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas": compared,
     "or take the block out of its list and compare the loss": without_block,
     "or set the weights of its output projection to 0 and compare the loss": without_mixer,
 }

@@ -304,7 +304,10 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "Known: model.layers.0, mo",
         ),
         ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
-        (f"{NETS}:plain", (*ON_TEXT, "--certify"), InputError, "a model that takes its inputs by name"),
+        (f"{NETS}:plain", (*FIT, "--certify"), InputError, "batch: expected a dict with `input_ids`"),
+        ("nowhere", ("--certify", "--try-steps", 1), InputError, "--try-steps N alone, got both"),
+        ("nowhere", ("--certify", "--alternative", "a"), InputError, "--try-steps N alone, got neither"),
+        (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
         (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
         (f"{NETS}:few_words", (*FIT, "--certify"), InputError, "`batch`: expected a batch that Llama"),
     ],
@@ -474,6 +477,95 @@ def test_a_factory_of_a_model_of_transformers(run, tiny, tmp_path, monkeypatch) 
     assert run(f"{NETS}:named", *ON_TEXT, "--out", "new").exit_code == 0
     assert written("new") == {"0": [1], "1": [1]}
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"skips.json", "skips.safetensors"}
+
+
+FACTORY = f"""
+import sys
+from pathlib import Path
+
+import torch
+
+import rankwise as rw
+
+sys.path.insert(0, {str(Path(NETS).parent)!r})
+from nets import Average, collapsing
+
+
+def build():
+    model, batches = collapsing()
+    batches = list(batches)
+    if Path("new/skips.json").exists():
+        rw.skips.load_skips(model, "new", example=batches[0])
+    return model, batches
+
+
+def weak():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Average(), Average())
+
+
+def loss(model, batch):
+    return (model(batch) - batch).square().mean() / FACTOR
+"""
+
+
+def test_the_advice_for_a_model_of_a_factory_is_followed(run: Run, tmp_path: Path) -> None:
+    """The factory takes tensors; it loads the λ-skips that the command wrote, as the command says."""
+    (tmp_path / "own.py").write_text(FACTORY)
+    model = load_model.load_model("own.py:build")
+    batches = list(model.batches or ())
+    choice = skips.choose_lambda(model.model, batches[0], "*")
+    result = run("own.py:build", "--init", choice.value, "--certify", "--out", "new")
+    assert result.exit_code == 0, result.output
+    assert "call rw.skips.load_skips(model, 'new', example=batch) in own.py:build" in result.output.replace(
+        "\n", " "
+    )
+    repaired = load_model.load_model("own.py:build").model
+    assert [float(skip.detach()) for skip in skips.skips_of(repaired).values()] == [choice.value] * 6
+    assert "COLLAPSE" not in {one.code for one in rw.audit(repaired, batches).findings}
+    result = run("own.py:build", "--certify")  # with the λ that the factory has loaded
+    assert "tried: an audit of this batch finds no COLLAPSE" in " ".join(result.output.split())
+
+
+def test_a_certificate_shows_what_is_advised_if_no_lambda_helps(run: Run, monkeypatch) -> None:
+    monkeypatch.setattr("rankwise.skips.recommendation.TRIED", (1.0,))
+    result = run(f"{NETS}:collapsing", "--certify")
+    assert result.exit_code == 0, result.output
+    assert "none nothing that was tried helps" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("factor", ["1", "0"], ids=["finite", "infinite"])
+def test_lambdas_and_alternatives_are_trained(run: Run, tmp_path: Path, factor: str) -> None:
+    (tmp_path / "own.py").write_text(FACTORY.replace("FACTOR", factor))
+    options = ("--try-steps", 3, "--init", 2, "--alternative", "own.py:weak", "--lr", 0.01)
+    result = run("own.py:build", *options)
+    assert result.exit_code == 0, result.output
+    module = load_model.load_model("own.py:build")
+    runs = rw.skips.try_lambdas(
+        lambda: load_model.load_model("own.py:build").model, module.batches or (), [2.0], steps=3, lr=0.01,
+        loss=module.loss, alternatives={"own.py:weak": lambda: load_model.load_model("own.py:weak").model},
+    )  # fmt: skip
+    for name, losses in runs.items():
+        assert f"{name} {losses[0]:.3f} {losses[-1]:.3f} {len(losses)}" in " ".join(result.output.split())
+    assert {len(losses) for losses in runs.values()} == {3 if factor == "1" else 1}
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name == "new"] == []
+
+
+def test_ctrl_c_keeps_the_trainings_that_are_done(run: Run, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "own.py").write_text(FACTORY.replace("FACTOR", "1"))
+    whole, calls = torch.optim.AdamW.step, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    result = run("own.py:build", "--try-steps", 1)
+    assert result.exit_code == 130
+    assert "as it is" in result.output
+    assert "λ = 2" not in result.output
 
 
 def test_the_tokenizer_of_the_revision_is_saved_with_the_model(run, tiny, monkeypatch) -> None:

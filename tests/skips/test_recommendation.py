@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -77,22 +78,109 @@ def test_the_least_lambda_without_a_collapse_is_chosen(device: torch.device) -> 
         rw.remove_lambda_skip(model)
 
 
-def test_the_best_lambda_is_chosen_if_every_lambda_collapses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recommendation, "TRIED", (0.25, 0.5))
     model = averaging(2.0)
     rw.add_lambda_skip(model, init=0.1, example=START)
     choice = choose_lambda(model, START, "blocks")
-    assert not choice.removes_collapse
-    assert choice.value == max(choice.tried, key=lambda trial: trial[1])[0]
+    assert (choice.value, choice.removes_collapse, choice.instead) == (None, False, recommendation.UNHELPFUL)
+    assert [value for value, _ in choice.tried] == [0.25, 0.5]
     (finding,) = collapse_of(advised(model))
-    assert f"|λ| = {choice.value:g} is best, and COLLAPSE remains" in finding.meaning
-    follow(finding, model)
+    assert "no |λ| up to 0.5 removes COLLAPSE, and no λ is named. Proved" in finding.meaning
+    assert finding.remedy == choice.instead
+    assert "lambda_tried" not in finding.evidence
+    assert finding.evidence["relative_spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
+    rw.skips.remove_lambda_skip(model)
+    rw.add_lambda_skip(model, init=0.5, example=START)
     (after,) = collapse_of(rw.audit(model, [START]))
     lowest = finding.evidence["relative_spread_lowest_tried"]
     rounding = 16 * torch.finfo(torch.float32).eps  # of states whose differences are of this order
     assert after.evidence["relative_spread_lowest"] == pytest.approx(lowest, abs=rounding)
     assert lowest > 10 * rounding
-    assert lowest > finding.evidence["relative_spread_lowest"]
+
+
+class PostNorm(nn.Module):
+    """Add to its input and normalize the sum, if not told otherwise by an attribute."""
+
+    def __init__(self, name: str, value: bool) -> None:
+        super().__init__()
+        self.part = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.pre = nn.LayerNorm(8), (name, not value)
+        setattr(self, name, value)
+        nn.init.zeros_(self.part.in_proj_weight[:16])
+        nn.init.normal_(self.part.in_proj_weight[16:], std=3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        name, pre = self.pre
+        if getattr(self, name) == pre:
+            y = self.norm(x)
+            return x + 0.02 * self.part(y, y, y)[0]
+        y = self.norm(x + self.part(x, x, x)[0])
+        return y + 3 * y.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["norm_first", "post_norm", "placement"])
+def test_pre_norm_is_the_advice_if_it_removes_the_collapse_that_no_lambda_removes(name: str) -> None:
+    torch.manual_seed(0)
+    model = Stack(PostNorm(name, name == "post_norm") for _ in range(6)).eval()
+    with untouched(model):
+        (finding,) = collapse_of(advised(model))
+    if name == "placement":  # nothing says that it decides where norms are
+        assert finding.remedy == recommendation.UNTRIED
+        return
+    option = recommendation.PRE_NORM[name][1]
+    assert finding.remedy == recommendation.BUILD_PRE_NORM.format(option=option)
+    for block in model.blocks:
+        setattr(block, *block.pre)
+    assert collapse_of(advised(model)) == []
+
+
+class Bytes(nn.Module):
+    """Layers of PyTorch over bytes, with weights of a standard deviation of 0.2."""
+
+    def __init__(self, norm_first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=norm_first)
+        self.embed = nn.Embedding(256, 64)
+        self.layers = nn.ModuleList(deepcopy(layer) for _ in range(24))
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mask = self.embed(x), nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return x
+
+
+@pytest.mark.parametrize("deep", [True, False], ids=["pre-norm", "λ"])
+def test_nothing_more_is_advised_after_the_advice_is_followed(deep: bool) -> None:
+    batch = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0)) if deep else START
+    model = Bytes().eval() if deep else averaging(1.0)
+    (finding,) = collapse_of(advised(model, batch))
+    if deep:
+        assert finding.remedy == recommendation.BUILD_PRE_NORM.format(option="norm_first=True")
+        model = Bytes(norm_first=True).eval()
+    else:
+        follow(finding, model)
+    again = advised(model, batch)
+    assert collapse_of(again) == []
+    assert inactive(again) == []
+    assert not any("skip" in action or "norm" in action for action in again.verdict.actions)
+
+
+def test_a_lambda_that_suppresses_mixers_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = averaging(1.0)
+    choice = choose_lambda(model, START, "blocks")
+    assert choice.value is not None
+    monkeypatch.setattr(recommendation, "TRIED", (10_000.0,))
+    other = choose_lambda(model, START, "blocks")
+    assert (other.value, other.removes_collapse) == (None, True)
+    assert "|λ| = 10000 removes COLLAPSE, but suppresses 6 mixers, and no λ is named" in other.statement
+    rw.add_lambda_skip(model, init=10_000, example=START)
+    assert inactive(advised(model)) == choice.sites
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["no norm after the sum", "norm"])
@@ -283,7 +371,7 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
     if existing is not None:
         rw.add_lambda_skip(model, init=existing, example=START)
     (finding,) = collapse_of(advised(model))
-    assert "Tried on this batch: no larger |λ| is better, and COLLAPSE remains." in finding.meaning
+    assert "Tried on this batch: no |λ| up to 16 removes COLLAPSE, and no λ is named." in finding.meaning
     assert finding.remedy == recommendation.UNHELPFUL
     for part in model.blocks:
         part[1] = nn.Identity()

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +52,8 @@ class LoadedModel:
     """Name or folder with the tokenizer and the image processor; empty for a factory's model."""
     batches: Iterable[Any] | None = None
     """Batches that a factory returned with the model."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """Function `loss(model, batch)` in the file of a factory."""
     notes: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
     tokenizer: str = ""
@@ -174,7 +176,7 @@ def _from_factory(path: Path, name: str) -> LoadedModel:
     model, batches = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     expected = "a torch.nn.Module, or a pair of one and its batches"
     instance_of(subject, model, nn.Module, expected, fix="Return the model from the factory.")
-    return LoadedModel(model, f"{path}:{name}", batches=batches)
+    return LoadedModel(model, f"{path}:{name}", batches=batches, loss=getattr(module, "loss", None))
 
 
 def _from_transformers(

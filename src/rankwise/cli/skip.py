@@ -1,8 +1,9 @@
 """Command `rankwise skip`: add, fit, save and certify λ-skips."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,11 +24,15 @@ With --learn-on, only λ is fitted and all other weights are frozen. The folder 
 its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
 Ctrl-C ends the fit and writes the λ of its last finished step.
 
+With --try-steps, the model is trained as it is and with each λ, and each --alternative, from one seed.
+Batches need labels, or the file of a factory a function loss(model, batch).
+
 [bold]Examples[/bold]
 
   rankwise skip gpt2 --init 1 --learn-on book.txt --steps 100 --out gpt2-skips
   rankwise skip gpt2-skips --text book.txt --certify
   rankwise skip ./my-bert --init 2 --sites "bert.encoder.layer.[89]" --text book.txt --out my-bert-2
+  rankwise skip model.py:build --try-steps 100 --alternative model.py:build_pre_norm
 """
 CERTIFICATE = ("certificate.json", "certificate.html")
 
@@ -43,7 +48,15 @@ def command(
         Path | None, typer.Option(help="Fit λ on this text; every fifth sequence is held out for the report.")
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Fit λ for this number of steps.")] = 50,
-    lr: Annotated[float, typer.Option(help="Learning rate of λ.")] = 0.02,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate: by default 0.02 for λ, 0.0003 for --try-steps.")
+    ] = None,
+    try_steps: Annotated[
+        int, typer.Option(min=0, help="Train with λ = 2, 4, 8, 16 (or --init) for this number of steps.")
+    ] = 0,
+    alternative: Annotated[
+        list[str] | None, typer.Option(help="Train this model as well; can be repeated.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, if λ is not fitted.")] = None,
     images: options.Images = None,
     dataset: options.Dataset = None,
@@ -71,19 +84,29 @@ def command(
     from rankwise.cli.load_model import load_model
     from rankwise.report import write_page
     from rankwise.report.skip_report import certificate_document, skip_document
-    from rankwise.skips import certify_skip, fit_skips, load_skips, mean_loss, skips_of, spread_by_layer
+    from rankwise.skips import (
+        certify_skip,
+        choose_lambda,
+        fit_skips,
+        load_skips,
+        mean_loss,
+        skips_of,
+        spread_by_layer,
+    )
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import check_share
     from rankwise.skips.fit import RATE
     from rankwise.skips.store import fit_notes
 
+    lr = (0.0003 if try_steps else 0.02) if lr is None else lr
     in_range("--lr", lr, "(0, inf)", fix=RATE)
     check_share(share)
     if per is not None:
         one_of("--per", per, ("layer", "channel"))
-    if out is None and not certify:
-        expected, fix = "--out DIR, --certify, or both", "Add one of them."
-        raise InputError("what to do", expected=expected, got="neither", fix=fix)
+    if (out is not None or certify) == (try_steps > 0) or (alternative and not try_steps):
+        expected, fix = "--out DIR, --certify, or both; or --try-steps N alone", "Change the options."
+        got = "both" if try_steps else "neither"
+        raise InputError("what to do", expected=expected, got=got, fix=fix)
     # a folder that this command wrote for the model may be written again
     saved = {} if out is None or out.resolve() == Path(model).resolve() else fit_notes(out)
     if out is not None and saved.get("model") != model:
@@ -93,13 +116,17 @@ def command(
         check_lambda("--init", init)
     check_data([model], text=text, learn_on=learn_on, images=images, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
-        loaded = load_model(
-            model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+        load = partial(
+            load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
+        loaded = load(model)
         inputs = load_data(
             loaded, text=learn_on or text, images=images, dataset=dataset, tokens=tokens, sequences=sequences,
             batch_size=1 if learn_on else batch_size,
         )  # fmt: skip
+        if try_steps:
+            _try(load, [model, *(alternative or ())], loaded.loss, inputs, init, try_steps, lr)
+            return
         learning, held = split_batches(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
@@ -107,6 +134,9 @@ def command(
         mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         notes, complete = [*loaded.notes, *skips.notes], True
+        if out is not None and not loaded.source:
+            call = f"rw.skips.load_skips(model, {str(out)!r}, example=batch)"
+            notes.append(f"weights of a factory's model are not written: call {call} in {model}")
         if learn_on is not None:
             before = mean_loss(loaded.model, held, mask)
             with output.show_progress("fitting λ", steps) as show:
@@ -133,11 +163,31 @@ def command(
     if out is not None and not skips_of(loaded.model):  # saving the model removed them
         load_skips(loaded.model, out)
     certificate = certify_skip(loaded.model, held[0], share)
-    document = certificate_document(certificate)
+    choices = [choose_lambda(loaded.model, held[0], stack) for stack in report["collapse"][0]]
+    document = certificate_document(certificate, choices)
     output.print_results(document)
     if out is not None:
         written = certificate.save(out / CERTIFICATE[0]), write_page(document, out / CERTIFICATE[1])
         output.print_results(None, [("wrote", path) for path in written])
+
+
+def _try(
+    load: Callable[[str], "LoadedModel"], models: list[str], loss: Any, inputs: "LoadedData",
+    init: float | None, steps: int, lr: float,
+) -> None:  # fmt: skip
+    """Train the first model with each λ, and the other models as they are; print the losses."""
+    from rankwise.cli.output import print_results
+    from rankwise.report.skip_report import trial_document
+    from rankwise.skips import try_lambdas
+    from rankwise.skips.recommendation import TRIED
+
+    values = TRIED[1:] if init is None else (init,)
+    builds = {name: partial(lambda name: load(name).model, name) for name in models}
+    build = builds.pop(models[0])
+    runs = try_lambdas(build, inputs.batches, values, steps=steps, lr=lr, loss=loss, alternatives=builds)
+    print_results(trial_document(runs, inputs.data, steps))
+    if len(runs) <= len(values) + len(builds):
+        raise typer.Exit(INTERRUPTED)
 
 
 def split_batches(
@@ -146,10 +196,10 @@ def split_batches(
     """Return batches to learn from, and batches to measure on (every fifth sequence if λ is fitted)."""
     import torch
 
-    from rankwise._internals.forward import to_device
+    from rankwise._internals.forward import drop_unused_labels, to_device
 
     device = next(loaded.model.parameters()).device
-    batches = [to_device(batch, device) for batch in inputs.batches]
+    batches = [to_device(drop_unused_labels(loaded.model, batch)[0], device) for batch in inputs.batches]
     if not learn:
         return [], batches
     if len(batches) < 2:

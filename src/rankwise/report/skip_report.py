@@ -1,12 +1,17 @@
 """Build the reports on λ-skips, skip connections λx + f(x) around a mixer f, and on their certificates."""
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.skips.certificate import SkipCertificate, StackCertificate
+from rankwise.skips.certificate import LambdaChoice, SkipCertificate, StackCertificate
+
+HEADINGS = ["stack", "λ", "use"]
+ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
 
 def skip_document(
@@ -37,8 +42,24 @@ def skip_document(
     )
 
 
-def certificate_document(certificate: SkipCertificate) -> Document:
-    """Return the report on a certificate: the spread μ that each layer keeps, the |λ| each bound needs."""
+def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -> Document:
+    """Return the report on the losses of trainings by name; the last tenth of the steps counts."""
+    last = max(steps // 10, 1)
+    ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
+    rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
+    _, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
+    headings = ["run", "loss at the start", f"mean of the last {last} steps", "steps"]
+    return Document(
+        command="Rankwise skip",
+        heading="Training with λ",
+        setting=data,
+        verdict=Verdict(sentence=f"Lowest loss at the end, with one seed: {best}."),
+        sections=[Section("trial", "Losses", tables=[Table("Losses", headings, rows)])],
+    )
+
+
+def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaChoice] = ()) -> Document:
+    """Return the report on a certificate, with the |λ| of each bound, and the choices for its stacks."""
     root = f"√a = {certificate.a**0.5:.2f}"
     measured = "lambda_value", "norm", "kept", "kept_lower_bound", "mixing_share", "mixing_norm", "value_norm"
     least = "min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"
@@ -46,6 +67,11 @@ def certificate_document(certificate: SkipCertificate) -> Document:
         [[layer.site, *(_cell(getattr(layer, name)) for name in names)] for layer in certificate.layers]
         for names in (measured, least)
     ]
+    advised = [
+        [choice.stack or "model", "none" if choice.value is None else f"|λ| ≥ {choice.value:g}",
+         choice.instead or "tried: an audit of this batch finds no COLLAPSE"]
+        for choice in choices
+    ]  # fmt: skip
     uses = [[stack.stack or "model", *use] for stack in certificate.stacks for use in _uses(stack, root)]
     tables = [
         Table(
@@ -63,7 +89,11 @@ def certificate_document(certificate: SkipCertificate) -> Document:
         setting=f"{certificate.sequences} sequences · {root}",
         verdict=Verdict(sentence=" ".join(map(_kept, certificate.stacks)) or "No λ-skips."),
         sections=nonempty(
-            Section("uses", "Larger λ", tables=[Table("Larger λ", ["stack", "λ", "use"], uses)]),
+            Section(
+                "uses",
+                "Larger λ",
+                tables=[Table("Larger λ", HEADINGS, advised + uses, note=ABOUT)],
+            ),
             Section("layers", "Layers", tables=tables),
         ),
         notes=certificate.notes,

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from rankwise.skips.modules import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
     from rankwise.skips.store import apply_saved_skips, load_skips, save_skips
+    from rankwise.skips.trial import try_lambdas
 
 __all__ = [
     "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipSite",
     "Skips", "StackCertificate", "add_lambda_skip", "apply_saved_skips", "certify_skip",
     "choose_lambda", "fit_skips", "load_skips", "mean_loss", "recommend", "remove_lambda_skip",
-    "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer",
+    "save_skips", "skip_parameter_groups", "skips_of", "spread_by_layer", "try_lambdas",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy_names(__name__)

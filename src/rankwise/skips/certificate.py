@@ -128,17 +128,22 @@ class LambdaChoice(Record):
     stack: str
     sites: list[str]
     """Names of the λ-skips or residual connections in the stack; empty if none was found."""
-    value: float
-    """Least |λ| tried without a COLLAPSE finding; if all have one, the |λ| whose lowest μ/‖Y‖ is highest."""
+    value: float | None
+    """Least |λ| tried without a COLLAPSE finding. None if all have one, or if with that |λ| a mixer would be
+    reported as INACTIVE_BLOCK: then no λ is named."""
     removes_collapse: bool
-    """True if an audit of this batch finds no COLLAPSE once every |λ| of the stack is at least `value`."""
+    """True if an audit of this batch finds no COLLAPSE with the last |λ| of `tried`."""
     tried: list[tuple[float, Number]]
     """Pairs (|λ|, lowest μ/‖Y‖ after a block of the stack), in the order of the trials."""
     proved: float | None
     """|λ| from which on each layer is proved to keep half of the μ² of its input on this batch (half of
     μ²/‖Y‖² if no norm follows the sum). None if it is unknown or infinite."""
     mixing_share: Number
-    """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at `value`; near 0, the mixers no longer matter."""
+    """Mean of ‖f(x)‖/‖λx + f(x)‖ in the stack at the best |λ| tried; near 0, the mixers no longer matter."""
+    statement: str = ""
+    """What was tried, what is proved, and what is known about training, in words."""
+    instead: str = ""
+    """What to do if no λ is named: pre-norm, or nothing that was tried helps."""
 
 
 def _upgraded(content: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import Batch, batch_errors, check_batch, each_batch, run_model
+from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
@@ -42,7 +42,11 @@ TRAINS = (
     "known about training with it (docs/how-to/monitor.md has an experiment)"
 )
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
-UNHELPFUL = f"no larger |λ| up to {TRIED[-1]:g} helps; examine the parts between the mixers of the stack"
+UNHELPFUL = "nothing that was tried helps: examine the parts between the mixers of the stack"
+PRE_NORM = {"norm_first": (True, "norm_first=True"), "post_norm": (False, 'norm_position="pre"')}
+"""Attributes of blocks that decide where norms are: the value for pre-norm, and the option that sets it."""
+BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has no COLLAPSE on this batch"
+UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
 TOLD = " Tried on this batch: "
 
 
@@ -51,10 +55,12 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
 
     COLLAPSE is the finding that the tokens of a stack become nearly equal. A trial raises every smaller |λ|
     of the stack to the tried value, and applies the rule of this finding to the token states of the batch.
-    Signs of λ are preserved, and 0 counts as positive. The model is not changed.
+    Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if COLLAPSE
+    remains with all of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
+    what to do. `try_lambdas` shows what trains.
 
-    Cost: up to ten forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the mixing
-    matrix of each head.
+    Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
+    mixing matrix of each head.
 
     Args:
         model: module with λ-skips, with `LambdaSkip`, or with plain residual connections.
@@ -112,35 +118,66 @@ def _choose(
     names = [site.name for site in inside]
     if not inside:
         return LambdaChoice(
-            stack=stack, sites=names, value=1.0, removes_collapse=False, tried=[], proved=None,
-            mixing_share=math.nan,
+            stack=stack, sites=names, value=None, removes_collapse=False, tried=[], proved=None,
+            mixing_share=math.nan, instead=BY_HAND,
         )  # fmt: skip
     current = lambdas_of(model, inside)
     tried: list[tuple[float, float]] = []
     for value in TRIED:
         with with_lambdas(model, sites, raise_lambdas(current, value)):
-            layers = _layers(model, [batch])
-        _check_stack(model, stack, {layer.stack for layer in layers})
-        own = [layer for layer in layers if layer.stack == stack]
-        lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
+            removed, lowest = _trial(model, batch, stack)
         tried.append((value, lowest))
-        removed = next(collapse(Measured((), own, (), None, ())), None) is None
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
-    seen = observe(model, batch, sites, raise_lambdas(current, best))
-    shares = [_mixing_share(added) for added in seen if added.site.name in names]
+    before, shares = (_shares(model, batch, sites, own) for own in ({}, raise_lambdas(current, best)))
+    suppressed = [name for name in names if shares[name] < INACTIVE_TURN <= before[name]]
+    layers = [one for one in certify_sites(model, batch, sites, KEEP).layers if one.site in names]
     least = [
         layer.min_lambda_proved_relative if layer.norm == "none" else layer.min_lambda_proved
-        for layer in certify_sites(model, batch, sites, KEEP).layers
-        if layer.site in names
+        for layer in layers
     ]
     known = [value for value in least if value is not None and math.isfinite(value)]
+    proved = max(known) if known and len(known) == len(least) else None
+    named, told = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
+    if not removed:
+        told = f"no |λ| up to {TRIED[-1]:g} removes COLLAPSE, and no λ is named"
+    elif suppressed:
+        told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
+    elif all(bool((own.abs() >= best).all()) for own in current.values()):
+        told = "no COLLAPSE"
+    bound = "none is known" if proved is None else f"|λ| ≥ {proved:.3g}"
+    statement = f"{TOLD.lstrip()}{told}. Proved to keep half of μ² per layer: {bound}."
     return LambdaChoice(
-        stack=stack, sites=names, value=best, removes_collapse=removed, tried=tried,
-        proved=max(known) if known and len(known) == len(least) else None,
-        mixing_share=sum(shares) / len(shares),
+        stack=stack, sites=names, value=best if named else None, removes_collapse=removed, tried=tried,
+        proved=proved, mixing_share=sum(shares[name] for name in names) / len(names),
+        statement=f"{statement} Nothing is known about training with such a λ." if named else statement,
+        instead="" if named else _instead(model, batch, stack, {layer.norm for layer in layers}),
     )  # fmt: skip
+
+
+def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
+    """Return True if an audit would find no COLLAPSE in a stack, and the lowest μ/‖Y‖ after its blocks."""
+    layers = _layers(model, [batch])
+    _check_stack(model, stack, {layer.stack for layer in layers})
+    own = [layer for layer in layers if layer.stack == stack]
+    lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
+    return next(collapse(Measured((), own, (), None, ())), None) is None, lowest
+
+
+def _instead(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str:
+    """Return the advice for a stack for which no λ is named; pre-norm is tried if an attribute decides it."""
+    for name, (value, option) in PRE_NORM.items():
+        changed = {
+            at: {name: value}
+            for at, module in model.named_modules()
+            if isinstance(now := getattr(module, name, value), bool) and now != value
+        }
+        if changed:
+            with plain_skips(model), Change(model, attributes=changed):
+                removed, _ = _trial(model, batch, stack)
+            return BUILD_PRE_NORM.format(option=option) if removed else UNHELPFUL
+    return UNTRIED if norms & {"LayerNorm", "RMSNorm"} else UNHELPFUL
 
 
 def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
@@ -227,7 +264,7 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
     return [states.to_record() for states in statistics.states.values()]
 
 
-def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor | float]:
+def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
     """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
     signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
     return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
@@ -239,33 +276,27 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
     sites, inside = _sites_of(model, batch, stack, sites)
     choice = _choose(model, batch, stack, sites, inside)
     if not inside:
-        return finding.model_copy(update={"remedy": BY_HAND})
-    evidence = {"lambda_tried": choice.value, "mixing_share": choice.mixing_share}
-    evidence["relative_spread_lowest_tried"] = dict(choice.tried)[choice.value]
+        return finding.model_copy(update={"remedy": choice.instead})
+    evidence = {"mixing_share": choice.mixing_share}
+    evidence["relative_spread_lowest_tried"] = max(lowest for _, lowest in choice.tried)
+    if choice.value is not None:
+        evidence["lambda_tried"] = choice.value
     if choice.proved is not None:
         evidence["lambda_proved"] = choice.proved
-    current = lambdas_of(model, sites)
-    below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
-    if below:
-        tried = f"|λ| = {choice.value:g} "
-        tried += "removes COLLAPSE" if choice.removes_collapse else "is best, and COLLAPSE remains"
-    else:
-        tried = "no COLLAPSE" if choice.removes_collapse else "no larger |λ| is better, and COLLAPSE remains"
-    proved = "none is known" if choice.proved is None else f"|λ| ≥ {choice.proved:.3g}"
-    meaning = f"{finding.meaning.partition(TOLD)[0]}{TOLD}{tried}. Proved to keep half of μ² per layer: "
-    meaning += f"{proved}. Nothing is known about training with such a λ."
-    remedy = _remedy(model, batch, choice, below, whole=len(below) == len(sites))
+    meaning = f"{finding.meaning.partition(TOLD)[0]} {choice.statement}"
+    remedy = _remedy(model, batch, choice, sites)
     update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
     return finding.model_copy(update=update)
 
 
-def _remedy(
-    model: nn.Module, batch: Batch, choice: LambdaChoice, below: Mapping[str, Tensor], whole: bool
-) -> str:
-    """Return a command or Python code that raises the λ in ``below``, which are all λ if ``whole``."""
+def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequence[SkipSite]) -> str:
+    """Return a command or Python code that raises the λ below the chosen λ, or what to do without λ."""
+    if choice.value is None:
+        return choice.instead
+    current = lambdas_of(model, sites)
+    below = {name: current[name] for name in choice.sites if bool((current[name].abs() < choice.value).any())}
     if not below:
-        call = f"`rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
-        return f"pass a batch that collapses to {call}" if choice.removes_collapse else UNHELPFUL
+        return f"pass a batch that collapses to `rw.skips.choose_lambda(model, batch, {choice.stack!r})`"
     value, modules = choice.value, own_skips(model)
     if own := [(name, modules[name]) for name in below if name in modules]:
         if learned := [f"{name}.weight" for name, skip in own if skip.weight is not None]:
@@ -286,7 +317,7 @@ def _remedy(
     init = -value if carries and signs == {True} else value
     # Without names of sites, the remedy would reset every fitted λ, and add λ to other stacks.
     in_stack = not carries and all(name.startswith(f"{choice.stack}.") for name in below)
-    named = [] if whole else [choice.stack] if in_stack else list(below)
+    named = [] if len(below) == len(sites) else [choice.stack] if in_stack else list(below)
     options = "".join(f" --sites {shlex.quote(name)}" for name in named)
     code = f"[rw.skips.skips_of(model)[name].data.fill_({init:g}) for name in {list(below)}]"
     if not carries:
@@ -300,8 +331,14 @@ def mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> 
     """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
     own = own_skips(model)
     skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
+    return _shares(model, batch, skips, {}) if skips else {}
+
+
+def _shares(
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Mapping[str, Tensor | float]
+) -> dict[str, float]:
     shares: dict[str, float] = {}
-    for added in observe(model, batch, skips, {}) if skips else ():
+    for added in observe(model, batch, sites, lambdas):
         shares[added.site.name] = max(_mixing_share(added), shares.get(added.site.name, 0.0))
     return shares
 
