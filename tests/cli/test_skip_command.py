@@ -284,7 +284,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
     ("model", "arguments", "error", "words"),
     [
         ("nowhere", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
-        ("nowhere", ("--certify",), InputError, "expected one of --text, --learn-on, got none"),
+        ("nowhere", ("--certify",), InputError, "--text, --learn-on, --images, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
         ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
         ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),
@@ -304,7 +304,6 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "Known: model.layers.0, mo",
         ),
         ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
-        (f"{NETS}:plain", (*FIT, "--certify"), InputError, "batch: expected a dict with `input_ids`"),
         ("nowhere", ("--certify", "--try-steps", 1), InputError, "--try-steps N alone, got both"),
         ("nowhere", ("--certify", "--alternative", "a"), InputError, "--try-steps N alone, got neither"),
         (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
