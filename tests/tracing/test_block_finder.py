@@ -179,6 +179,167 @@ def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds, wrap, other):
     assert trace.notes == []
 
 
+# --- hybrids: layers and states depend on what runs, not on names of classes --------------------------------
+
+
+def mixing(name):
+    """Return a class of residual attention, whose name may or may not say what it is."""
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.o(torch.softmax(self.q(y) @ self.k(y).mT / 4, dim=-1) @ self.v(y))
+
+    return kind(forward, name, norm=lambda: nn.LayerNorm(WIDTH), q=linear, k=linear, v=linear, o=linear)
+
+
+class Mean(nn.Module):
+    """Replaces every token by the mean of the tokens."""
+
+    def forward(self, x):
+        return x.mean(1, keepdim=True).expand_as(x)
+
+
+class Holder(nn.Module):
+    """A block that holds any part."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, x):
+        return self.mix(x)
+
+
+class Pair(Holder):
+    def forward(self, x):
+        return x.mean(2), self.mix(x)
+
+
+class Record(Holder):
+    def forward(self, x):
+        return {"scores": None, "states": self.mix(x)}
+
+
+def hybrid(order, name, hold=lambda part: part, read=lambda output: output):
+    """Return a model of a list of blocks: `a` is attention, `f` a feed-forward block, `m` the mean."""
+    parts = {"a": mixing(name), "f": lambda: FeedForward(linear()), "m": Mean}
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = read(layer(x))
+        return self.norm(x)
+
+    layers = [hold(parts[one]()) for one in order]
+    return kind(forward, layers=lambda: nn.ModuleList(layers), norm=lambda: nn.LayerNorm(WIDTH))().eval()
+
+
+HOLDERS = {
+    "items": (lambda part: part, lambda output: output),
+    "held": (Holder, lambda output: output),
+    "in pairs": (Pair, lambda output: output[1]),
+    "in records": (Record, lambda output: output["states"]),
+}
+
+
+@pytest.mark.parametrize("order", ["faffa", "affa", "ffa", "fa", "aam", "fafaf"])
+@pytest.mark.parametrize("held", HOLDERS)
+@pytest.mark.parametrize("name", ["Att", "SelfAttention"])
+def test_layers_and_states_of_a_hybrid_do_not_depend_on_names(order, held, name):
+    model, x = hybrid(order, name, *HOLDERS[held]), hidden()
+    read, _ = calls_of(model, [*(f"layers.{at}" for at in range(len(order))), "norm"], x)
+    trace = seen(model, x)
+    assert layers_of(trace.mixers) == [at for at, one in enumerate(order) if one == "a"]
+    assert layers_of(trace.states) == list(range(len(order) + 1))
+    for state, given in zip(trace.states, read.values(), strict=True):
+        assert torch.equal(state.tokens, given[0])
+    assert trace.notes == []
+
+
+def test_a_collapse_in_a_last_block_that_is_not_captured_is_found():
+    audit = rw.audit(hybrid("aam", "Att"), [hidden(tokens=16)])
+    collapse = [finding for finding in audit.findings if finding.code == "COLLAPSE"]
+    assert [finding.where.layer for finding in collapse] == [3]
+
+
+@pytest.mark.parametrize("name", ["Att", "SelfAttention"])
+def test_numbered_attributes_and_two_lists_of_a_hybrid_are_stacks(name):
+    encoder, decoder = hybrid("faffa", name), hybrid("affaf", name)
+    model = kind(lambda self, x: self.b(x + self.a(x).mean(1, True)), a=lambda: encoder, b=lambda: decoder)
+    trace = seen(model().eval(), hidden())
+    assert [(site.stack, site.layer) for site in trace.mixers] == [
+        ("a.layers", 1), ("a.layers", 4), ("b.layers", 0), ("b.layers", 3),
+    ]  # fmt: skip
+    assert [state.layer for state in trace.states if state.stack == "a.layers"] == [0, 1, 2, 3, 4, 5]
+    assert [state.layer for state in trace.states if state.stack == "b.layers"] == [0, 1, 2, 3, 4, 5]
+
+    def forward(self, x):
+        return self.block4(self.block3(self.block2(self.block1(self.block0(x)))))
+
+    blocks = {f"block{at}": lambda layer=layer: layer for at, layer in enumerate(encoder.layers)}
+    trace = seen(kind(forward, **blocks)().eval(), hidden())
+    assert layers_of(trace.mixers) == [1, 4]
+    assert layers_of(trace.states) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["Att", "SelfAttention"])
+def test_blocks_of_one_list_count_if_the_residual_is_added_outside(name):
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    trace = seen(kind(forward, layers=lambda: hybrid("faffa", name).layers)().eval(), hidden())
+    assert layers_of(trace.mixers) == [1, 4]
+    assert layers_of(trace.states) == [0, 1, 2, 3, 4]
+    assert "the residual is added outside" in trace.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "x"),
+    [(TokensFirst, hidden(TOKENS, BATCH)), (lambda: Unbatched(plain), torch.randn(TOKENS, WIDTH))],
+)
+def test_states_of_blocks_without_a_mixer_have_the_axes_of_the_others(mixer, x):
+    trace = seen(sequential(FeedForward(linear()), mixer(), FeedForward(linear()), mixer()).eval(), x)
+    assert layers_of(trace.mixers) == [1, 3]
+    assert layers_of(trace.states) == [0, 1, 2, 3, 4]
+    tokens = x.transpose(0, 1) if x.dim() == 3 else x[None]
+    assert torch.equal(trace.states[0].tokens, tokens)
+    assert {state.tokens.shape for state in trace.states} == {tokens.shape}
+
+
+def test_a_block_without_a_mixer_has_the_mask_of_the_blocks_with_one():
+    def forward(self, x, attention_mask):
+        for layer in self.layers:
+            x = layer(x, attention_mask if hasattr(layer, "q") else None)
+        return x
+
+    def attend(self, x, attention_mask):
+        scores = self.q(x) @ x.mT + torch.where(attention_mask == 0, -torch.inf, 0.0)[:, None]
+        return x + scores.softmax(-1) @ x
+
+    attention = kind(attend, q=linear)
+    plain_block = kind(lambda self, x, attention_mask=None: x + self.inner(x), inner=linear)
+    layers = nn.ModuleList([plain_block(), attention(), plain_block()])
+    mask = torch.ones(BATCH, TOKENS)
+    mask[0, 4:] = 0
+    trace = seen(kind(forward, layers=lambda: layers)().eval(), hidden(), attention_mask=mask)
+    assert layers_of(trace.states) == [0, 1, 2, 3]
+    assert all(torch.equal(state.mask, mask.bool()) for state in trace.states)
+
+
+def test_a_list_without_a_mixer_is_no_stack():
+    def forward(self, x):
+        for layer in (*self.before, *self.layers):
+            x = layer(x)
+        return x
+
+    before = nn.ModuleList([FeedForward(linear()), FeedForward(linear())])
+    model = kind(forward, before=lambda: before, layers=lambda: hybrid("fa", "Att").layers)().eval()
+    trace = seen(model, hidden())
+    assert {state.stack for state in trace.states} == {"layers"}
+    assert layers_of(trace.states) == [0, 1, 2]
+
+
 def test_changes_in_place_do_not_reach_states():
     def forward(self, x):
         for block in self.blocks:
@@ -340,6 +501,10 @@ def test_blocks_that_change_the_number_of_tokens_have_layers_but_no_states():
     trace = seen(Stack(halving).eval(), hidden(tokens=16))
     assert [(site.layer, site.operator.shape[-1]) for site in trace.mixers] == [(0, 16), (1, 8), (2, 4)]
     assert trace.states == []
+    trace = seen(sequential(attention_block(), halving()).eval(), hidden(tokens=16))
+    assert layers_of(trace.states) == layers_of(trace.mixers) == [0, 1]
+    parts = FeedForward(linear()), halving(), FeedForward(linear()), halving()
+    assert layers_of(seen(nn.Sequential(*parts).eval(), hidden(tokens=16)).mixers) == [1, 3]
 
 
 @pytest.mark.parametrize("channels_first", [False, True])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise.tracing.axes import find_batch_first
-from rankwise.tracing.block_stacks import BY_HAND, Block, BlockStacks
+from rankwise.tracing.block_stacks import BY_HAND, Block, BlockStacks, alike
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import (
     ModuleCall,
@@ -24,13 +24,14 @@ from rankwise.tracing.trace import MixerSite
 class BlockFinder:
     """Finds the residual blocks of a running model, and the mixers in each block.
 
-    A block is an item of a list of modules of one class, such as ``encoder.layer.3``. It contains a mixer,
-    and its output states have the shape of its input states. If such items are nested, the inner items are
-    the blocks if each reads the output of the previous item, as in stages of blocks. The outer module is the
-    block if it contains one item, or items that run in parallel, as heads do. An item with a module that
-    looks like a mixer is a block even if the operator of the mixer is not captured. An item without a mixer
-    is a block if other items of its class in the list are blocks, as the feed-forward blocks of a hybrid; an
-    item of another class if it is the first, or reads the output of the item before it.
+    A block is an item of a list of modules, such as ``encoder.layer.3``, that returns states of the shape of
+    its input. What runs decides, not names of classes: a list has blocks if a mixer is captured in one of its
+    items, or listed as not captured. The items before the first mixer wait for it. An item without a mixer
+    reads the output of the item before it, or states of its shape if the stack is one list; norms and other
+    single layers carry the stream on. If items of lists are nested, the inner items are the blocks if each
+    reads the output of the one before it, as in stages of blocks, or if the outer module reads feature maps.
+    The outer module is the block if it contains one item, items that run in parallel, as heads do, or, in a
+    list of modules of one class, items with and without a mixer.
     """
 
     def __init__(
@@ -42,15 +43,12 @@ class BlockFinder:
         pattern: str | None,
     ) -> None:
         self._rank = block_ranks(model, pattern)
-        self._expected = set(self._rank) & (mixer_like | _around(mixer_like)) - {""}
-        self._around = _around(self._expected)
-        """Names of modules around possible blocks: they are no blocks if they read feature maps."""
-        listed = [name for name, rank in self._rank.items() if name and rank != 1]
-        kinds = {name: (name.rpartition(".")[0], type(model.get_submodule(name))) for name in listed}
-        mixing = {kinds[name] for name in self._expected.intersection(kinds) - self._around}
-        lists = {place for place, _ in mixing}
-        self._beside = {name: kind in mixing for name, kind in kinds.items() if kind[0] in lists}
-        """Items of lists that also hold items with a mixer, as in hybrids; True if they have its class."""
+        parts = [name.split(".") for name in mixer_like]
+        self._likely = {".".join(outer[:at]) for outer in parts for at in range(1, len(outer) + 1)}
+        """Names of modules that look like mixers, and of the modules around them."""
+        self._parts = {type(part) for name, part in model.named_modules() if not name[-1:].isdigit()}
+        self._parts |= {kind for kind in vars(nn).values() if isinstance(kind, type)}
+        """Classes of PyTorch, and of modules that are no items of lists."""
         self._calls, self._stacks = calls, stacks
         self._inner: dict[str, bool] = {}
         """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
@@ -78,20 +76,19 @@ class BlockFinder:
     def entered(self, call: ModuleCall) -> None:
         """When a call begins, register it as a possible block if its module may be one."""
         self._stacks.reads(call.tensors)
-        if call.name in self._rank and call.name not in self._barren:
-            given = call.stream
-            if given is not None and (given.dim() < 4 or call.name not in self._around):
-                call.block = self._possible_block(call, given)
+        given = call.stream if call.name in self._rank and call.name not in self._barren else None
+        if given is not None:
+            call.block = self._possible_block(call, given)
 
     def _possible_block(self, call: ModuleCall, given: Tensor) -> Block:
-        # The innermost enclosing call that is not a possible block itself runs the blocks.
+        # The innermost enclosing call that is not a possible block itself, or reads maps, runs the blocks.
         around = reversed(self._calls.running[:-1])
-        owning = next((outer for outer in around if outer.block is None), None)
+        owning = next((one for one in around if one.block is None or one.block.input.dim() == 4), None)
         owner = BY_HAND if owning is None else owning.serial
         stack = stack_of(call.name, "" if owning is None else owning.name)
-        blocks = self._stacks.continues(stack, owner, given)
+        blocks = self._stacks.of(stack, owner)
         known = blocks.snapshot if blocks is not None and same(blocks.output, given) else None
-        inner = [inner for outer in self._running[-1:] for inner in outer.offered(stack)]
+        offered = [inner for outer in self._running[-1:] for inner in outer.open if inner.stack == stack]
         other = self._gave.get(stack)
         return Block(
             call.name,
@@ -101,8 +98,9 @@ class BlockFinder:
             owner,
             given,
             snapshot(given) if known is None else known,
-            linked=blocks is not None or any(same(before.output, given) for before in inner),
+            linked=bool(blocks and blocks.follows(given)) or any(same(one.output, given) for one in offered),
             separate_tower=other is not None and not same(other, given),
+            likely=call.name in self._likely,
         )
 
     def left(self, call: ModuleCall) -> None:
@@ -122,68 +120,67 @@ class BlockFinder:
 
     def _ended(self, block: Block, module: nn.Module) -> None:
         around = self._running
-        # Inside an item of a list of equal modules, items with and without a mixer are sublayers.
-        outermost = all(outer.rank for outer in around) or self._inner.get(block.stack)
-        # An item of another class is a block if it is no mere norm and no part of a block beside it.
-        beside = bool(outermost) and block.name in self._beside and any(module.children())
-        follows = block.linked or not self._stacks.has_blocks(block.stack)
-        alike = self._beside.get(block.name, False) and bool(outermost)
-        expected = block.name in self._expected or alike or (beside and follows)
-        if not block.mixers and not block.settled and not expected:
+        mixes = block.mixers or block.likely or block.settled
+        if not mixes and not self._may_join(block, module):
             self._carry_on(block)
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
             self._yield(block)
             return
-        for inner in block.open:
+        for inner in block.inside:
             self._inner[inner.stack] = False
-        if not around or self._inner.get(block.stack):
+        if not around or around[-1].input.dim() == 4 or self._inner.get(block.stack):
             self._settle(block)
             return
         self._hand_up(block.mixers, block.stack, block.owner)
         if around[-1].rank >= block.rank and block.stack not in self._inner:
             self._offer(around[-1], block)
 
+    def _may_join(self, block: Block, module: nn.Module) -> bool:
+        """Return True if a module without a mixer may be a block among blocks with mixers."""
+        sublayer = any(not outer.rank and outer.input.dim() < 4 for outer in self._running)
+        if not alike(block.input, block.output) or (sublayer and not self._inner.get(block.stack)):
+            return False
+        blocks, single = self._stacks.of(block.stack, block.owner), not any(module.children())
+        if blocks is None or not blocks.layers:
+            return not single
+        # PyTorch's layers, norms (weights of one axis), and layers that blocks contain too carry the stream.
+        norm = max((weight.dim() for weight in module.parameters()), default=2) < 2
+        return blocks.takes(block) and not (single and (norm or type(module) in self._parts))
+
     def _carry_on(self, block: Block) -> None:
         """Register a module without a mixer, such as a norm, which may carry the stream between blocks."""
         for outer in self._running[-1:]:
             outer.plain.add((block.stack, block.kind))
-        blocks = self._stacks.continues(block.stack, block.owner, block.input)
-        if blocks is None or block.output is None or block.output.shape != block.input.shape:
-            self._barren.add(block.name)
+        blocks, output = self._stacks.of(block.stack, block.owner), block.output
+        if output is not None and blocks and blocks.follows(block.input) and alike(block.input, output):
+            blocks.carry(block.input, output, block.kind)
         else:
-            blocks.carry(block.input, block.output, block.kind)
+            self._barren.add(block.name)
 
     def _keeps_states(self, block: Block, module: nn.Module) -> bool:
         """Set what is known of a block once it has run; False if it does not map states to equal shapes."""
-        gave = block.output
-        if block.settled or gave is None:
+        if block.settled or not alike(block.input, block.output):
             return False
-        if not (block.input.is_nested or gave.is_nested) and block.input.shape != gave.shape:
-            return False
+        block.separate_tower = not block.linked and any(outer.separate_tower for outer in self._running)
         block.to_batch_first = find_batch_first(block.input_copy, module, block.mixers)
         if block.to_batch_first is None:
-            return False
+            return not block.mixers
         shape = block.states(block.input_copy).shape[:2]
         own = (site.valid_tokens for site in block.mixers if not site.cross)
         block.mask = next((tokens for tokens in own if tokens.shape == shape), None)
         if block.mask is None:
             block.mask = find_token_mask(self._calls.running, OWN_MASK, *shape)
-        block.forward_pass = self._stacks.forward_pass
-        block.separate_tower = not block.linked and any(outer.separate_tower for outer in self._running)
         return True
 
     # --- which of the nested calls is the block -----------------------------------------------------------
 
     def _offer(self, outer: Block, block: Block) -> None:
         """Keep a possible inner block; decide when a second one runs or the outer call ends."""
-        others = outer.offered(block.stack)
+        # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
+        parallel = any(other.stack == block.stack and same(other.input, block.input) for other in outer.open)
         outer.open.append(block)
-        if any(same(other.input, block.input) for other in others):
-            # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
-            self._inner[block.stack] = False
-            outer.open = [inner for inner in outer.open if inner.stack != block.stack]
-        elif others and outer.rank > 0:
+        if len(outer.inside) > 1 and outer.rank > 0 and not parallel:
             # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
             self._settle_inside(outer)
 
@@ -195,16 +192,16 @@ class BlockFinder:
         self._hand_up(block.mixers, block.stack, block.owner)
 
     def _settle_inside(self, outer: Block) -> None:
-        if len(outer.open) > 1:
-            self._inner.update({inner.stack: True for inner in outer.open})
-        for inner in outer.open:
+        inside, outer.open = outer.inside, []
+        if len(inside) > 1:
+            self._inner.update({inner.stack: True for inner in inside})
+        for inner in inside:
             self._settle(inner, outer)
-        outer.open.clear()
 
     def _settle(self, block: Block, *outer: Block) -> None:
         mine = {id(mixer) for mixer in block.mixers}
         for around in (*self._running, *outer):
-            around.settled = True
+            around.settled |= bool(mine) or block.likely
             around.mixers = [mixer for mixer in around.mixers if id(mixer) not in mine]
         self._stacks.add(block)
 
@@ -215,12 +212,6 @@ class BlockFinder:
             around[-1].mixers.extend(mixers)
         elif mixers:
             self._stacks.add_bare(mixers, stack, owner)
-
-
-def _around(names: set[str]) -> set[str]:
-    """Return the names of the modules around modules: ``encoder`` and ``encoder.0`` for ``encoder.0.mlp``."""
-    parts = [name.split(".") for name in names]
-    return {".".join(outer[:at]) for outer in parts for at in range(1, len(outer))}
 
 
 def block_ranks(model: nn.Module, pattern: str | None) -> dict[str, int]:

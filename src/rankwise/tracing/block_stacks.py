@@ -39,7 +39,8 @@ class Block:
     """True if the input is the output of the previous block of the stack."""
     separate_tower: bool
     """True if the call starts another chain of blocks, such as the second encoder of a two-tower model."""
-    forward_pass: int = 0
+    likely: bool
+    """True if a module in the call looks like a mixer: one may run even if none is captured."""
     output: Tensor | None = None
     to_batch_first: Callable[[Tensor], Tensor] | None = None
     """Function that converts states from the model's order of axes to (B, T, D)."""
@@ -53,9 +54,11 @@ class Block:
     settled: bool = False
     """True once calls inside this call are known to be blocks, so that this call is not a block."""
 
-    def offered(self, stack: str) -> list["Block"]:
-        """Return the possible blocks inside this call that belong to one stack (chain of blocks)."""
-        return [inner for inner in self.open if inner.stack == stack]
+    @property
+    def inside(self) -> list["Block"]:
+        """Possible blocks inside this call, of the stacks that contain mixers."""
+        mixing = {inner.stack for inner in self.open if inner.mixers or inner.likely}
+        return [inner for inner in self.open if inner.stack in mixing]
 
     def yields_to_inner(self) -> bool:
         """Return True if the possible blocks inside this call are the blocks, in place of this call.
@@ -65,16 +68,21 @@ class Block:
         But if inner calls of the same class contain no mixer, they are sublayers (attention, feed-forward),
         and this call is the block.
         """
-        if len(self.open) == 1:
-            inner = self.open[0]
-            return same(self.output, inner.output) and same(self.input, inner.input)
-        chained = all(inner.linked for inner in self.open[1:])
-        return bool(self.open) and chained and not any((v.stack, v.kind) in self.plain for v in self.open)
+        inside = self.inside
+        if len(inside) == 1:
+            return same(self.output, inside[0].output) and same(self.input, inside[0].input)
+        chained = all(inner.linked for inner in inside[1:])
+        return bool(inside) and chained and not any((v.stack, v.kind) in self.plain for v in inside)
 
     def states(self, tokens: Tensor) -> Tensor:
         """Return states in the model's order of axes as (B, T, D)."""
         assert self.to_batch_first is not None
         return self.to_batch_first(tokens)
+
+
+def alike(states: Tensor, others: Tensor | None) -> bool:
+    """Return True if states have equal shapes, or are nested, which have no shape."""
+    return others is not None and (states.is_nested or others.is_nested or states.shape == others.shape)
 
 
 @dataclass
@@ -83,6 +91,7 @@ class BlockStack:
 
     stack: str
     owner: int
+    forward_pass: int
     layers: int = 0
     last: Block | None = None
     output: Tensor | None = None
@@ -90,7 +99,6 @@ class BlockStack:
     snapshot: Tensor | None = None
     """Copy of `output`, which later changes in place do not affect."""
     linked: int = 0
-    broken: int = 0
     read: bool = False
     """True if a module read the output of the last block."""
 
@@ -99,6 +107,13 @@ class BlockStack:
     passed_on: Tensor | None = None
     """Output of a module that may carry the stream on after the last block, such as a norm between blocks."""
     passing: set[type] = field(default_factory=set)
+    waiting: list[Block] = field(default_factory=list)
+    """Blocks that ran before the first mixer of the stack was captured; they are not reported yet."""
+
+    def takes(self, block: Block) -> bool:
+        """Return True if a block reads the end of the stack, or states like it in its only list."""
+        listed = (block.name.rpartition(".")[0] or "*") == block.stack
+        return block.linked or (listed and (self.output is None or alike(self.output, block.input)))
 
     def keep(self, output: Tensor) -> None:
         """Set the end of the residual stream: the output of a block, or of a module after it."""
@@ -131,20 +146,15 @@ class BlockStacks:
         """Index of the current forward pass, from 0; −1 before the first."""
         self._report, self._note = report, note
         self._open: dict[str, BlockStack] = {}
-        self._carriers: dict[str, set[type]] = {}
-        self._seen: dict[str, tuple[set[str], int]] = {}
-        """By stack, the names of the blocks that have run, and the index of their last forward pass."""
+        self._seen: dict[str, dict[str, int]] = {}
+        """By stack and name of the blocks that have run, the index of their last forward pass."""
         self._calls: Counter[tuple[int, str, int, str]] = Counter()
         """Number of calls so far by (forward pass, stack, layer, module); kept when a stack is closed."""
 
-    def continues(self, stack: str, owner: int, tokens: Tensor) -> BlockStack | None:
-        """Return the open stack that a block with this input continues; None if there is no such stack."""
+    def of(self, stack: str, owner: int) -> BlockStack | None:
+        """Return the open stack of this name that a call runs; None if there is no such stack."""
         blocks = self._open.get(stack)
-        return blocks if blocks is not None and blocks.owner == owner and blocks.follows(tokens) else None
-
-    def has_blocks(self, stack: str) -> bool:
-        """Return True if blocks of an open stack have run."""
-        return stack in self._open
+        return blocks if blocks is not None and blocks.owner == owner else None
 
     def reads(self, tensors: list[Tensor]) -> None:
         """Mark the stacks whose last output is among the arguments of a module call."""
@@ -152,26 +162,32 @@ class BlockStacks:
             blocks.read = blocks.read or any(same(blocks.output, tensor) for tensor in tensors)
 
     def add(self, block: Block) -> None:
-        """Append a block that has run to its stack; report its mixers and input state."""
-        blocks = self._blocks_of(block)
-        if blocks.layers:
-            blocks.linked += block.linked
-            blocks.broken += not block.linked
-        self._state(blocks, blocks.last or block, block.states(block.input_copy), block)
-        for mixer in block.mixers:
-            self._place(mixer, blocks)
-        names, _ = self._seen.get(block.stack, (set(), 0))
-        self._seen[block.stack] = names | {block.name}, block.forward_pass
-        blocks.layers += 1
-        blocks.carriers |= {block.kind} | (blocks.passing if block.linked else set())
+        """Report a block that has run, or keep it until a mixer of its stack is known, if there is one."""
+        blocks = self.of(block.stack, block.owner)
+        if blocks is None or block.separate_tower:
+            self._last_state(self._open.get(block.stack))
+            blocks = BlockStack(block.stack, block.owner, self.forward_pass)
+            self._open[block.stack] = blocks
+        if blocks.waiting and not blocks.takes(block):
+            blocks.waiting.clear()
+        blocks.waiting.append(block)
+        like = block if block.mixers or blocks.last is None else blocks.last
+        if (block.mixers or block.likely or blocks.layers) and like.to_batch_first is not None:
+            self._report_waiting(blocks, like)
+        blocks.carriers |= blocks.passing if block.linked else set()
         assert block.output is not None
         blocks.keep(block.output)
-        block.mixers, block.input, block.input_copy = [], block.output, block.output  # free the input
-        blocks.last = block
+        if not blocks.waiting:
+            block.input_copy = block.output
+        block.input = block.output = block.input_copy  # a block that waits keeps one copy
 
     def add_bare(self, mixers: list[MixerSite], stack: str, owner: int) -> None:
         """Report mixers that are in no block as one layer of a stack; this layer has no token states."""
-        blocks = self._open.setdefault(stack, BlockStack(stack, owner))
+        blocks = self._open.setdefault(stack, BlockStack(stack, owner, self.forward_pass))
+        blocks.layers += len(blocks.waiting)
+        blocks.waiting.clear()
+        self._last_state(blocks)
+        blocks.last = blocks.output = None
         for mixer in mixers:
             self._place(mixer, blocks)
         blocks.layers += 1
@@ -196,39 +212,48 @@ class BlockStacks:
 
     def _place(self, mixer: MixerSite, blocks: BlockStack) -> None:
         """Report a mixer as part of the current layer of a stack."""
-        key = (mixer.forward_pass, blocks.stack, blocks.layers, mixer.name)
-        self._report(replace(mixer, stack=blocks.stack, layer=blocks.layers, call=self._calls[key]))
+        key = run, stack, layer, _ = blocks.forward_pass, blocks.stack, blocks.layers, mixer.name
+        self._report(replace(mixer, forward_pass=run, stack=stack, layer=layer, call=self._calls[key]))
         self._calls[key] += 1
 
-    def _blocks_of(self, block: Block) -> BlockStack:
-        blocks = self._open.get(block.stack)
-        if blocks is not None and blocks.owner == block.owner and not block.separate_tower:
-            return blocks
-        stack, seen = block.stack, self._seen.get(block.stack)
-        if seen is not None and block.name not in seen[0]:
+    def _report_waiting(self, blocks: BlockStack, like: Block) -> None:
+        """Report blocks that wait; those without a mixer have the axes and the mask of a block ``like``."""
+        if not blocks.layers:
+            self._begin(blocks)
+        for block in blocks.waiting:
+            if not block.mixers:
+                block.to_batch_first = like.to_batch_first
+                block.mask = like.mask if alike(like.input_copy, block.input_copy) else None
+            blocks.linked += block.linked
+            self._state(blocks, blocks.last or block, block.states(block.input_copy), block)
+            for mixer in block.mixers:
+                self._place(mixer, blocks)
+            self._seen.setdefault(block.stack, {})[block.name] = blocks.forward_pass
+            blocks.layers += 1
+            blocks.last, block.mixers = block, []
+        blocks.waiting.clear()
+
+    def _begin(self, blocks: BlockStack) -> None:
+        """Begin a stack whose first blocks wait: it may be a second tower, or run in a new forward pass."""
+        first, seen = blocks.waiting[0].name, self._seen.get(blocks.stack, {})
+        if seen and first not in seen:
             # A second tower begins, such as another encoder: name its stack after its own list of blocks.
-            stack = block.name.rpartition(".")[0]
-        elif seen is not None and block.forward_pass == seen[1]:
+            blocks.stack = first.rpartition(".")[0]
+        elif self.forward_pass in seen.values():
             # The same blocks run again on other tokens, so a new forward pass begins.
             self.forward_pass += 1
-            block.forward_pass = self.forward_pass
-            block.mixers = [replace(mixer, forward_pass=block.forward_pass) for mixer in block.mixers]
-        if blocks is not None:
-            self._last_state(blocks)
-        carriers = self._carriers.setdefault(stack, set())
-        blocks = self._open[block.stack] = BlockStack(stack, block.owner, carriers=carriers)
-        return blocks
+        blocks.forward_pass = self.forward_pass
 
-    def _last_state(self, blocks: BlockStack) -> None:
+    def _last_state(self, blocks: BlockStack | None) -> None:
         """Report the output of a stack's last block as the last state, or add a note that it is missing."""
-        if blocks.last is None or blocks.snapshot is None:
+        if blocks is None or blocks.last is None or blocks.snapshot is None:
             return
-        read = blocks.read or blocks.owner == BY_HAND
-        if blocks.linked or (read and not blocks.broken):
+        broken = blocks.linked < blocks.layers - 1
+        if blocks.linked or (not broken and (blocks.read or blocks.owner == BY_HAND)):
             self._state(blocks, blocks.last, blocks.last.states(blocks.snapshot), blocks.last)
-            return
-        self._note((OUTSIDE if blocks.broken else UNREAD).format(stack=blocks.stack))
+        else:
+            self._note((OUTSIDE if broken else UNREAD).format(stack=blocks.stack))
 
     def _state(self, blocks: BlockStack, writer: Block, tokens: Tensor, block: Block) -> None:
-        place = blocks.stack, block.forward_pass
+        place = blocks.stack, blocks.forward_pass
         self._report(StateSite(writer.name, blocks.layers, tokens, block.mask, *place))
