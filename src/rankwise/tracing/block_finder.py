@@ -52,8 +52,6 @@ class BlockFinder:
         self._calls, self._stacks = calls, stacks
         self._inner: dict[str, bool] = {}
         """By stack of inner modules: True if they are the blocks, False if the outer module is the block."""
-        self._barren: set[str] = set()
-        """Names of modules that contained no mixer in an earlier call, so their inputs need no copy."""
         self._gave: dict[str, Tensor] = {}
         """For each stack, the output of the last module that contains blocks, such as a vision stage."""
 
@@ -76,7 +74,7 @@ class BlockFinder:
     def entered(self, call: ModuleCall) -> None:
         """When a call begins, register it as a possible block if its module may be one."""
         self._stacks.reads(call.tensors)
-        given = call.stream if call.name in self._rank and call.name not in self._barren else None
+        given = call.stream if call.name in self._rank else None
         if given is not None:
             call.block = self._possible_block(call, given)
 
@@ -122,10 +120,18 @@ class BlockFinder:
         around = self._running
         mixes = block.mixers or block.likely or block.settled
         if not mixes and not self._may_join(block, module):
-            self._carry_on(block)
+            for outer in around[-1:]:
+                outer.plain.add((block.stack, block.kind))
+            blocks, output = self._stacks.of(block.stack, block.owner), block.output
+            if output is not None and blocks and blocks.follows(block.input) and alike(block.input, output):
+                blocks.carry(block.input, output, block.kind)  # such as a norm between blocks
             return
         if not self._keeps_states(block, module) or block.yields_to_inner():
-            self._yield(block)
+            # Calls inside are blocks; mixers outside of them belong to the module around this call.
+            self._settle_inside(block)
+            if block.settled and block.output is not None:
+                self._gave[block.stack] = block.output
+            self._hand_up(block.mixers, block.stack, block.owner)
             return
         for inner in block.inside:
             self._inner[inner.stack] = False
@@ -133,8 +139,15 @@ class BlockFinder:
             self._settle(block)
             return
         self._hand_up(block.mixers, block.stack, block.owner)
-        if around[-1].rank >= block.rank and block.stack not in self._inner:
-            self._offer(around[-1], block)
+        outer = around[-1]
+        if outer.rank < block.rank or block.stack in self._inner:
+            return
+        # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
+        parallel = any(other.stack == block.stack and same(other.input, block.input) for other in outer.open)
+        outer.open.append(block)
+        if len(outer.inside) > 1 and outer.rank > 0 and not parallel:
+            # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
+            self._settle_inside(outer)
 
     def _may_join(self, block: Block, module: nn.Module) -> bool:
         """Return True if a module without a mixer may be a block among blocks with mixers."""
@@ -147,16 +160,6 @@ class BlockFinder:
         # PyTorch's layers, norms (weights of one axis), and layers that blocks contain too carry the stream.
         norm = max((weight.dim() for weight in module.parameters()), default=2) < 2
         return blocks.takes(block) and not (single and (norm or type(module) in self._parts))
-
-    def _carry_on(self, block: Block) -> None:
-        """Register a module without a mixer, such as a norm, which may carry the stream between blocks."""
-        for outer in self._running[-1:]:
-            outer.plain.add((block.stack, block.kind))
-        blocks, output = self._stacks.of(block.stack, block.owner), block.output
-        if output is not None and blocks and blocks.follows(block.input) and alike(block.input, output):
-            blocks.carry(block.input, output, block.kind)
-        else:
-            self._barren.add(block.name)
 
     def _keeps_states(self, block: Block, module: nn.Module) -> bool:
         """Set what is known of a block once it has run; False if it does not map states to equal shapes."""
@@ -174,22 +177,6 @@ class BlockFinder:
         return True
 
     # --- which of the nested calls is the block -----------------------------------------------------------
-
-    def _offer(self, outer: Block, block: Block) -> None:
-        """Keep a possible inner block; decide when a second one runs or the outer call ends."""
-        # Inner calls with the same input run in parallel, as heads do, so the outer call is the block.
-        parallel = any(other.stack == block.stack and same(other.input, block.input) for other in outer.open)
-        outer.open.append(block)
-        if len(outer.inside) > 1 and outer.rank > 0 and not parallel:
-            # Inner calls form a chain, and the outer call is not an item of a list of equal modules.
-            self._settle_inside(outer)
-
-    def _yield(self, block: Block) -> None:
-        """Make the calls inside blocks; pass mixers outside of them to the module around this call."""
-        self._settle_inside(block)
-        if block.settled and block.output is not None:
-            self._gave[block.stack] = block.output
-        self._hand_up(block.mixers, block.stack, block.owner)
 
     def _settle_inside(self, outer: Block) -> None:
         inside, outer.open = outer.inside, []

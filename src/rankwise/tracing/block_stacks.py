@@ -219,7 +219,14 @@ class BlockStacks:
     def _report_waiting(self, blocks: BlockStack, like: Block) -> None:
         """Report blocks that wait; those without a mixer have the axes and the mask of a block ``like``."""
         if not blocks.layers:
-            self._begin(blocks)
+            first, seen = blocks.waiting[0].name, self._seen.get(blocks.stack, {})
+            if seen and first not in seen:
+                # A second tower begins, such as another encoder: name its stack after its own list of blocks.
+                blocks.stack = first.rpartition(".")[0]
+            elif self.forward_pass in seen.values():
+                # The same blocks run again on other tokens, so a new forward pass begins.
+                self.forward_pass += 1
+            blocks.forward_pass = self.forward_pass
         for block in blocks.waiting:
             if not block.mixers:
                 block.to_batch_first = like.to_batch_first
@@ -232,17 +239,6 @@ class BlockStacks:
             blocks.layers += 1
             blocks.last, block.mixers = block, []
         blocks.waiting.clear()
-
-    def _begin(self, blocks: BlockStack) -> None:
-        """Begin a stack whose first blocks wait: it may be a second tower, or run in a new forward pass."""
-        first, seen = blocks.waiting[0].name, self._seen.get(blocks.stack, {})
-        if seen and first not in seen:
-            # A second tower begins, such as another encoder: name its stack after its own list of blocks.
-            blocks.stack = first.rpartition(".")[0]
-        elif self.forward_pass in seen.values():
-            # The same blocks run again on other tokens, so a new forward pass begins.
-            self.forward_pass += 1
-        blocks.forward_pass = self.forward_pass
 
     def _last_state(self, blocks: BlockStack | None) -> None:
         """Report the output of a stack's last block as the last state, or add a note that it is missing."""
