@@ -28,15 +28,10 @@ from rankwise.operators import (
     SemiseparableMixing,
     SumMixing,
 )
+from rankwise.operators.toeplitz import short_convolution
 from rankwise.tracing import MixerSite, RecordedCall
 from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.mamba import (
-    Mamba2Adapter,
-    MambaAdapter,
-    ShortConvAdapter,
-    ZambaAdapter,
-    short_convolution,
-)
+from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ShortConvAdapter, ZambaAdapter
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
 
 SILU = ("silu", "swish")

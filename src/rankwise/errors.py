@@ -165,6 +165,12 @@ def strip_control(name: str) -> str:
     return "".join("�" if unicodedata.category(c) in _CONTROL else c for c in name)
 
 
+def described(value: object) -> str:
+    """Return the type of a value, and its shape if it has one, for error messages."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} {tuple(shape)}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -109,8 +109,10 @@ WAYS = {
     "one head after the other": lambda q, k, v: torch.stack(
         [scores(q[:, h], k[:, h]).softmax(-1) @ v[:, h] for h in range(HEADS)], 1
     ),
+    "random synthesizer": lambda q, k, v: RANDOM.softmax(-1) @ v,
     "dense synthesizer": lambda q, k, v: F.linear(q, torch.ones(TOKENS, q.shape[-1])).softmax(-1) @ v,
 }  # fmt: skip
+RANDOM = torch.randn(HEADS, TOKENS, TOKENS)
 MIX = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1], [0.4, 0.4, 0.2]])
 
 
@@ -249,6 +251,13 @@ def test_a_call_of_unknown_layout_does_not_stop_the_model():
 # --- softmaxes that do not mix tokens -----------------------------------------------------------------------
 
 
+def memory(read):
+    """Slots with as many keys and values as tokens."""
+    slots = [lambda: nn.Parameter(torch.randn(TOKENS, WIDTH)) for _ in range(2)]
+    look_up = lambda self, x: (x @ self.keys.mT).softmax(-1) @ read(self, self.slots)  # noqa: E731
+    return kind(look_up, keys=slots[0], slots=slots[1], linear=linear)
+
+
 def next_to_attention(part):
     return Stack(lambda: nn.Sequential(Residual(Attention()), Residual(part())), 2).eval()
 
@@ -259,6 +268,9 @@ def next_to_attention(part):
         (Router, None),
         (SoftExperts, "5 items that are not tokens"),
         (CodeBook, "5 vectors that are weights of the model"),
+        (memory(lambda self, values: values * 1.0), "7 vectors that are weights of the model or made"),
+        (memory(lambda self, values: self.linear(values)), "7 vectors that are weights of the model"),
+        (memory(lambda self, values: values.expand(BATCH, -1, -1)), "7 vectors that are weights"),
     ],
 )
 def test_routers_soft_experts_and_code_books_are_not_attention(part, reason):
@@ -278,6 +290,7 @@ def test_a_router_is_not_attention_with_any_number_of_experts(experts):
 
 REFUSED = {
     "channel attention": (channel_attention, TOKENS, "a softmax mixes 8 channels, not tokens"),
+    "channel attention, tokens times channels": (channel_attention, WIDTH, "a softmax mixes 8 channels"),
 }
 
 
@@ -286,6 +299,48 @@ def test_other_softmaxes_are_reported_and_not_captured(way):
     mix, tokens, reason = REFUSED[way]
     with pytest.raises(CaptureError, match=reason):
         seen(stack_of(mix), hidden(tokens=tokens))
+
+
+def one_head(mix):
+    return kind(lambda self, x: mix(self.q(x), self.k(x), self.v(x)), q=linear, k=linear, v=linear)
+
+
+AMBIGUOUS = {
+    "heads": (partial(Attention, channel_attention), WIDTH // HEADS),
+    "one head": (one_head(channel_attention), WIDTH),
+    "values first": (one_head(lambda q, k, v: v @ (q.mT @ k).softmax(-1)), WIDTH),
+    "of one projection": (one_head(lambda q, k, v: v @ q.softmax(-1)), WIDTH),
+    "fused": (partial(Attention, lambda q, k, v: fused(q.mT, k.mT, v.mT).mT), WIDTH // HEADS),
+}
+
+
+@pytest.mark.parametrize("way", AMBIGUOUS)
+def test_a_note_says_that_as_many_channels_as_tokens_may_be_mixed(way):
+    make, tokens = AMBIGUOUS[way]
+    (note,) = seen(Stack(lambda: Block(make()), 2).eval(), hidden(tokens=tokens)).notes
+    assert f"may mix {tokens} channels instead of {tokens} tokens" in note
+    assert "a sequence of another length decides" in note
+
+
+@pytest.mark.parametrize("way", ["matmul", "einsum", "channels first", "head mask"])
+@pytest.mark.parametrize("tokens", [WIDTH // HEADS, WIDTH])
+def test_attention_to_as_many_tokens_as_channels_has_no_note(way, tokens):
+    assert seen(stack_of(WAYS[way], depth=2), hidden(tokens=tokens)).notes == []
+
+
+@pytest.mark.parametrize("again", [lambda a: a, lambda a: a.mT])
+def test_values_of_a_second_product_are_what_it_multiplies(again):
+    sites = seen(stack_of(lambda q, k, v: again(A(q, k)) @ (A(q, k) @ v), 1), hidden()).mixers
+    assert len(sites) == 2
+    assert max(map(product_error, sites)) < 1e-5
+
+
+def test_products_of_nested_tensors_do_not_stop_the_model():
+    def forward(self, x):
+        nested = torch.nested.nested_tensor(list(x))
+        return self.attention(x) + (nested @ nested.transpose(1, 2)).to_padded_tensor(0.0)[..., :1]
+
+    assert len(seen(kind(forward, attention=Attention)().eval(), hidden()).mixers) == 1
 
 
 def test_the_name_attention_alone_does_not_make_a_mixer():

@@ -98,6 +98,14 @@ def kernel_divided(q, k, v):
     return phi(q) @ (phi(k).mT @ v) / (phi(q) @ phi(k).sum(-2)[..., None])
 
 
+def cosine(q, k):
+    return F.cosine_similarity(q[..., :, None, :], k[..., None, :, :], dim=-1)
+
+
+def nearness(q, k):
+    return torch.cdist(q, k).neg().exp()
+
+
 DECAY = (0.9 ** (torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)).abs()).tril()
 WAYS = {
     "Nyström": (nystrom, nystrom_matrix, "product"),
@@ -122,6 +130,8 @@ WAYS = {
         "linear",
     ),
     "sigmoid": (lambda q, k, v: scores(q, k).sigmoid() @ v, lambda q, k: scores(q, k).sigmoid(), "dense"),
+    "cosine similarity": (lambda q, k, v: cosine(q, k) @ v, lambda q, k: cosine(q, k), "dense"),
+    "distances": (lambda q, k, v: nearness(q, k) @ v, lambda q, k: nearness(q, k), "dense"),
     "retention": (lambda q, k, v: (q @ k.mT * DECAY) @ v, lambda q, k: q @ k.mT * DECAY, "dense"),
     "retention, einsum": (
         lambda q, k, v: torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k) * DECAY, v),

@@ -16,6 +16,7 @@ from capture_zoo import (
     hidden,
     kind,
     linear,
+    scores,
     seen,
     stack_of,
     torch_encoder,
@@ -47,6 +48,25 @@ def depthwise(size=3):
 
 Convolution = kind(lambda self, x: self.depthwise(x.mT).mT, depthwise=depthwise)
 Shift = kind(lambda self, x: x + self.before(x), before=lambda: nn.ZeroPad2d((0, 0, 1, -1)))  # as in RWKV
+
+
+def learned(*shape):
+    return lambda: nn.Parameter(torch.randn(shape or (TOKENS, TOKENS)))
+
+
+def weighing(mix):
+    """Attention weights of one head and values, which a function multiplies and sums."""
+    return kind(lambda self, x: mix(plain_weights(self.q(x), self.k(x)), x), q=linear, k=linear)
+
+
+def plain_weights(q, k):
+    return scores(q, k).softmax(-1)
+
+
+def each_sequence(function):
+    return lambda *given: torch.stack(list(map(function, *given)))
+
+
 OTHERS = {
     "a convolution": Convolution,
     "a shift": Shift,
@@ -54,6 +74,23 @@ OTHERS = {
     "a running sum": applied(lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]),
     "a Fourier transform": applied(lambda x: torch.fft.fft2(x, dim=(1, 2)).real),
     "a linear layer": kind(lambda self, x: self.linear(x.mT).mT, linear=lambda: nn.Linear(TOKENS, TOKENS)),
+    "a product: with a parameter": kind(lambda self, x: self.mix @ x, mix=learned()),
+    "a product: with a part of it": kind(
+        lambda self, x: self.mix[: x.shape[1], : x.shape[1]].tril() @ x, mix=learned(TOKENS + 3, TOKENS + 3)
+    ),
+    "a product: channels first": kind(lambda self, x: (x.mT @ self.mix).mT, mix=learned()),
+    "a product: for each sequence": kind(
+        lambda self, x: (1.0 * self.mix).expand(len(x), -1, -1).bmm(x), mix=learned()
+    ),
+    "a product: in an einsum": kind(lambda self, x: torch.einsum("ts,bsd->btd", self.mix, x), mix=learned()),
+    "a softmax: multiplied and summed": weighing(lambda a, v: (a[..., None] * v[:, None]).sum(2)),
+    "a softmax: values first": weighing(lambda a, v: torch.sum(v.unsqueeze(1) * a.unsqueeze(-1), -2)),
+    "a softmax: tensordot": weighing(each_sequence(lambda a, v: torch.tensordot(a, v, 1))),
+    "a softmax: multi_dot": weighing(each_sequence(lambda a, v: torch.linalg.multi_dot([a, a, v]))),
+    "a softmax: three operands": weighing(lambda a, v: torch.einsum("bij,bjk,bkd->bid", a, a, v)),
+    "a system": applied(lambda x: torch.linalg.solve(torch.eye(TOKENS) + (x @ x.mT).tanh().tril(-1) / 9, x)),
+    "a pooling": applied(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT - x),
+    "a pooling: in a module": kind(lambda self, x: self.pool(x.mT).mT, pool=lambda: nn.MaxPool1d(3, 1, 1)),
     "a convolution: of a grid": kind(
         lambda self, x: self.conv(x.mT.unflatten(-1, (1, -1))).flatten(2).mT,
         conv=lambda: nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH),
@@ -88,6 +125,11 @@ Pointwise = kind(
 )
 
 
+WideAsTokens = kind(
+    lambda self, x: F.gelu(x @ self.up) @ self.down, up=learned(WIDTH, TOKENS), down=learned(TOKENS, WIDTH)
+)
+
+
 class Convolved(Attention):
     """Attention with a convolution inside."""
 
@@ -108,10 +150,11 @@ Preceded = kind(
     ("model", "names"),
     [
         (lambda: with_attention(Pointwise), ["blocks.{}.attend.attention"]),
+        (lambda: with_attention(WideAsTokens), ["blocks.{}.attend.attention"]),
         (lambda: Stack(Convolved, 2), ["blocks.{}"]),
         (lambda: Stack(kind(lambda self, x: x + self.mixer(x), mixer=Preceded), 2), ["blocks.{}.mixer.core"]),
     ],
-    ids=["one token at a time", "a convolution inside attention", "a convolution before attention"],
+    ids=["one token at a time", "as wide as tokens", "convolution inside attention", "convolution before it"],
 )
 def test_modules_that_do_not_mix_tokens_separately_are_not_named(model, names):
     trace = seen(model().eval(), hidden())
@@ -310,7 +353,7 @@ REFUSED = {
     ),
     "mixers that were not seen": (
         lambda: captured(Stack(lambda: Block(DecayMixer()), 5).eval()),
-        r"blocks\.0\.attention \(DecayMixer\), blocks\.1\.attention .*, .* and 2 more: called, but",
+        r"blocks\.0\.attention \(DecayMixer\), blocks\.1\.attention .*, .* and 2 more: a product of its",
     ),
     "no call": (
         lambda: captured(stack_of(), call=lambda x: x),

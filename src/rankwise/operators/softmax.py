@@ -12,6 +12,8 @@ from rankwise.operators.base import Index, MixingOperator, causal_rows, check_ma
 
 MASKED_BELOW = -9e3
 """Bias below which an entry counts as masked: exp(−9000) = 0. Models use −inf, finfo.min or −1e4."""
+NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
+"""−87.3: a score this far below the largest of its row has a weight below the least normal float32."""
 
 
 class SoftmaxMixing(MixingOperator):
@@ -152,3 +154,20 @@ class SoftmaxMixing(MixingOperator):
     def _repeat_groups(self, tensor: Tensor) -> Tensor:
         """Return a tensor with Hkv heads as one with H: each key head is repeated for its query heads."""
         return tensor.repeat_interleave(self.heads_per_group, dim=-3) if self.heads_per_group > 1 else tensor
+
+
+def hidden_by(bias: Tensor) -> Tensor:
+    """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
+
+    Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
+    87.3 below the largest entry of its row (`NO_WEIGHT`), and a gap of more than half of this separates such
+    entries from the others. Thus −100 in shifted windows hides scores, but the evenly decreasing bias of
+    ALiBi does not. Rule 2 never hides a column from every row, because the column would count as padding.
+    """
+    bias = bias.detach()
+    bias = bias[None] if bias.dim() < 2 else bias
+    low = bias < bias.amax(-1, keepdim=True) + NO_WEIGHT
+    least_kept = bias.masked_fill(low, math.inf).amin(-1, keepdim=True)
+    most_hidden = bias.masked_fill(~low, -math.inf).amax(-1, keepdim=True)
+    apart = low & (least_kept - most_hidden > -NO_WEIGHT / 2)
+    return (bias <= MASKED_BELOW) | (apart & ~apart.all(-2, keepdim=True))

@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+from torch.nn import functional as F
 
 from rankwise.errors import ShapeError
 from rankwise.operators.base import FastMixing, compute_dtype
@@ -150,3 +151,10 @@ class ToeplitzMixing(FastMixing):
         negative = 0 if self.is_causal else self.shape[-1] - 1
         zeros = kernel.new_zeros(*kernel.shape[:-1], length - kernel.shape[-1])
         return torch.cat([kernel[..., negative:], zeros, kernel[..., :negative]], dim=-1)
+
+
+def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
+    """Return a causal depthwise convolution, weights (D, 1, L), as Toeplitz operators (B, D, T, T)."""
+    taps = weight.detach()[:, 0].flip(-1)
+    kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
+    return ToeplitzMixing(kernel.expand(sequences, -1, -1))

@@ -109,6 +109,36 @@ def sequences_behind(calls: Sequence[ModuleCall], operator: MixingOperator) -> i
     return min((count for count in counts if count and batch % count == 0), default=batch)
 
 
+def same_for_all(factor: Tensor, other: Tensor) -> bool:
+    """Return True if a factor of a product is a weight, or the same for every sequence of the other."""
+    expanded = factor.layout is torch.strided and len(factor) > 1 and factor.stride(0) == 0
+    without_batch = factor.dim() < other.dim() and (factor.dim() == 2 or len(factor) != len(other))
+    return isinstance(base_of(factor), nn.Parameter) or expanded or without_batch
+
+
+def lengths_of(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
+    """Return the token counts T in the inputs of all enclosing modules, of inputs with at most these axes."""
+    lengths = set()
+    for tensor in plain_tensors(calls):
+        if not tensor.is_floating_point():
+            lengths |= {tensor.shape[-1]} if tensor.dim() == 2 else set()
+        elif 1 < tensor.dim() <= most_axes:
+            lengths |= {tensor.shape[-2], tensor.shape[0 if tensor.dim() == 3 else -2]}
+    return lengths
+
+
+def areas_of(calls: Sequence[ModuleCall]) -> set[int]:
+    """Return the numbers of places in feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
+    given = ([tensor.shape for tensor in plain_tensors([call]) if tensor.dim() == 4] for call in calls)
+    shapes = (shape for each in given if len(each) < 3 for shape in each)  # three are queries, keys, values
+    return {prod(places) for shape in shapes for places in (shape[1:3], shape[2:])}
+
+
+def plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
+    """Return the tensor arguments of calls that are not nested tensors."""
+    return [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
+
+
 def learned_tokens(parts: Sequence[Tensor], tokens: Tensor) -> int:
     """Return how many tokens (B, T, D), if more than one, are weights that `torch.cat` put next to others."""
     if tokens.dim() != 3 or any(part.dim() != 3 for part in parts):

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from rankwise._internals.torch_private import flex_attention_function, original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
-from rankwise.tracing import model_checks, torch_layers
+from rankwise.tracing import mixing_calls, model_checks, torch_layers
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.base import NO_TOKENS, AdapterReader
 from rankwise.tracing.axes import learned_tokens
@@ -39,30 +39,11 @@ from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 from rankwise.tracing.function_mode import AttentionMode
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
-from rankwise.tracing.mixing_calls import (
-    FUSED_ARGUMENTS,
-    WITHIN_TOKENS,
-    MixingCall,
-    Unfinished,
-    axis_notes,
-    explicit_mixing,
-    flex_mixing,
-    fused_mixing,
-    mixer_site,
-    mixes_without_softmax,
-    unfinished,
-    why_no_tokens,
-)
+from rankwise.tracing.mixing_calls import MixingCall, Unfinished
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import MixerSite, StateSite, Trace
-from rankwise.tracing.uncaptured import (
-    FUNCTIONS,
-    STATE_SUM,
-    Sightings,
-    looks_like_mixer,
-    whose_tokens,
-)
+from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
@@ -246,16 +227,16 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return running[: layers[0]] if inside and layers else running
 
     def _fused(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
-        given = dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
+        given = dict(zip(mixing_calls.FUSED_ARGUMENTS, args, strict=False)) | kwargs
         if given.get("dropout_p", 0.0) > 0:
             self._note(model_checks.DROPOUT_NOTE)
         inner = self._mode.weights.held.get(given["value"])
-        read = partial(fused_mixing, given, output, self._calls.running[-1], inner)
+        read = partial(mixing_calls.fused_mixing, given, output, self._calls.running[-1], inner)
         return self._replace(self._try(read, output, given["query"], made=output), output)
 
     def _flex(self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         output, *others = outputs
-        read = partial(flex_mixing, args, output, self._calls.running[-1])
+        read = partial(mixing_calls.flex_mixing, args, output, self._calls.running[-1])
         changed = self._replace(self._try(read, output, args[0], made=output), output)
         return None if changed is None else (changed, *others)
 
@@ -275,14 +256,14 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _explicit(self, product: SoftmaxProduct, output: Tensor) -> Tensor | None:
         calls, call = self._calls.running, self._calls.running[-1]
         known = output in self._mode.weights.held
-        if not product.softmax and (known or not mixes_without_softmax(product, calls)):
+        if not product.softmax and (known or not mixing_calls.mixes_without_softmax(product, calls)):
             return None
-        reason = why_no_tokens(product, calls) if product.softmax else None
+        reason = mixing_calls.why_no_tokens(product, calls) if product.softmax else None
         if reason is None:
-            read = partial(explicit_mixing, product, call)
+            read = partial(mixing_calls.explicit_mixing, product, call)
             hold = product.keys is not None or not product.softmax
             return self._replace(self._try(read, product.matrix, made=output, hold=hold), output)
-        if reason not in WITHIN_TOKENS:
+        if reason not in mixing_calls.WITHIN_TOKENS:
             self._sightings.leave_out(call.name, reason)
         return None
 
@@ -302,7 +283,6 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note dropout, learned vectors next to tokens, and functions that mix tokens without attention."""
-        innermost = self._calls.running[-1].name
         if func in model_checks.DROPOUTS and all(output is not one for one in (*args, *kwargs.values())):
             self._note(model_checks.DROPOUT_NOTE)
         elif func is torch.cat and args:
@@ -312,14 +292,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
                     f"{learned} of {output.shape[1]} tokens are learned vectors, such as class tokens or "
                     "registers"
                 )
-        elif func in FUNCTIONS:
-            what, read = FUNCTIONS[func]
-            lengths = read(output, *args, **kwargs)
-            if what is STATE_SUM and lengths:
-                self._sightings.hints[innermost] = what
-            reader = whose_tokens(self._calls.running, what, lengths)
-            if reader is not None:
-                reader.other_mixing.setdefault(innermost, what)
+        else:
+            compares = self._mode.weights.compares
+            self._sightings.note_function(self._calls.running, func, args, kwargs, output, compares)
 
     # --- from an operator to its site ---------------------------------------------------------------------
 
@@ -365,7 +340,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             return None
         if mixing is None:
             return None
-        if made is not None and (hold or unfinished(mixing, calls)):
+        if made is not None and (hold or mixing_calls.unfinished(mixing, calls)):
             held = Unfinished(mixing, per_token=hold)
             self._mode.weights.held[made] = held
             calls[-1].unfinished.append(held)
@@ -390,7 +365,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
     def _add(self, mixing: MixingCall, call_id: CallId | None = None) -> Added:
         around = self._down_to_mixer()
         number = self._call_counter.count(around[-1].name) if call_id is None else call_id
-        for note in axis_notes(mixing.operator, around):
+        for note in mixing_calls.axis_notes(mixing, around):
             self._note(note)
         site = self._site(mixing, number, around)
         for call in self._calls.running:
@@ -400,7 +375,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return mixing, site
 
     def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
-        return mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
+        return mixing_calls.mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
 
     def _emit(self, site: MixerSite | StateSite) -> None:
         self._emitted.add(type(site))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rankwise._internals.forward import tensors_in
+from rankwise.tracing.axes import same_for_all
 from rankwise.tracing.score_masks import (
     ADDED_PRODUCTS,
     CUTS,
@@ -35,6 +36,7 @@ KEEPS_VALUES = {
 """Casts, dropout and reshapes: their result still holds the weights of the softmax."""
 TIMES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__imul__}
 DIVIDES = {torch.div, Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__}
+COMPARES = {torch.cosine_similarity, torch.cdist}
 STARTS_ANEW = {
     torch.addmm,
     *named_functions(F, "linear layer_norm rms_norm group_norm batch_norm embedding conv1d conv2d conv3d"),
@@ -101,7 +103,7 @@ class SoftmaxProduct(MatrixProduct):
     values_compared: bool = False
     """True if the values are themselves a product of two activations, such as Kᵀ V in linear attention."""
     values_learned: bool = False
-    """True if the values are a parameter of the model, such as a table of vectors."""
+    """True if the values are weights or the same for every sequence, such as a table of vectors."""
     softmax: bool = True
     """False if the matrix is not made by a softmax; it is then a product of activations, or queries alone."""
     keys: Tensor | None = None
@@ -132,7 +134,7 @@ class SoftmaxFollower:
         """
         if func is Tensor.__setitem__:
             self._assigned(*args[:3])
-        if not isinstance(out, Tensor):
+        if not isinstance(out, Tensor) or out.is_nested:
             return []
         if func in SOFTMAX or func in LOG_SOFTMAX:
             self._softmax(args, kwargs, out, self._weights if func in SOFTMAX else self._logarithms)
@@ -157,6 +159,10 @@ class SoftmaxFollower:
             self._follow_held(func, args, out)
         return mixed
 
+    def compares(self, weights: Tensor) -> bool:
+        """Return True for weights whose scores are a product of two activations."""
+        return weights in self._weights and self._weights[weights].compared
+
     def replace_product(self, out: Tensor, changed: Tensor) -> None:
         """Register that the model continues with ``changed`` in place of the output ``out``."""
         for known in (self._compared, self.held):
@@ -170,7 +176,7 @@ class SoftmaxFollower:
     ) -> None:
         if func is torch.einsum:
             compared = compares(args)
-        elif func in PRODUCTS or func in ADDED_PRODUCTS:
+        elif func in PRODUCTS or func in ADDED_PRODUCTS or func in COMPARES:
             first, second = tensors[-2:] if len(tensors) > 1 else (out, out)
             compared = _activations(first, second) and _same_batch(first, second)
         else:
@@ -232,8 +238,9 @@ class SoftmaxFollower:
                 order = (operand, *product.order)
                 allowed = allowed.through(Tensor.permute, order, {}, operand, matrix)
             mixed = self._mixed(product, matrix)
-            keys = None if weights.compared else mixed.keys
-            return replace(mixed, allowed=allowed, compared=weights.compared, keys=keys)
+            if weights.compared:
+                mixed = replace(mixed, keys=None, values=product.values)
+            return replace(mixed, allowed=allowed, compared=weights.compared)
         return None
 
     def _products_without_softmax(self, products: list[MatrixProduct]) -> list[SoftmaxProduct]:
@@ -259,7 +266,7 @@ class SoftmaxFollower:
         return SoftmaxProduct(
             **vars(product) | {"matrix": matrix, "values": values},
             values_compared=given in self._compared,
-            values_learned=isinstance(given, nn.Parameter),
+            values_learned=same_for_all(given, product.operand),
             keys=keys,
             inner=inner,
         )
@@ -342,7 +349,7 @@ def matrix_products(
 
 
 def _matmul_products(tensors: list[Tensor], out: Tensor) -> list[MatrixProduct]:
-    if len(tensors) != 2 or min(tensor.dim() for tensor in (*tensors, out)) < 2:
+    if len(tensors) != 2 or any(tensor.is_nested or tensor.dim() < 2 for tensor in (*tensors, out)):
         return []
     first, second = tensors
     whole, straight = tuple(range(out.dim())), tuple(range(first.dim()))

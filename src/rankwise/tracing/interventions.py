@@ -1,12 +1,12 @@
 """Interventions: replace outputs of heads and blocks before the model uses them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rankwise._internals.forward import map_leaves
 from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
@@ -113,12 +113,4 @@ class Substitution:
 
 def in_place_of(values: Any, old: Tensor | None, new: Tensor | None) -> Any:
     """Return dicts, tuples and lists with the tensor ``old`` replaced by ``new``, unless that is None."""
-    if values is old or new is None:
-        return values if new is None else new
-    if isinstance(values, Mapping):
-        changed = {name: in_place_of(value, old, new) for name, value in values.items()}
-        return changed if type(values) is dict else type(values)(**changed)
-    if isinstance(values, tuple | list):
-        items = [in_place_of(value, old, new) for value in values]
-        return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
-    return values
+    return values if new is None else map_leaves(values, lambda leaf: new if leaf is old else leaf)

@@ -24,8 +24,11 @@ from rankwise.operators import (
 )
 from rankwise.tracing.axes import (
     HeadAxes,
+    areas_of,
     given_shape,
     layout_of,
+    lengths_of,
+    plain_tensors,
     sequences_behind,
     unpacked_groups,
 )
@@ -120,8 +123,8 @@ def unfinished(mixing: MixingCall, calls: Sequence[ModuleCall]) -> bool:
     if batch > sequences_behind(calls, mixing.operator):
         return False  # the rows are windows or chunks of tokens
     # Queries (B, H, T, K) that a module receives may be landmarks.
-    lengths = _lengths(calls, most_axes=3)
-    return bool(lengths) and 1 < rows < columns and rows not in lengths | _areas(calls)
+    lengths = lengths_of(calls, most_axes=3)
+    return bool(lengths) and 1 < rows < columns and rows not in lengths | areas_of(calls)
 
 
 def fused_mixing(
@@ -183,16 +186,18 @@ def _dense(weights: Tensor, allowed: Tensor | None) -> DenseMixing:
 def explicit_mixing(mixed: SoftmaxProduct, call: ModuleCall) -> MixingCall:
     """Return the operator of attention that the model computes as a matrix product, or as two products."""
     mixed = _product_without_vmap(mixed, call) if in_function_transform() else mixed
-    layout = layout_of(mixed.matrix.shape, call)
     matrix, values = mixed.matrix.detach(), mixed.values.detach()
+    if matrix.dim() < values.dim():  # the same weights for every sequence
+        matrix = matrix.expand(*values.shape[:-2], *matrix.shape[-2:])
+    layout = layout_of(matrix.shape, call)
     operator: MixingOperator
     if mixed.keys is not None:
         keys, matrix = mixed.keys.detach().mT.clone(), matrix.clone()
         keys, values = (part.expand(*matrix.shape[:-2], *part.shape[-2:]) for part in (keys, values))
         operator = LinearAttentionMixing(layout(matrix), layout(keys))
     else:
-        allowed = None if mixed.allowed is None else layout(mixed.allowed.of(matrix.shape))
-        operator = _dense(layout(matrix), allowed)
+        allowed = None if mixed.allowed is None else mixed.allowed.of(mixed.matrix.shape)
+        operator = _dense(layout(matrix), None if allowed is None else layout(allowed.expand(matrix.shape)))
     output, axes, heads_axes = mixed.output, mixed.axes, None
     if output is not None and axes is not None:
         shape, home = output.shape, sorted(range(output.dim()), key=axes.__getitem__)
@@ -233,7 +238,7 @@ def _product_without_vmap(mixed: SoftmaxProduct, call: ModuleCall) -> SoftmaxPro
 def mixes_without_softmax(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Return True if a product mixes tokens without a softmax: its rows and its sources are tokens."""
     sources = mixed.matrix if mixed.keys is None else mixed.keys
-    lengths = _lengths(calls) | _areas(calls)
+    lengths = lengths_of(calls) | areas_of(calls)
     known = {mixed.matrix.shape[-2]} | (set() if mixed.inner else {sources.shape[-1]})
     return known <= lengths and not mixed.values_learned
 
@@ -256,14 +261,14 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
     if not mixed.compared and _streams_of_each_token(matrix, calls):
         return STREAMS
     if mixed.values_learned:
-        return f"a softmax weighs {sources} vectors that are weights of the model, not tokens"
+        return f"a softmax weighs {sources} vectors that are weights of the model or made of them, not tokens"
     if not mixed.compared and mixed.values_compared:
         if mixed.keys is not None and mixes_without_softmax(mixed, calls):
             return None
         return "a softmax of queries alone multiplies a product of keys and values, as in linear attention"
     if tokens == sources and _are_channels(mixed, calls):
         return f"a softmax mixes {sources} channels, not tokens"
-    if not mixed.compared and sources not in _lengths(calls):
+    if not mixed.compared and sources not in lengths_of(calls):
         return f"a softmax weighs {sources} items that are not tokens of an input"
     return None
 
@@ -271,7 +276,7 @@ def why_no_tokens(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> str | N
 def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     """Return True if each token has its own matrix, which mixes several vectors (streams) of that token."""
     leading, columns = matrix.shape[:-2], matrix.shape[-1]
-    given = _plain_tensors(calls)
+    given = plain_tensors(calls)
     each_token = any(
         tensor.shape[:2] == leading and tensor.dim() == (3 if tensor.is_floating_point() else 2)
         for tensor in given
@@ -282,8 +287,8 @@ def _streams_of_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
 def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     """Return True if the columns of a matrix are channels: columns times heads equal the width of an input.
 
-    The columns are tokens if the width of the values times heads also equals an input's width, or if the
-    matrix has one row per input token.
+    The columns are tokens if the width of the values times heads also equals an input's width, unless only
+    this is the number of tokens, or if the matrix has one row per input token.
     """
     if _for_each_token(mixed.matrix, calls):
         return False
@@ -291,7 +296,9 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
     widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
     columns, of_values = ({t.shape[-1] * n for n in heads} for t in (mixed.matrix, mixed.values))
-    return bool(columns & widths) and not of_values & widths
+    lengths = lengths_of(calls)
+    of_tokens = mixed.values.shape[-1] in lengths and mixed.matrix.shape[-1] not in lengths
+    return bool(columns & widths) and (of_tokens or not of_values & widths)
 
 
 def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
@@ -302,28 +309,6 @@ def _for_each_token(matrix: Tensor, calls: Sequence[ModuleCall]) -> bool:
     first, second = given.shape[:2]
     leading, rows = matrix.shape[:-2], matrix.shape[-2]
     return rows == second or (rows == first and first not in leading[:1] and prod(leading) % second == 0)
-
-
-def _lengths(calls: Sequence[ModuleCall], most_axes: int = 8) -> set[int]:
-    """Return the token counts T in the inputs of all enclosing modules, of inputs with at most these axes."""
-    lengths = set()
-    for tensor in _plain_tensors(calls):
-        if not tensor.is_floating_point():
-            lengths |= {tensor.shape[-1]} if tensor.dim() == 2 else set()
-        elif 1 < tensor.dim() <= most_axes:
-            lengths |= {tensor.shape[-2], tensor.shape[0 if tensor.dim() == 3 else -2]}
-    return lengths
-
-
-def _areas(calls: Sequence[ModuleCall]) -> set[int]:
-    """Return the numbers of places in feature maps (B, C, H, W) or (B, H, W, C) given to the modules."""
-    given = ([tensor.shape for tensor in _plain_tensors([call]) if tensor.dim() == 4] for call in calls)
-    shapes = (shape for each in given if len(each) < 3 for shape in each)  # three are queries, keys, values
-    return {prod(places) for shape in shapes for places in (shape[1:3], shape[2:])}
-
-
-def _plain_tensors(calls: Sequence[ModuleCall]) -> list[Tensor]:
-    return [tensor for call in calls for tensor in call.tensors if not tensor.is_nested]
 
 
 def _same_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,18 +348,26 @@ def mixer_site(
         )
 
 
-def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterator[str]:
-    """Yield notes on the rows and the columns of an operator, if they are not tokens."""
-    batch, _, rows, columns = operator.shape
+def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]:
+    """Yield notes on the rows and the columns of an operator, if they are not tokens, or may be others."""
+    operator, values = mixing.operator, None if mixing.whole else mixing.values  # adapters know tokens
+    batch, heads, rows, columns = operator.shape
+    name = re.sub(r"\b\d+\b", "*", calls[-1].name) or type(calls[-1].module).__name__
+    widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
+    channels_first = values is not None and values.stride(-2) < values.stride(-1)
+    if rows == columns and channels_first and {columns, columns * heads} & widths:
+        yield (
+            f"{name}: its matrices may mix {columns} channels instead of {columns} tokens, as in "
+            "cross-covariance attention; a sequence of another length decides which"
+        )
     # Queries and keys (B, H, T, K) that inner modules receive may hold other vectors than tokens.
-    lengths = _lengths(calls[:1]) | _lengths(calls, most_axes=3) | _areas(calls)
+    lengths = lengths_of(calls[:1]) | lengths_of(calls, most_axes=3) | areas_of(calls)
     most = max(lengths, default=rows)
     # Fewer rows and columns than tokens are a window, or one of several packed sequences.
     if has_cache(calls) or batch > sequences_behind(calls, operator) or rows == columns <= most:
         return
-    inner = [tensor for tensor in _plain_tensors(calls[1:]) if tensor.dim() == 3 and len(tensor) > 1]
-    expanded = {tensor.shape[1] for tensor in inner if tensor.stride(0) == 0} - _lengths(calls[:1])
-    name = re.sub(r"\b\d+\b", "*", calls[-1].name)
+    inner = [tensor for tensor in plain_tensors(calls[1:]) if tensor.dim() == 3 and len(tensor) > 1]
+    expanded = {tensor.shape[1] for tensor in inner if tensor.stride(0) == 0} - lengths_of(calls[:1])
     axes = [("rows", rows, columns), ("columns", columns, rows)]
     for axis, count, other in axes if rows != columns else [("rows and columns", rows, most)]:
         if _learned(count, calls):
@@ -387,12 +380,12 @@ def axis_notes(operator: MixingOperator, calls: Sequence[ModuleCall]) -> Iterato
             what = "are vectors that the layer makes of tokens, such as landmarks, pooled or projected tokens"
         else:
             what = "hold vectors of the layer next to tokens"
-        yield f"{name or type(calls[-1].module).__name__}: the {count} {axis} of its matrices {what}"
+        yield f"{name}: the {count} {axis} of its matrices {what}"
 
 
 def _learned(count: int, calls: Sequence[ModuleCall]) -> bool:
     """Return True if a module received ``count`` vectors that are a weight of the model, as latents are."""
-    given = [tensor for tensor in _plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
+    given = [tensor for tensor in plain_tensors(calls) if tensor.dim() == 3 and tensor.shape[1] == count]
     return any(
         type(weight) is nn.Parameter
         and not weight.is_meta

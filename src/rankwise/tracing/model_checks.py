@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from rankwise._internals.forward import config_value
 from rankwise._internals.torch_private import dropout_rate, is_compiled, original_of, runs_compiled_eagerly
-from rankwise.errors import CaptureError, InputError, did_you_mean, instance_of
+from rankwise.errors import CaptureError, InputError, described, did_you_mean, instance_of
 from rankwise.operators import MixingOperator
-from rankwise.tracing.adapters.base import described
 from rankwise.tracing.block_finder import matches
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCalls, holds

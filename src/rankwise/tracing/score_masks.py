@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rankwise.operators.softmax import MASKED_BELOW
+from rankwise.operators.softmax import MASKED_BELOW, NO_WEIGHT, hidden_by
 
 Function = Callable[..., Any]
 
@@ -22,8 +22,6 @@ def named_functions(home: Any, names: str) -> set[Function]:
     return {getattr(home, name) for name in names.split()}
 
 
-NO_WEIGHT = math.log(torch.finfo(torch.float32).tiny)
-"""−87.3: a score this far below the largest of its row has a weight below the least normal float32."""
 MOVES_AXES = {
     *named_functions(torch, "transpose permute swapaxes movedim"),
     *named_functions(Tensor, "transpose permute swapaxes movedim"),
@@ -130,23 +128,6 @@ class Masks:
             return ~(hidden if known is None else hidden | known.of(scores.shape))
 
         return Entries(scores.shape, make)
-
-
-def hidden_by(bias: Tensor) -> Tensor:
-    """Return booleans, True at entries of a bias that hide the scores to which the bias is added.
-
-    Rule 1: an entry of at most −9000 hides its score. Rule 2: an entry hides its score if it is more than
-    87.3 below the largest entry of its row (`NO_WEIGHT`), and a gap of more than half of this separates such
-    entries from the others. Thus −100 in shifted windows hides scores, but the evenly decreasing bias of
-    ALiBi does not. Rule 2 never hides a column from every row, because the column would count as padding.
-    """
-    bias = bias.detach()
-    bias = bias[None] if bias.dim() < 2 else bias
-    low = bias < bias.amax(-1, keepdim=True) + NO_WEIGHT
-    least_kept = bias.masked_fill(low, math.inf).amin(-1, keepdim=True)
-    most_hidden = bias.masked_fill(~low, -math.inf).amax(-1, keepdim=True)
-    apart = low & (least_kept - most_hidden > -NO_WEIGHT / 2)
-    return (bias <= MASKED_BELOW) | (apart & ~apart.all(-2, keepdim=True))
 
 
 def _newly_hidden(

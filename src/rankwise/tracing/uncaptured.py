@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise._internals.forward import tensors_in
+from rankwise.tracing.axes import same_for_all
+from rankwise.tracing.explicit_softmax import PRODUCTS, SOFTMAX, matrix_products
 from rankwise.tracing.module_calls import ModuleCall, first_tokens, holds
 from rankwise.tracing.trace import UncapturedModule
 
@@ -100,18 +103,6 @@ def why_no_operator(module: nn.Module) -> str | None:
     return next((why for pattern, why in NO_OPERATOR.items() if re.search(pattern, kind.__name__)), None)
 
 
-def whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
-    """Return the innermost call, outside of `torch.nn`, whose input (B, T, D) a function mixed along T."""
-    for call in reversed(calls):
-        tokens = call.tokens
-        if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
-            continue
-        count, width = tokens.shape[1:]
-        if count > 1 and count in lengths and not (what is LINEAR and count == width):
-            return call
-    return None
-
-
 @dataclass
 class Sightings:
     """Observations about the mixers of a running model, by module name."""
@@ -128,6 +119,20 @@ class Sightings:
     def leave_out(self, name: str, reason: str, exact: bool = False) -> None:
         """Register the reason why a mixer was not captured; ``exact``: its adapter could not read it."""
         self.left_out.setdefault((name, reason), exact)
+
+    def note_function(
+        self, calls: Sequence[ModuleCall], func: Any, args: Any, kwargs: Any, out: Any, compares: Any
+    ) -> None:
+        """Register how a function mixed a running call's tokens; ``compares(out)``: a softmax of Q Kᵀ."""
+        innermost = calls[-1].name
+        for functions, what, read in FUNCTIONS:
+            if func not in functions or (what is ATTENTION and not compares(out)):
+                continue
+            lengths = read(out, *args, **kwargs)
+            if what is STATE_SUM and lengths:
+                self.hints[innermost] = what
+            if (reader := _whose_tokens(calls, what, lengths)) is not None:
+                reader.other_mixing.setdefault(innermost, what)
 
     def note_other_mixing(self, call: ModuleCall) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
@@ -166,6 +171,18 @@ class Sightings:
                 module = model.get_submodule(name)
                 reason = _reason(name, module, called, known, self.other_mixing | self.hints)
                 yield UncapturedModule(name, type(module).__name__, reason)
+
+
+def _whose_tokens(calls: Sequence[ModuleCall], what: str, lengths: set[int]) -> ModuleCall | None:
+    """Return the innermost call, outside of `torch.nn`, whose input (B, T, D) a function mixed along T."""
+    for call in reversed(calls):
+        tokens = call.tokens
+        if tokens is None or tokens.is_nested or type(call.module).__module__.startswith("torch.nn."):
+            continue
+        count, width = tokens.shape[1:]
+        if count > 1 and count in lengths and not (what in (LINEAR, CONSTANT) and count == width):
+            return call
+    return None
 
 
 def _related(name: str, site: str) -> bool:
@@ -234,6 +251,16 @@ def _outer_product(out: Tensor, equation: object, *operands: Any, **named: Any) 
     return {1} if all(own) and set(first + second) == set(result) else set()
 
 
+def _constant(out: Tensor, *args: Any, **named: Any) -> set[int]:
+    """Return the length of the axis that a product sums over, if a factor is the same for every sequence."""
+    func = torch.einsum if isinstance(args[0] if args else None, str) else torch.matmul
+    for product in matrix_products(func, args, tensors_in((args, named)), out):
+        length, states = product.matrix.shape[-1], product.operand
+        if states.dim() > 2 and states.shape.count(length) == 1 and same_for_all(product.given, states):
+            return {length}
+    return set()
+
+
 def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> set[int]:
     """Return the input width if the last axis may hold tokens, as in the token mixing of an MLP-Mixer."""
     turned = input.dim() > 2 and input.shape[-1] != input.shape[-2]
@@ -241,6 +268,8 @@ def _linear(out: Tensor, input: Tensor, weight: Tensor, *rest: Any, **named: Any
 
 
 LINEAR = "a linear layer over its tokens"
+CONSTANT = "a product of its tokens with a matrix that is the same for every sequence"
+ATTENTION = "a softmax of products of its tokens, whose weights no captured call multiplies by values,"
 STATE_SUM = (
     "a product of keys and values for each token, which a state sums up as in causal linear attention,"
 )
@@ -248,12 +277,18 @@ CONVOLUTIONS = {torch.conv1d, F.conv1d, torch.conv2d, F.conv2d, torch.conv3d, F.
 RUNNING = {torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, torch.logcumsumexp}
 FOURIER = "a Fourier transform of its tokens"
 FOURIER_PLANES = {torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn, torch.fft.rfftn}
-FUNCTIONS: dict[Any, tuple[str, Reader]] = (
-    dict.fromkeys(CONVOLUTIONS, ("a convolution over its tokens", _convolution))
-    | dict.fromkeys(RUNNING, ("a running sum or product along its tokens", _along("dim", 0, -1)))
-    | dict.fromkeys({torch.fft.fft, torch.fft.rfft}, (FOURIER, _along("dim", 1, -1)))
-    | dict.fromkeys(FOURIER_PLANES, (FOURIER, _along("dim", 1, None)))
-    | dict.fromkeys({torch.roll, Tensor.roll}, ("a shift of its tokens", _along("dims", 1, None)))
-    | {torch.einsum: (STATE_SUM, _outer_product)}
-    | {F.pad: ("a shift of its tokens", _shift), F.linear: (LINEAR, _linear)}
-)
+FUNCTIONS: list[tuple[set[Any], str, Reader]] = [
+    (CONVOLUTIONS, "a convolution over its tokens", _convolution),
+    ({F.avg_pool1d, F.max_pool1d}, "a pooling of its tokens", lambda out, x, *_, **__: {x.shape[-1]}),
+    (RUNNING, "a running sum or product along its tokens", _along("dim", 0, -1)),
+    ({torch.fft.fft, torch.fft.rfft}, FOURIER, _along("dim", 1, -1)),
+    (FOURIER_PLANES, FOURIER, _along("dim", 1, None)),
+    ({torch.roll, Tensor.roll}, "a shift of its tokens", _along("dims", 1, None)),
+    ({F.pad}, "a shift of its tokens", _shift),
+    ({torch.linalg.solve}, "a system of linear equations", lambda out, *_, **__: set(out.shape[-2:-1])),
+    (SOFTMAX, ATTENTION, _along("dim", 0, -1)),
+    ({F.linear}, LINEAR, _linear),
+    (PRODUCTS | {torch.einsum}, CONSTANT, _constant),
+    ({torch.einsum}, STATE_SUM, _outer_product),
+]
+"""Functions that may mix tokens, what they do, and which axes they mix."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import map_tensors
-from rankwise.errors import RankwiseError
+from rankwise.errors import RankwiseError, described
 from rankwise.operators import MixingOperator
 from rankwise.tracing.mixing_calls import MixingCall, has_cache
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, ModuleCalls, RecordedCall
@@ -168,12 +168,6 @@ def _own_method(call: ModuleCall, name: str, *args: Any, **kwargs: Any) -> Any:
     drawn = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=drawn):
         return method(*args, **kwargs) if callable(method) else None
-
-
-def described(value: object) -> str:
-    """Return the type of a value, and its shape if it has one, for error messages."""
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ if shape is None else f"{type(value).__name__} {tuple(shape)}"
 
 
 class NoOperatorAdapter(Adapter):

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise.operators import SelectiveMixing, SemiseparableMixing, ToeplitzMixing
+from rankwise.operators import SelectiveMixing, SemiseparableMixing
+from rankwise.operators.toeplitz import short_convolution
 from rankwise.tracing.adapters.base import InnerCalls, StateSpaceAdapter, check_on_device, output_of
 from rankwise.tracing.mixing_calls import MixingCall
 from rankwise.tracing.module_calls import ModuleCall
@@ -182,13 +183,6 @@ class ShortConvAdapter(StateSpaceAdapter):
             return layer.out_proj(gated[..., 0].transpose(1, 2))
 
         return MixingCall(operator, (enters * x)[..., None], apply_output=apply_output, whole=True)
-
-
-def short_convolution(weight: Tensor, sequences: int, tokens: int) -> ToeplitzMixing:
-    """Return a causal depthwise convolution, weights (D, 1, L), as Toeplitz operators (B, D, T, T)."""
-    taps = weight.detach()[:, 0].flip(-1)
-    kernel = F.pad(taps, (0, max(tokens - taps.shape[-1], 0)))[:, :tokens]
-    return ToeplitzMixing(kernel.expand(sequences, -1, -1))
 
 
 def convolved(conv: nn.Conv1d, tokens: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
