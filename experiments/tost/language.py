@@ -101,6 +101,13 @@ def narrow(model: str) -> str:
     return f"{model}, width 64"
 
 
+AT_K_STAR = "softmax-rotary, K=12"
+QUERIES = replace(
+    ROWS["softmax-rotary"],
+    parameters=None,
+    model_options={"intermediate_size": 474, "mixer_options": {"softmax": {"query_dim": 12}}},
+)
+"""Queries and keys of width K*, 12, in place of 32; heads, values and feed-forward part stay."""
 NARROW = {
     narrow(model): config(model, width=64, parameters=NARROW_PARAMETERS)
     for model in ("transformer", "tost-decayed", "tost-scan", "tost-scan-hybrid")
@@ -123,6 +130,7 @@ LANGUAGE = Experiment(
         scaled(model): config(model, model_options={"initializer_range": SCALE})
         for model in ("transformer", "tost-scan")
     }
+    | {AT_K_STAR: QUERIES}
     | NARROW,
     large={
         label: replace(row, parameters=row.parameters and PAPER_PARAMETERS)
@@ -141,6 +149,7 @@ LANGUAGE = Experiment(
         within(scaled("tost-scan"), scaled("transformer"), 0.10),
         within("tost-scan-hybrid", "transformer", 0.03),
         below("tost", "tost-uniform"),
+        within(AT_K_STAR, "softmax-rotary", 0.01),
         *NARROW_GOALS,
     ),
     tables=by_context,

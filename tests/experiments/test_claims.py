@@ -66,16 +66,20 @@ def test_rotary_pairs_and_heads_cost_at_most_the_claimed_loss(split: int) -> Non
 
 
 def test_a_plan_states_the_losses_of_kept_trainings() -> None:
-    plan = plan_head_dim(64)
-    said = plan_document(plan).verdict.no_action
-    table = EXPERIMENTS["saturation-images"].table()
-    full, *narrow = rows = [table[f"D ≠ HK, K={width}"] for width in (16, 8, 1)]
+    said = plan_document(plan_head_dim(64, trials=2)).verdict.no_action
+    images, text = (EXPERIMENTS[name].table() for name in ("saturation-images", "language"))
+    full, *narrow = rows = [images[f"D ≠ HK, K={width}"] for width in (16, 8, 1)]
+    rows += [text["softmax-rotary"], text["softmax-rotary, K=12"]]
     losses = [row_mean_std(row, "loss", 3) for row in rows]
-    assert "{} at K = 16, {} at 8 (K* = 9), and {} at 1: ".format(*losses) in said
-    assert all({run["settings"]["heads"] for run in row.runs} == {4} for row in rows)
+    assert "on CIFAR-10 (K* = 9) {} at 16, {} at 8, but {} at 1 too".format(*losses) in said
+    assert "no loss beyond the spread: on bytes {} at K = 32, {} at K* = 12;".format(*losses[3:]) in said
     assert all(row.mean("loss") - full.mean("loss") < row.std("loss") for row in narrow)
-    assert [len(row.runs) for row in rows] == [3, 3, 3]
-    assert plan.head_dim == 9
+    assert rows[-1].mean("loss") - rows[-2].mean("loss") < rows[-1].std("loss")
+    assert {run["settings"]["heads"] for row in rows for run in row.runs} == {4}
+    assert {len(row.runs) for row in rows} == {3}
+    assert plan_head_dim(256, "causal", positions="rope").head_dim == 12
+    saved = rows[-2].mean("parameters") - rows[-1].mean("parameters")
+    assert saved == 4 * 2 * (128 + 1) * 4 * (32 - 12)  # 4 layers, weights and biases of queries and keys
 
 
 def test_narrow_queries_and_keys_are_within_bounds_and_better_than_every_null() -> None:
