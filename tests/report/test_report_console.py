@@ -200,7 +200,7 @@ def test_a_note_marks_cells_only_if_it_distinguishes_them(heads: range, marked: 
     notes = [records.finding("IDENTITY", "info", where=at, evidence={}) for at in where]
     warning = records.finding("SINK", "warning", where=audit.heads[0].id, evidence={})
     found = documents.data(audit.model_copy(update={"findings": [*notes, warning]}))
-    signs = {trace["meta"]["severity"]: len(trace["x"]) for grid in found["signs"] for trace in grid}
+    signs = {trace["meta"]["severity"]: len(trace["x"]) for grid in found["grids"] for trace in grid["signs"]}
     assert signs == {"warning": 1} | ({"info": marked - 1} if marked else {})
     facts = " ".join(fact for grid in found["grids"] for fact in grid["facts"])
     assert (f"IDENTITY: {len(heads)} of {len(audit.heads)} heads" in facts) == said

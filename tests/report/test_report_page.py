@@ -219,7 +219,7 @@ def test_findings_and_map_count_the_same_heads() -> None:
     audit = audit.model_copy(update={"findings": [below], "heads": heads})
     data = json.loads(Page(documents.page(audit)).scripts[0])
     assert sorted(data["targets"][0]["heads"]) == [50, 53, 55]
-    assert sum(len(sign["x"]) for signs in data["signs"] for sign in signs) == 3
+    assert sum(len(sign["x"]) for grid in data["grids"] for sign in grid["signs"]) == 3
 
 
 def test_the_title_is_a_name_and_the_provenance_has_the_path() -> None:

@@ -97,9 +97,9 @@ class History:
         return compare_two(self.audits[0], self.audits[-1])
 
     @property
-    def best(self) -> tuple[int, Audit] | None:
-        """Step and audit with the lowest loss; None without two losses of one kind on the same data."""
-        known = [(step, audit) for step, audit in self if math.isfinite(audit.loss)]
+    def best(self) -> tuple[str, Audit] | None:
+        """Name and audit with the lowest loss; None without two losses of one kind on the same data."""
+        known = [(name, audit) for name, audit in self._entries.values() if math.isfinite(audit.loss)]
         losses = {one.importance.quantity for _, one in known if one.importance}
         alike = len(losses) == len({tuple(audit.provenance.parts) for _, audit in known}) == 1
         return min(known, key=lambda one: one[1].loss) if alike and len(known) > 1 else None

@@ -105,7 +105,8 @@ def measure(
     say = on_progress or (lambda what: None)
     capturing: dict[str, Any] = {"sites": sites, "blocks": blocks}
     passes, placed = _start(model, every, settings, capturing, say)
-    if passes.loss.compares_outputs and not settings.has_costs:
+    has_costs = settings.exact or settings.estimates
+    if passes.loss.compares_outputs and not has_costs:
         expected, fix = "a language model, or `labels` in the batches", "Leave the loss out, or add labels."
         raise InputError("the loss", expected=expected, got=f"only the {passes.loss.name}", fix=fix)
     notes = [note for note in (TRAINING * model.training, passes.loss.note) if note]
@@ -121,7 +122,7 @@ def measure(
     if passes.empty:
         empty = f"{passes.empty} of {passes.sequences} sequences have no label to predict and do not count"
         notes.append(f"{empty}: one token, or labels of {IGNORE_INDEX} alone")
-    found, known_blocks = _estimates(passes, placed, notes) if settings.has_costs else ({}, {})
+    found, known_blocks = _estimates(passes, placed, notes) if has_costs else ({}, {})
     removable, complete = None, True
     try:
         if settings.exact:

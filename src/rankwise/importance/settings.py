@@ -50,11 +50,6 @@ class ImportanceSettings:
             in_range("`tolerance`", self.tolerance, "[0, inf)", fix="Take 0.01 for one per cent.")
         whole_number("`probes`", self.probes, 0, fix="Take 8.")
 
-    @property
-    def has_costs(self) -> bool:
-        """True if costs of removal are measured, False if only the loss is."""
-        return self.exact or self.estimates
-
 
 ImportanceOption = bool | Literal["exact"] | ImportanceSettings
 """Values of `importance=` of an audit."""

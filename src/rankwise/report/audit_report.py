@@ -24,7 +24,7 @@ from rankwise.auditing.result import Audit
 from rankwise.importance.records import MORE_TRIES, HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
 from rankwise.report.figures import depth_curves, has_room, map_layout, membership_maps, severity_signs
-from rankwise.report.finding_links import common_notes, find_targets, finding_items, severities_of
+from rankwise.report.finding_links import Target, common_notes, find_targets, finding_items, severities_of
 from rankwise.report.format import RANK, count, model_name, round_for_page
 from rankwise.report.head_columns import Column, head_columns, state_table
 from rankwise.report.head_details import opening_head, pack_attention_maps, pack_spectra
@@ -57,16 +57,9 @@ def audit_document(audit: Audit) -> Document:
 
     def data(excess: int) -> dict[str, Any]:
         flagged = list(severities_of(audit.findings, targets))
-        common = [common_notes(audit.findings, targets, grid) for grid in grids]
         data = {
             "delta": about.delta,
-            "grids": [
-                _grid_data(grid, audit.heads, notes) for grid, notes in zip(grids, common, strict=True)
-            ],
-            "signs": [
-                severity_signs(grid, severities_of(audit.findings, targets, notes))
-                for grid, notes in zip(grids, common, strict=True)
-            ],
+            "grids": [_grid_data(grid, audit, targets) for grid in grids],
             "heads": _head_data(audit.heads, grids),
             "columns": [column.data() for column in columns],
             "texts": audit.texts,
@@ -206,16 +199,14 @@ def _hints(audit: Audit) -> list[str]:
         (audit.baseline, "ranks at initialization", "baseline", "3 more audits"),
         (has_costs, "costs of removing heads", "importance", f"≤ 9 backward, {passes} forward passes"),
     )
-    read = [words for known, words in columns if known]
     missing = [
         f"{what}, `{f'--{option}' if by_command else f'{option}=True'}` ({price})"
         for known, what, option, price in options
         if audit.heads and not known
     ]
-    return [
-        *([f"How to read this: {'; '.join(read)}."] if read else []),
-        *([f"Not measured: {'; '.join(missing)}."] if missing else []),
-    ]
+    read = [words for known, words in columns if known]
+    lines = {"How to read this": read, "Not measured": missing}
+    return [f"{name}: {'; '.join(words)}." for name, words in lines.items() if words]
 
 
 def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
@@ -404,9 +395,10 @@ def _spectra(audit: Audit, points: int = 64) -> dict[str, Any]:
     return {"spectra": pack_spectra(own, points), "initial_spectra": packed}
 
 
-def _grid_data(grid: Grid, heads: Sequence[HeadRecord], notes: Mapping[str, int]) -> dict[str, Any]:
-    """Return a grid as a dictionary for the page: title, facts that most heads share, cells and layout."""
-    mine = [heads[index] for index in grid.indices]
+def _grid_data(grid: Grid, audit: Audit, targets: Sequence[Target]) -> dict[str, Any]:
+    """Return a grid for the page: title, facts that most heads share, cells, layout, signs of findings."""
+    mine = [audit.heads[index] for index in grid.indices]
+    notes = common_notes(audit.findings, targets, grid)
     kinds = dict.fromkeys(head.kind for head in mine)
     masks = dict.fromkeys(f"{head.mask} mask" for head in mine if mixer_kind(head.kind).mixes_tokens)
     tokens = f"{format_number(mean(head.tokens for head in mine), 0)} tokens"
@@ -419,6 +411,7 @@ def _grid_data(grid: Grid, heads: Sequence[HeadRecord], notes: Mapping[str, int]
         "facts": [*kinds, *masks, tokens, *said],
         "diagonal": "diagonal" in kinds,
         "cells": grid.cells,
+        "signs": severity_signs(grid, severities_of(audit.findings, targets, notes)),
         "layout": map_layout(grid.row_names, [str(number) for number in grid.columns]),
         "numbers": has_room(grid.rows, grid.columns),
     }

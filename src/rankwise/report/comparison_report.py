@@ -283,13 +283,11 @@ def _loss_words(history: History) -> str:
     """Return a sentence on the audit with the lowest loss; "" if losses are not known or do not compare."""
     if history.best is None:
         return ""
-    step, best = history.best
+    name, best = history.best
     unit = best.importance.unit if best.importance else ""
-    name = model_name(history.names[history.steps.index(step)])
     ends = {"first": history.audits[0].loss, "last": history.audits[-1].loss}
     others = ", ".join(f"{end} {loss:.4g}" for end, loss in ends.items() if loss > best.loss)
-    lowest = f"{name} has the lowest loss, {best.loss:.4g} {unit}"
-    return f"{lowest}; {others}. " if others else f"{lowest}. "
+    return f"{model_name(name)} has the lowest loss, {best.loss:.4g} {unit}{'; ' * bool(others)}{others}. "
 
 
 def _loss_curve(history: History, names: Sequence[str]) -> list[Figure]:

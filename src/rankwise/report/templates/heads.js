@@ -75,7 +75,7 @@ function drawMap(number) {
     hovertext: of((head) => `<b>${nameOf(head)}</b><br>${column.short_title} ${quiet.has(head) ? "is not informative for a diagonal mixer" : label(column, head) + spreadLabel(column, head)}`),
   };
   const greys = { ...heat, z: of((head) => (quiet.has(head) ? 1 : null)), hoverinfo: "skip", hoverongaps: false, colorscale: [[0, color("sunken")], [1, color("sunken")]] };
-  const signs = report.signs[number].map((sign) => ({
+  const signs = grid.signs.map((sign) => ({
     ...sign,
     marker: { ...sign.marker, color: color(sign.meta.severity), line: { color: color("raised"), width: 1 } },
   }));
