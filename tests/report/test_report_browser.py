@@ -199,6 +199,12 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
     assert 0 <= link.bounding_box()["y"] <= 844
 
 
+def test_an_open_head_lists_its_own_findings_without_sentences_on_other_heads(encoder: Page) -> None:
+    encoder.locator("a", has_text="encoder.layer layer 0 head 1").click()
+    listed = opened(encoder, 1).locator("#head-findings li").all_inner_texts()
+    assert listed == ["IDENTITY Every token keeps to itself.", "HIGH_RANK of encoder.layer layer 0"]
+
+
 def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer layer 3 heads 4, 5").click()
     opened(encoder, 40)
