@@ -4,8 +4,10 @@ import math
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from typer.testing import CliRunner, Result
 import rankwise as rw
 from rankwise.auditing import RULES, Finding
 from rankwise.cli import app
+from rankwise.cli.load_model import demo_text
 from rankwise.compression import Compression
 from rankwise.report.format import split_code
 
@@ -427,14 +430,58 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     assert finding.where.site in {head.site for head in again.heads}
 
 
-def test_what_compression_promises_comes_out(folder: Path) -> None:
-    finding = of("REMOVABLE", audited_in_folder("REMOVABLE"))
-    run(split_code(finding.remedy)[-2][0])
-    heads = Compression.load("net-s-weights-heads")
-    saved = 1 - heads.parameters_after / heads.parameters_before
-    promised = finding.evidence["parameters"]
-    assert len(heads.heads) == finding.evidence["heads"] > 0
-    assert 0.9 * promised < saved <= promised
+class Outcome(NamedTuple):
+    code: str
+    command: str
+    promised: str
+    measured: str
+    holds: bool
+
+
+def outcomes(audit: rw.Audit) -> list[Outcome]:
+    """Run the command of each remedy, and compare what its finding promises with what comes out."""
+    known = [one for one in audit.findings if "rankwise " in one.remedy]
+    return [outcome(one, next(filter(is_rankwise, dict(split_code(one.remedy))))) for one in known]
+
+
+def is_rankwise(words: str) -> bool:
+    return words.startswith("rankwise ")
+
+
+def outcome(finding: Finding, command: str) -> Outcome:
+    run(command)
+    numbers, folder = finding.evidence, shlex.split(command)[-1]
+    if " audit " in command:
+        costs = [head.importance for head in rw.Audit.load(folder).heads]
+        measured = f"costs of {sum(cost is not None for cost in costs)} heads"
+        return Outcome(finding.code, command, "costs of heads", measured, all(costs))
+    done = Compression.load(folder)
+    saved = 1 - done.parameters_after / done.parameters_before
+    if finding.code == "OVERSIZED_HEADS":
+        limit = numbers["tolerance"]
+        promised, measured = f"KL at most {limit:g}", f"KL {done.kl:.4f}, {saved:.1%} of parameters"
+        return Outcome(finding.code, command, promised, measured, saved > 0 and done.kl <= 1.5 * limit)
+    limit = float(command.split("--tolerance ")[1].split()[0])
+    removed = [one for one in done.heads if not one.width]
+    cost = done.output_error**2 if math.isnan(done.loss_before) else done.loss_after / done.loss_before - 1
+    promised = f"{numbers['heads']:g} heads, {numbers['relative']:+.2%}, at most {numbers['parameters']:.1%}"
+    measured = f"{len(removed)} heads, {cost:+.2%}, {saved:.1%}"
+    most = len(removed) * numbers["parameters"] / numbers["heads"]
+    holds = cost <= 1.5 * limit and len(removed) > 0 and 0.9 * most < saved <= most + 1e-9
+    return Outcome(finding.code, command, promised, measured, holds)
+
+
+@pytest.mark.parametrize("case", ["REMOVABLE", "OVERSIZED_HEADS"])
+def test_what_a_finding_promises_comes_out(case: str, folder: Path) -> None:
+    found = [one for one in outcomes(audited_in_folder(case)) if one.code == case]
+    assert found
+    assert all(one.holds for one in found), found
+
+
+def test_the_remedies_of_the_demo_keep_their_promises(folder: Path) -> None:
+    found = outcomes(audited("--tokens", "64", "--matrices", "0:0", "--baseline-seeds", "1"))
+    assert "REMOVABLE" in {one.code for one in found}
+    assert all(one.holds for one in found), found
 
 
 @pytest.mark.parametrize(("parameters", "acts"), [(41_000, True), (410_000, False)])
@@ -445,3 +492,19 @@ def test_heads_that_save_too_little_are_no_action(parameters: int, acts: bool) -
     assert (finding.evidence["parameters"] >= 0.05) == acts
     assert (finding.remedy in audit.verdict.actions) == acts
     assert finding.remedy.startswith("nothing: ") == (not acts)
+
+
+def table() -> str:
+    """Return what findings of the demo and of all-MiniLM-L6-v2 promise, and what their commands measure."""
+    from experiments.real_models import require_minilm
+    from experiments.render import markdown_table
+
+    minilm = (str(require_minilm()), "--text", str(demo_text()), "--importance", "exact")
+    audits = {"demo": (), "demo without costs": ("--importance", "none"), "all-MiniLM-L6-v2": minilm}
+    rows = [(name, *map(str, one)) for name, words in audits.items() for one in outcomes(audited(*words))]
+    return markdown_table(("model", "finding", "command", "promised", "measured", "holds"), rows)
+
+
+if __name__ == "__main__":  # python -m tests.auditing.test_remedies
+    with TemporaryDirectory() as scratch, chdir(scratch):
+        print(table())

@@ -307,6 +307,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
         ("nowhere", ("--certify", "--try-steps", 1), InputError, "--try-steps N alone, got both"),
         ("nowhere", ("--certify", "--alternative", "a"), InputError, "--try-steps N alone, got neither"),
         (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
+        (f"{NETS}:plain", (*FIT, "--certify"), InputError, "a model that takes its inputs by name"),
         (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),
         (f"{NETS}:few_words", (*FIT, "--certify"), InputError, "`batch`: expected a batch that Llama"),
     ],

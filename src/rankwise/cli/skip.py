@@ -202,14 +202,17 @@ def split_batches(
     batches = [to_device(drop_unused_labels(loaded.model, batch)[0], device) for batch in inputs.batches]
     if not learn:
         return [], batches
+    if not all(isinstance(batch, Mapping) for batch in batches):
+        expected, got = "a model that takes its inputs by name, as in transformers", "one that takes a tensor"
+        fix = "Train λ in your own loop: `rw.skips.skip_parameter_groups(model)` are its parameters."
+        raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
     if len(batches) < 2:
         expected = "two sequences or more: one to learn from, one to measure on"
         fix = "Pass a longer text, or fewer --tokens."
         raise InputError("--learn-on", expected=expected, got=f"{len(batches)}", fix=fix)
     held = batches[::5]
     rest = [batch for at, batch in enumerate(batches) if at % 5]
-    shapes = {batch["input_ids"].shape if isinstance(batch, Mapping) else None for batch in rest}
-    if len(shapes) > 1 or None in shapes:  # unequal sequences cannot be joined, and tensors have no loss
+    if len({batch["input_ids"].shape for batch in rest}) > 1:  # unequal sequences cannot be joined
         return rest, held
     joined = [
         {name: torch.cat([sequence[name] for sequence in rest[at : at + batch_size]]) for name in rest[0]}
@@ -262,7 +265,10 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
             model: Any = loaded.model
             loaded.restore_use_cache()
             model.save_pretrained(new)
-            copy_side_files(loaded.source, loaded.revision or "main", new)
+            if inputs.tokenizer is None:  # the model reads pictures
+                copy_side_files(loaded.source, loaded.revision or "main", new)
+            else:
+                inputs.tokenizer.save_pretrained(new)
             for name in ("README.md", RECORD) if structure_of(model).changes else ():
                 with suppress(FileNotFoundError):  # a compressed model may be saved without them
                     shutil.copyfile(Path(loaded.source, name), new / name)

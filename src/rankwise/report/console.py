@@ -157,7 +157,7 @@ def _print_remedy(remedy: str, console: Console) -> None:
     if is_command(remedy):  # not wrapped, so that it can be copied in one piece
         console.print(arrow + line((remedy, "cyan")), soft_wrap=True)
     elif remedy:
-        console.print(arrow + line(remedy), overflow="fold")
+        console.print(arrow + line(remedy), overflow="fold", soft_wrap="`" in remedy)
 
 
 def _print_table(table: Table, console: Console) -> None:
