@@ -284,7 +284,7 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
     ("model", "arguments", "error", "words"),
     [
         ("nowhere", ("--text", "text.txt"), InputError, "what to do: expected --out DIR, --certify, or both"),
-        ("nowhere", ("--certify",), InputError, "--text, --learn-on, --images, --dataset, got none"),
+        ("nowhere", ("--certify",), InputError, "expected one of --text, --learn-on, --dataset, got none"),
         ("nowhere", ("--certify", "--text", "none.txt"), InputError, "none.txt: expected a text file"),
         ("tiny", (*ON_TEXT, "--certify", "--revision", "v1"), InputError, "revision v1: expected a model on"),
         ("nowhere", (*ON_TEXT, "--certify", "--per", "chanel"), InputError, "Did you mean channel"),

@@ -130,7 +130,7 @@ def command(
             raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
         save_compressed(subject.model, out, record)
         if subject.source:
-            modules = copy_side_files(subject.source, subject.revision or "main", out)
+            modules = _copy_side_files(subject.source, subject.revision or "main", out)
             copied = [SENTENCE_MODULES.format(names=", ".join(modules))] if modules else []
             record = record.model_copy(update={"notes": [*record.notes, *copied]})
             record.save(out / RECORD)
@@ -172,7 +172,7 @@ def _data(subject: Any, sizes: dict[str, Any], **named: Any) -> tuple[list[Any],
     return own, others, [f"Data: {inputs.data}; {note}.", *inputs.notes]
 
 
-def copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
+def _copy_side_files(source: str, revision: str, folder: Path) -> list[str]:
     """Copy tokenizer, image processor and sentence-transformers modules; return the module names."""
     from transformers import AutoImageProcessor, AutoTokenizer
     from transformers.utils import cached_file

@@ -58,7 +58,6 @@ def command(
         list[str] | None, typer.Option(help="Train this model as well; can be repeated.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Measure on this text, if λ is not fitted.")] = None,
-    images: options.Images = None,
     dataset: options.Dataset = None,
     sites: Annotated[
         list[str] | None,
@@ -114,14 +113,14 @@ def command(
         check_unused(out, fix=f"Choose another name{old * bool(saved and 'model' not in saved)}.")
     if init is not None:
         check_lambda("--init", init)
-    check_data([model], text=text, learn_on=learn_on, images=images, dataset=dataset)
+    check_data([model], text=text, learn_on=learn_on, dataset=dataset)
     with nullcontext() if out is None else output.new_folder(out):
         load = partial(
             load_model, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
         )
         loaded = load(model)
         inputs = load_data(
-            loaded, text=learn_on or text, images=images, dataset=dataset, tokens=tokens, sequences=sequences,
+            loaded, text=learn_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
             batch_size=1 if learn_on else batch_size,
         )  # fmt: skip
         if try_steps:
@@ -254,7 +253,6 @@ def _add_skips(
 def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[str, Any]) -> list[Path]:
     """Write the λ-skips, remove them from the model, write the model, and return the written paths."""
     from rankwise._internals.files import write_files
-    from rankwise.cli.compress import copy_side_files
     from rankwise.compression.save import RECORD, structure_of
     from rankwise.skips import remove_lambda_skip, save_skips
 
@@ -265,10 +263,7 @@ def _write(loaded: "LoadedModel", inputs: "LoadedData", out: Path, report: dict[
             model: Any = loaded.model
             loaded.restore_use_cache()
             model.save_pretrained(new)
-            if inputs.tokenizer is None:  # the model reads pictures
-                copy_side_files(loaded.source, loaded.revision or "main", new)
-            else:
-                inputs.tokenizer.save_pretrained(new)
+            inputs.tokenizer.save_pretrained(new)
             for name in ("README.md", RECORD) if structure_of(model).changes else ():
                 with suppress(FileNotFoundError):  # a compressed model may be saved without them
                     shutil.copyfile(Path(loaded.source, name), new / name)

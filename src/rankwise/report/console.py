@@ -154,10 +154,10 @@ def _print_item(item: Item, console: Console) -> None:
 
 def _print_remedy(remedy: str, console: Console) -> None:
     arrow = line("→ ", separator="")
-    if is_command(remedy):  # not wrapped, so that it can be copied in one piece
-        console.print(arrow + line((remedy, "cyan")), soft_wrap=True)
-    elif remedy:
-        console.print(arrow + line(remedy), overflow="fold", soft_wrap="`" in remedy)
+    style = "cyan" if is_command(remedy) else ""
+    if remedy:  # code is not wrapped, so that it can be copied in one piece
+        whole = bool(style) or "`" in remedy
+        console.print(arrow + line((remedy, style)), overflow="fold", soft_wrap=whole)
 
 
 def _print_table(table: Table, console: Console) -> None:
