@@ -174,7 +174,7 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
 LEADS = (
     "see which names the checkpoint has instead, ",
     "see whether half precision overflowed, ",
-    "if a number is not finite in float32 either, its cause is in the inputs or in the weights, ",
+    "if it did not, the cause is in the inputs or the weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
     "see what the model loses without it: ",

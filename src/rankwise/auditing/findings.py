@@ -193,9 +193,8 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
 @rule(
     "NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher",
     remedy="see whether half precision overflowed, `{{audit --dtype float32 --out NAME-float32 | "
-    "rw.audit(model.float(), batches)}}`; if a number is not finite in float32 either, its cause is in the "
-    "inputs or in the weights, `[name for name, weight in model.named_parameters() if not "
-    "weight.isfinite().all()]`",
+    "rw.audit(model.float(), batches)}}`; if it did not, the cause is in the inputs or the weights, `[name "
+    "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
 )  # fmt: skip
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""

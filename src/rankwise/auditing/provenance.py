@@ -38,8 +38,7 @@ JOINED = {"data": "; ", "command": " ; ", "device": ", "}
 """Separator by field, for text fields that are joined when audits are merged."""
 SHARED = "revision text images dataset tokens batch-size device dtype trust-remote-code"
 """Options of `rankwise audit` that select model, data or device, and that other commands have, too."""
-LACKING: dict[str, set[str]] = {"audit": set(), "compress": {"--device-map", "--tokenizer"}}
-LACKING["skip"] = LACKING["compress"] | {"--images"}
+LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--device-map --tokenizer --images"}
 """Options of this kind that other commands lack."""
 COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+)\}")
 """Command without "rankwise", and Python code for the same step."""
@@ -99,7 +98,7 @@ def runnable(remedy: str, about: Provenance | None) -> str:
     if found is None:
         return remedy
     verb, *options = shlex.split(found["command"])
-    if not given or LACKING[verb] & {option for option, *_ in given}:
+    if not given or any(option in LACKING[verb].split() for option, *_ in given):
         return remedy.replace(found[0], found["code"])
     model, name = given[0][0], folder_name(Path(given[0][0]).name)
     words = ["rankwise", verb, model]
