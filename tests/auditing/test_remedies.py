@@ -440,12 +440,8 @@ class Outcome(NamedTuple):
 
 def outcomes(audit: rw.Audit) -> list[Outcome]:
     """Run the command of each remedy, and compare what its finding promises with what comes out."""
-    known = [one for one in audit.findings if "rankwise " in one.remedy]
-    return [outcome(one, next(filter(is_rankwise, dict(split_code(one.remedy))))) for one in known]
-
-
-def is_rankwise(words: str) -> bool:
-    return words.startswith("rankwise ")
+    code = [(one, words) for one in audit.findings for words, is_code in split_code(one.remedy) if is_code]
+    return [outcome(*pair) for pair in code if pair[1].startswith(("rankwise compress", "rankwise audit"))]
 
 
 def outcome(finding: Finding, command: str) -> Outcome:
