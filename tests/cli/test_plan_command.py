@@ -254,6 +254,15 @@ def test_ctrl_c_keeps_the_curve_and_the_finished_plan(run, monkeypatch, before) 
     assert not is_finished or Path("here/plan.json").read_text() == before
 
 
+def test_heads_of_the_demo_require_the_widths_that_plans_without_a_model_state(run: Run) -> None:
+    stated = " ".join(run("--tokens", 16, "--trials", 2, "--out", "none").output.split())
+    assert "15 to 30 of 32 channels in the bundled demo and in all-MiniLM-L6-v2, whose K* is 8" in stated
+    assert run("--model", demo_model(), "--text", demo_text(), "--tokens", 256).exit_code == 0
+    plan = HeadDimPlan.load("rankwise-plan")
+    assert plan.head_dim == 8
+    assert all(15 <= head.required <= 30 and head.width == 32 for head in plan.trained)
+
+
 def test_the_recorded_command_plans_the_same(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my text.txt").write_text(Path("text.txt").read_text())
     few = ("--text", "my text.txt", "--tokens", "32", "--trials", "2", "--width", "16", "--heads", "2")
