@@ -285,6 +285,63 @@ def test_running_statistics_of_a_model_in_training_mode_stay() -> None:
     assert first == again
 
 
+class Built(nn.Module):
+    """Module that makes its weights in its first call, and notes this by a flag or by the weights."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.ready, self.part, self.calls = how, False, None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.how == "flag" and not self.ready:
+            self.ready, self.made = True, nn.ModuleList([nn.Linear(8, 8)])
+        if self.how == "module" and self.part is None:
+            self.part = nn.Linear(8, 8)
+        if self.how == "parameter" and self.part is None:
+            self.part = nn.Parameter(torch.eye(8))
+        part = self.made[0] if self.how == "flag" else self.part
+        return part(x) if isinstance(part, nn.Linear) else x @ part
+
+
+@pytest.mark.parametrize("how", ["flag", "module", "parameter"])
+@pytest.mark.parametrize("use", [run_model, lambda model, x: rw.RankMonitor(x).step(model, 0)])
+def test_weights_that_the_first_run_makes_stay(use: Any, how: str) -> None:
+    x = torch.randn(2, 6, 8)
+    model = nn.Sequential(Built(how), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    use(model, x)
+    made = list(model.parameters())
+    with untouched(model):
+        first = run_model(model, x)
+    assert torch.equal(model(x), first)
+    assert all(one is other for one, other in zip(made, model.parameters(), strict=True))
+
+
+class Gain(Tensor):
+    """Tensor with an attribute."""
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass", "mask"])
+def test_buffers_keep_their_class_and_attributes_in_every_run(kind: str) -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = causal_lower_right(6, 6) if kind == "mask" else torch.ones(8)
+            if kind != "mask":
+                self.held = self.held.as_subclass(Gain) if kind == "subclass" else self.held
+                self.held.gain = 3.0
+                self.register_buffer("named", self.held)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "mask":
+                return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.held)
+            assert type(self.named) is (Gain if kind == "subclass" else Tensor)
+            return x * self.named.as_subclass(Tensor) * self.named.gain
+
+    model, x = Held(), torch.randn(2, 6, 8)
+    assert torch.equal(run_model(model, x), model(x))
+
+
 def test_a_second_item_that_would_be_read_as_a_mask_is_refused() -> None:
     model = transformers.BertModel(
         transformers.BertConfig(
@@ -545,10 +602,10 @@ USES: dict[str, Callable[[nn.Module, Any], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*became slower")
-@pytest.mark.parametrize("use", FUNCTIONS)
+@pytest.mark.parametrize("use", USES)
 def test_values_of_a_configuration_may_depend_on_the_layer(use: str) -> None:
     names = SAVED if use.startswith("compression") else NAMES
-    assert FUNCTIONS[use](llama_with_values_per_layer(names), {"input_ids": torch.randint(0, 256, (2, 9))})
+    assert USES[use](llama_with_values_per_layer(names), {"input_ids": torch.randint(0, 256, (2, 9))})
 
 
 def test_an_error_of_the_model_is_reported_if_the_number_of_tokens_depends_on_the_layer() -> None:

@@ -238,13 +238,13 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 
 @contextmanager
-def _restored(stores: list[Any]) -> Iterator[None]:
-    """Context manager that restores the content and the order of dicts and sets."""
+def _restored(stores: list[Any], keep: Callable[[], bool] = bool) -> Iterator[None]:
+    """Context manager that restores the content and order of dicts and sets, unless ``keep()`` is True."""
     kept = [(store, store.copy()) for store in stores]
     try:
         yield
     finally:
-        for store, before in kept:
+        for store, before in [] if keep() else kept:
             if list(store) != list(before):
                 store.clear()
             store.update(before)
@@ -255,21 +255,40 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
     Counters, caches and running statistics are afterwards as before. Nothing is written into them, so the
-    backward passes of earlier and of later operations stay valid. Content of lists and dicts is not restored.
+    backward passes of earlier and of later operations stay valid. Content of lists and dicts is not restored,
+    and nothing is if the model adds modules or parameters, as lazy modules do: attributes say that it did.
     Cost: a copy of the buffers.
     """
     own = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these keep their state in another way
     modules = [module for module in model.modules() if not isinstance(module, own)]
     stores: list[Any] = [store for one in modules for store in (one._buffers, vars(one))]
     copies: dict[int, Tensor] = {}  # a tensor with two names stays one
-    with _restored(stores + [one._non_persistent_buffers_set for one in modules]):
+
+    def parts() -> int:
+        return sum(
+            part is not None
+            for one in modules
+            for part in (*one._parameters.values(), *one._modules.values())
+        )
+
+    before, others = parts(), [one._non_persistent_buffers_set for one in modules]
+    with _restored(stores + others, keep=lambda: parts() > before):
         with without_torch_function():
             for store in stores:
                 for name, value in store.items():
                     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                        copies.setdefault(id(value), value.clone())
+                        copies.setdefault(id(value), _copy(value))
                         store[name] = copies[id(value)]
         yield
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with its class and attributes, which define masks such as `CausalBias`."""
+    copy = tensor.clone()
+    if type(copy) is Tensor:  # a class that wraps tensors, such as DTensor, copies what it holds itself
+        copy = copy.as_subclass(type(tensor))
+        vars(copy).update(vars(tensor))
+    return copy
 
 
 @contextmanager
