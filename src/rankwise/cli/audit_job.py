@@ -87,6 +87,11 @@ class AuditJob:
         return {name: getattr(self, name) for name in names}
 
     @property
+    def arguments(self) -> list[list[str]]:
+        """The model, then each option with its value."""
+        return [[self.model], *([word for word in pair if word] for pair in self.options.items())]
+
+    @property
     def command(self) -> str:
         """Command line that repeats this audit, without the options for output and Ray."""
         words = (word for pair in self.options.items() for word in pair if word is not None)
@@ -197,7 +202,7 @@ def run(
         "revision": model.revision,
         "data": loaded.data.data.replace(str(demo_text()), "the bundled text"),
         "command": job.command,
-        "arguments": [[job.model], *([word for word in pair if word] for pair in job.options.items())],
+        "arguments": job.arguments,
         "notes": [*model.notes, *loaded.data.notes],
         "weights": weights_digest(model.model, model.random_weights),
         "random_weights": model.random_blocks,
@@ -279,7 +284,8 @@ def audit_shards(
     """
     loaded = _load_shard(job, processes)
     with show_progress() as say:
-        result = _measure(loaded, processes, provenance, say)
+        # a process has a device of its own, and keeps maps of its own
+        result = _measure(loaded, processes, {"arguments": job.arguments, **provenance}, say)
         if processes.several:
             result = _gather_shards(result, out, processes)
         if result.statistics is None:
