@@ -39,7 +39,7 @@ SAMPLE = 4
 AGAIN = "the model ran again on the first batch"
 TRAINS = (
     "λ against COLLAPSE was tried, and a bound of single layers proved, on these sequences alone; nothing is "
-    "known about training with it (docs/how-to/monitor.md has an experiment)"
+    "known about training with it before a trial: rw.skips.try_lambdas, or rankwise skip with --try-steps"
 )
 BY_HAND = "raise λ in the config or the skip connections of the model, if it has λ"
 UNHELPFUL = "nothing that was tried helps: examine the parts between the mixers of the stack"
