@@ -405,6 +405,16 @@ def test_the_loss_counts_labels_as_a_decoder_shifts_them() -> None:
     assert done.loss_before == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.parametrize(("model", "part"), [(gpt2, "qk"), (llama, "rotary")])
+def test_of_two_parts_that_narrow_the_one_that_fits_is_done(
+    model: Callable[[], nn.Module], part: str
+) -> None:
+    done = rw.compress(model(), [ids()], keep=0.5, parts=["qk", "rotary"])
+    (note,) = [note for note in done.notes if "no layer has such queries and keys" in note]
+    assert done.parts == [part]
+    assert not note.startswith(part)
+
+
 def attention(model: nn.Module, kind: str) -> nn.Module:
     model.set_attn_implementation(kind)  # type: ignore[operator]
     return model
