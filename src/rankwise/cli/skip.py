@@ -178,7 +178,7 @@ def _try(
     from rankwise.cli.output import print_results
     from rankwise.report.skip_report import trial_document
     from rankwise.skips import try_lambdas
-    from rankwise.skips.recommendation import TRIED
+    from rankwise.skips.observe import TRIED
 
     values = TRIED[1:] if init is None else (init,)
     builds = {name: partial(lambda name: load(name).model, name) for name in models}

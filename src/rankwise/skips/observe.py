@@ -24,6 +24,8 @@ from rankwise.tracing import RecordedCall, record_calls
 
 ROUNDINGS = 8
 """Tolerance for a norm of D channels, in units of √D roundings in float32, in which norms compute."""
+TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Values of |λ| to try, the smallest first."""
 Lambdas = Mapping[str, Tensor | float]
 """Values of λ by the name of the site."""
 OnSum = Callable[[SkipSite, Tensor, Tensor, Tensor], None]
@@ -154,6 +156,12 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
         value = current(module, site.parameter) if hasattr(module, site.parameter) else plain
         found[site.name] = value.detach().reshape(-1)
     return found
+
+
+def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
+    """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
+    signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
+    return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
 
 
 def scaled_sums(

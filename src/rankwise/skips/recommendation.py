@@ -25,13 +25,20 @@ from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.modules import own_skips
-from rankwise.skips.observe import ObservedSkip, lambdas_of, observe, plain_skips, sites_in, with_lambdas
+from rankwise.skips.observe import (
+    TRIED,
+    ObservedSkip,
+    lambdas_of,
+    observe,
+    plain_skips,
+    raise_lambdas,
+    sites_in,
+    with_lambdas,
+)
 from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
 
-TRIED = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Values of |λ| to try, the smallest first."""
 KEEP = 0.5
 """Fraction of μ² (squared token spread) that each layer keeps with the λ for which the bound is proved."""
 SAMPLE = 4
@@ -262,12 +269,6 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
             with batch_errors(model, batch, fix_hint):
                 run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
-
-
-def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
-    """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
-    signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
-    return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
 
 
 def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> Finding:

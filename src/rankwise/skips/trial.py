@@ -18,7 +18,7 @@ from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.losses import LossBatch
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, skips_of
-from rankwise.skips.recommendation import TRIED, raise_lambdas
+from rankwise.skips.observe import TRIED, raise_lambdas
 
 LossOfModel = Callable[[nn.Module, Any], Tensor]
 
