@@ -321,7 +321,7 @@ class Gain(Tensor):
     """Tensor with an attribute."""
 
 
-@pytest.mark.parametrize("kind", ["plain", "subclass", "mask"])
+@pytest.mark.parametrize("kind", ["plain", "sparse", "subclass", "mask"])
 def test_buffers_keep_their_class_and_attributes_in_every_run(kind: str) -> None:
     class Held(nn.Module):
         def __init__(self) -> None:
@@ -329,6 +329,7 @@ def test_buffers_keep_their_class_and_attributes_in_every_run(kind: str) -> None
             self.held = causal_lower_right(6, 6) if kind == "mask" else torch.ones(8)
             if kind != "mask":
                 self.held = self.held.as_subclass(Gain) if kind == "subclass" else self.held
+                self.held = self.held.to_sparse() if kind == "sparse" else self.held
                 self.held.gain = 3.0
                 self.register_buffer("named", self.held)
 
@@ -336,6 +337,8 @@ def test_buffers_keep_their_class_and_attributes_in_every_run(kind: str) -> None
             if kind == "mask":
                 return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.held)
             assert type(self.named) is (Gain if kind == "subclass" else Tensor)
+            if kind == "sparse":
+                return x * self.named.to_dense() * self.named.gain
             return x * self.named.as_subclass(Tensor) * self.named.gain
 
     model, x = Held(), torch.randn(2, 6, 8)

@@ -286,7 +286,8 @@ def _copy(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor with its class and attributes, which define masks such as `CausalBias`."""
     copy = tensor.clone()
     if type(copy) is Tensor:  # a class that wraps tensors, such as DTensor, copies what it holds itself
-        copy = copy.as_subclass(type(tensor))
+        if type(tensor) is not Tensor:  # sparse tensors cannot change their class
+            copy = copy.as_subclass(type(tensor))
         vars(copy).update(vars(tensor))
     return copy
 

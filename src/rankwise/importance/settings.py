@@ -24,7 +24,8 @@ class ImportanceSettings:
         ablation: what replaces the output of a removed head: ``zero``, or its ``mean`` over real tokens.
         tolerance: allowed cost of removing a set of heads together, as a fraction of the loss. If the loss
             measures change, a fraction of the entropy of predictions or the squared norm. None: no search.
-        loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch).
+        loss: a name in `rankwise.importance.LOSSES`, or a function of (output, batch). It cannot read what a
+            run writes into the model, such as an auxiliary loss in an attribute, which is restored before.
         probes: random projections of the output per batch for the curvature, one backward pass each.
         seed: random seed of projections and masked tokens.
         mask_token: id of the mask token, for masked language models.
