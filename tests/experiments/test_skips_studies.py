@@ -1,20 +1,17 @@
 """Studies of λ-skips in small runs: the search for violations, the monitored collapse, the repair."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from experiments.skips import bound_search, monitor_collapse, repair
+from experiments.skips import bound_search, collapse_rule, repair
 from typer.testing import CliRunner
 
 from rankwise.cli import app
 from rankwise.theory import skip_bound
 
 SMALL = bound_search.Recipe(steps=3, copies=2)
-DEEP = monitor_collapse.Recipe(depth=36, steps=1, seeds=(0,), tokens=32, batch=2)
-MONITOR_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1])
@@ -43,27 +40,48 @@ def test_a_small_search_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| theorem | LayerNorm |" in bound_search.tables(report)["searches"]
 
 
-def test_a_deep_post_norm_model_is_stopped_and_a_larger_or_advised_scale_continues() -> None:
-    stopped = monitor_collapse.train(DEEP, 0.5, 0, stop=True)
-    assert (stopped["stopped"], stopped["steps"]) == (True, 0)
-    assert 0 < stopped["collapse"][0] <= DEEP.depth
-    larger = monitor_collapse.train(DEEP, 2.0, 0, stop=True)
-    assert (larger["stopped"], larger["steps"]) == (False, 1)
-    assert larger["relative_spread"][0] > stopped["relative_spread"][0]
-    advised = monitor_collapse.train(DEEP, 0.0, 0, stop=True, source="command")
-    assert (advised["stopped"], advised["steps"]) == (False, 1)
-    assert advised["scale"] >= 1
+def test_the_finding_has_the_numbers_of_the_kept_trainings() -> None:
+    kept = collapse_rule.kept_readings()
+    bands = [collapse_rule.in_band(kept[name], 0, collapse_rule.COLLAPSE_SPREAD) for name in kept]
+    assert [sum(numbers) for numbers in zip(*bands, strict=True)] == [*collapse_rule.FINDING]
+    for name in ("depth", "skips-image"):
+        assert collapse_rule.in_band(kept[name], *collapse_rule.BANDS[2:])[1] == 0
 
 
-def test_the_page_of_the_monitor_shows_the_kept_runs() -> None:
-    runs = monitor_collapse.STUDY.kept()["runs"]
-    page = MONITOR_PAGE.read_text(encoding="utf-8")
-    assert monitor_collapse.table(runs) in page
-    trained = [run for run in runs if run["steps"]]
-    shares = [run["seconds_an_audit"] / (500 * run["seconds_a_step"]) for run in trained]
-    assert f"{min(shares):.2%} to {max(shares):.2%}" in page
-    spent = [run["audits_share"] for run in trained]
-    assert f"{min(spent):.1%} to {max(spent):.1%}" in page
+def test_the_rule_of_the_monitor_stops_no_kept_training_that_learned() -> None:
+    report = collapse_rule.STUDY.kept()
+    stopped = {run["row"]: run for run in report["runs"] if collapse_rule.stop_step(run) is not None}
+    assert stopped
+    assert not any(collapse_rule.learned(run) for run in stopped.values())
+    deep = {run["model"]: run for run in report["deep"]}
+    for run in deep.values():
+        readings = {"experiment": "deep", **run}
+        assert run["stopped"] == collapse_rule.stop_step(readings), "the monitor has the same rule"
+    assert deep["pre-norm"]["stopped"] is None
+    assert deep["λ = 17"]["stopped"] is None
+    assert deep["post-norm"]["stopped"] is not None
+    assert deep["post-norm"]["loss"] > max(deep[name]["loss"] for name in ("λ = 17", "pre-norm"))
+
+
+def test_a_stop_needs_audits_in_a_row_after_the_first() -> None:
+    low, high = collapse_rule.STOP_SPREAD / 2, 0.5
+    for values, expected in (
+        ([low] * collapse_rule.STOP_AUDITS, None),
+        ([low] * (collapse_rule.STOP_AUDITS + 1), collapse_rule.STOP_AUDITS),
+        (
+            [low] * collapse_rule.STOP_AUDITS + [high] + [low] * collapse_rule.STOP_AUDITS,
+            2 * collapse_rule.STOP_AUDITS,
+        ),
+    ):
+        assert collapse_rule.stop_step({"lowest": [*map(list, enumerate(values))]}) == expected
+
+
+@pytest.mark.parametrize("name", collapse_rule.MODELS)
+def test_a_deep_model_is_trained_and_monitored(name: str) -> None:
+    found = collapse_rule.train_deep(name, torch.arange(3, 259).repeat(4), steps=2, layers=2)
+    assert found["stopped"] is None
+    assert [step for step, _ in found["lowest"]] == [0]
+    assert math.isfinite(found["loss"])
 
 
 def test_a_collapsed_model_is_repaired_by_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +94,14 @@ def test_a_collapsed_model_is_repaired_by_its_remedy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(repair, "rankwise", run)
     monkeypatch.setattr(repair, "TOKENS", 16)
     monkeypatch.setattr(repair, "SEQUENCES", 2)
-    found = repair.repair("6 random layers", repair.deep_model(6), repair.demo_model())
+    found = repair.repair("12 random layers", repair.deep_model(12), repair.demo_model())
     whole, broken, repaired = found["stages"]
     assert repair.is_repaired(found)
     assert broken["loss"] != whole["loss"] == repaired["loss"]
     assert broken["states"] != whole["states"] == repaired["states"]  # λ = 1 again: the original model
     assert found["command"] == broken["remedy"]
     sites = [word.split()[0] for word in found["command"].split("--sites ")[1:]]
-    assert sites == [f"model.layers.{at}.self_attn" for at in range(3, 6)]
+    assert sites == [f"model.layers.{at}.self_attn" for at in range(6, 12)]
     assert "COLLAPSE" in "\n".join(found["changes"]).split("Resolved:")[1]
     assert "(the remedy of the COLLAPSE)" in repair.section(found)
     assert not repair.is_repaired({**found, "command": repair.REPAIR})
@@ -101,7 +119,7 @@ def test_kept_models_that_collapse_are_repaired() -> None:
     found = {one["name"]: [bool(stage["collapses"]) for stage in one["stages"]] for one in kept}
     collapses = [False, True, False]
     assert found == {
-        "12 random layers": collapses,
+        "20 random layers": collapses,
         "all-MiniLM-L6-v2": collapses,
         "bundled demo": [False] * 3,
     }

@@ -15,6 +15,7 @@ import rankwise as rw
 from rankwise.auditing import History
 from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import scalars
+from rankwise.monitor.monitor import STOP_AUDITS
 
 WIDTH, TOKENS = 16, 10
 
@@ -212,43 +213,53 @@ def test_a_probe_is_moved_to_the_device_of_the_model(device):
 def test_a_stop_saves_the_probe_and_the_audit(tmp_path, caplog):
     logged: list[tuple[int, dict[str, float]]] = []
     log = lambda values, step: logged.append((step, values))  # noqa: E731
-    monitor = rw.RankMonitor(probe(), 1, stop_on=["collapse"], folder=tmp_path, log=log)
+    monitor, model = rw.RankMonitor(probe(), 1, stop_on=["collapse"], folder=tmp_path, log=log), collapsing()
     with caplog.at_level(logging.WARNING, "rankwise.monitor"):
-        monitor.step(collapsing(), 0)
+        for step in range(STOP_AUDITS + 1):
+            assert monitor.stopped_by is None
+            monitor.step(model, step)
     assert monitor.stopped_by is not None
     assert monitor.stopped_by.code == "COLLAPSE"
-    assert "COLLAPSE at" in caplog.text
-    assert "training stops on COLLAPSE" in caplog.text
-    assert rw.Audit.load(tmp_path / "step-0").findings[0].code == "COLLAPSE"
+    assert f"step {STOP_AUDITS}: training stops on COLLAPSE" in caplog.text
+    assert rw.Audit.load(tmp_path / f"step-{STOP_AUDITS}").findings[0].code == "COLLAPSE"
     (kept,) = load_file(tmp_path / "probe.safetensors").values()
     assert torch.equal(kept, probe())
     assert logged[0][0] == 0
     assert logged[0][1]["rank/findings/error"] >= 1
     assert monitor.finish() == tmp_path / "index.html"
-    assert History.load(tmp_path).steps == [0]
+    assert History.load(tmp_path).steps == [*range(STOP_AUDITS + 1)]
 
 
-def test_a_stop_remains_after_clean_audits_and_is_reported_once(caplog):
+def test_collapse_stops_after_audits_in_a_row_once_and_for_good(caplog):
     monitor, model = rw.RankMonitor(probe(), 1, stop_on=("COLLAPSE",)), collapsing()
+    collapsed = [True] * STOP_AUDITS + [False] + [True] * STOP_AUDITS + [False, True]
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
-        for step, skip in enumerate((0.01, 5.0, 0.01)):
+        for step, now in enumerate(collapsed):
             for layer in model:
-                layer.skip = skip
+                layer.skip = 0.01 if now else 5.0
             found = monitor.step(model, step)
-            assert ("COLLAPSE" in {finding.code for finding in found.findings}) == (skip < 1)
-            first = monitor.stopped_by if step == 0 else first
-    assert first is not None
-    assert monitor.stopped_by is first
+            assert ("COLLAPSE" in {finding.code for finding in found.findings}) == now
+            # the audit of step 0 does not count, so that the first row is too short
+            assert (monitor.stopped_by is not None) == (step >= 2 * STOP_AUDITS)
     assert caplog.text.count("training stops on COLLAPSE") == 1
 
 
-def test_the_message_of_a_stop_has_the_verdict_and_an_action(caplog):
-    monitor = rw.RankMonitor(probe(), 1, stop_on="COLLAPSE")
+def test_another_code_stops_at_its_first_audit():
+    monitor = rw.RankMonitor(probe(), 1, stop_on=("CONSTANT",))
+    monitor.step(collapsing(), 0)
+    assert monitor.stopped_by.code == "CONSTANT"
+
+
+def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
+    monitor, model = rw.RankMonitor(probe(), 1, stop_on="COLLAPSE"), collapsing()
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
-        audit = monitor.step(collapsing(), 0)
+        for step in range(STOP_AUDITS + 1):
+            monitor.step(model, step)
     [line] = [record.getMessage() for record in caplog.records]
-    assert audit.verdict.sentence in line
-    assert audit.verdict.actions[0] in line
+    stop = monitor.stopped_by
+    assert all(words in line for words in (str(stop.where), stop.meaning, stop.remedy))
+    assert f"after {stop.where.layer} blocks" in line
+    assert f"at the lowest {stop.evidence['relative_spread_lowest']:.2g}" in line
 
 
 def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):

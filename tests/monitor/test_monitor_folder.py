@@ -52,12 +52,12 @@ def test_a_stop_on_a_full_disk_names_unsaved_files(tmp_path, caplog, full, monke
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("rankwise.monitor.folder.save_file", no_room)
-    monitor, full[0] = rw.RankMonitor(probe(), stop_on="COLLAPSE", folder=tmp_path), True
+    monitor, full[0] = rw.RankMonitor(probe(), stop_on="CONSTANT", folder=tmp_path), True
     with caplog.at_level(logging.ERROR, "rankwise.monitor"):
         monitor.step(collapsing(), 0)
-    assert monitor.stopped_by.code == "COLLAPSE"
+    assert monitor.stopped_by.code == "CONSTANT"
     unsaved = "audit not saved (No space left on device) and probe not saved (I/O"
-    assert f"stops on COLLAPSE; {unsaved}" in caplog.text
+    assert f"stops on CONSTANT; {unsaved}" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_first_step(tmp_path):

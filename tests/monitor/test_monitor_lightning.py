@@ -112,7 +112,7 @@ def test_lightning_audits_logs_and_stops(tmp_path):
             layer.self_attn.in_proj_weight[:16] = 0
             layer.self_attn.out_proj.weight *= 1000
     before = [weight.clone() for weight in collapsed.parameters()]
-    monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=1, stop_on=("COLLAPSE",))
+    monitor = rw.RankMonitor(torch.randn(2, 10, 8), every=1, stop_on=("CONSTANT",))
     assert fit(monitor, collapsed, tmp_path) == 0
     assert monitor.stopped_by is not None
     assert all(map(torch.equal, before, collapsed.parameters()))

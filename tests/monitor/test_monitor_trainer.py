@@ -87,7 +87,7 @@ def test_the_trainer_stops_on_a_finding(tmp_path, scaled):
                 weight *= 50
     trainer = trainer_of(model, str(tmp_path))
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu") if scaled else None
-    monitor = rw.RankMonitor(probe(), every=1, stop_on=("COLLAPSE",))
+    monitor = rw.RankMonitor(probe(), every=1, stop_on=("CONSTANT",))
     monitor.attach(trainer)
     before = [weight.clone() for weight in model.parameters()]
     trainer.train()

@@ -142,18 +142,3 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], match: str) -> None
     given: dict[str, Any] = {"build": Bytes, "batches": LABELLED, "values": [2.0], "steps": 1} | change
     with pytest.raises(InputError, match=match):
         rw.skips.try_lambdas(**given)
-
-
-def test_state_that_a_training_changes_goes_on() -> None:
-    class Counting(Bytes):
-        def __init__(self) -> None:
-            super().__init__(dropout=0.0)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += self.training
-            return super().forward(x) * (1 + self.calls)
-
-    by_default = rw.skips.try_lambdas(Counting, LABELLED, [], steps=3)
-    own = rw.skips.try_lambdas(Counting, LABELLED, [], steps=3, loss=loss)
-    assert by_default["as it is"] == pytest.approx(own["as it is"])

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,13 +36,13 @@ def config_value(source: Any, *names: str, default: Any = None) -> Any:
 # --- run -------------------------------------------------------------------------------------------------
 
 
-def run_model(model: nn.Module, batch: Batch, keep_state: bool = False) -> Any:
+def run_model(model: nn.Module, batch: Batch) -> Any:
     """Call ``model(**batch)`` for a dict, ``model(*batch)`` for a tuple or list, otherwise ``model(batch)``.
 
     A dict is passed as one argument if ``forward`` takes one, as that of sentence-transformers does.
 
     The model gets a copy of the batch and of its own buffers: a cache, a counter or running statistics that
-    the model writes would otherwise change the next run. In a training they must: ``keep_state=True``.
+    the model writes would otherwise change the next run.
 
     Raises:
         InputError: if a transformers model would read the second item of a tuple as a mask, or an object in
@@ -61,7 +61,7 @@ def run_model(model: nn.Module, batch: Batch, keep_state: bool = False) -> Any:
             "next tokens; or name the items: `[{'input_ids': x, 'labels': y} for x, y in batches]` for one "
             "label per token, `'attention_mask': y` for a mask.",
         )
-    with nullcontext() if keep_state else preserve_state(model):
+    with preserve_state(model):
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -48,8 +48,10 @@ IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
 # temperatures: 0 (hardmax), the temperature of the measured head, and infinite (equal weights). For
 # T ≥ 32, the standard deviation of a random hardmax head's rank is about 10 % of its mean, or less.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# COLLAPSE: thresholds on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens.
-COLLAPSE_WARNING, COLLAPSE_ERROR = 0.3, 0.1
+# COLLAPSE: threshold on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens, and the number
+# of kept trainings with a value below it halfway, of which so many did not learn (docs/collapse-rule.md).
+COLLAPSE_SPREAD = 0.04
+COLLAPSED_RUNS, COLLAPSED_FAILED = 40, 37
 # COLLAPSE also requires that μ/‖Y‖ has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
@@ -216,11 +218,11 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     worse="lower", shown_by="relative_spread", remedy="rw.skips.recommend(audit, model, batch)",
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
-    """Find stacks in which tokens become similar."""
+    """Find stacks in which tokens become equal."""
     for group in grouped(measured.layers, lambda layer: layer.stack).values():
         states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
         first = states[0].relative_spread if states else math.nan
-        threshold = min(COLLAPSE_WARNING, COLLAPSE_FALL * first)
+        threshold = min(COLLAPSE_SPREAD, COLLAPSE_FALL * first)
         low = [layer for layer in states[1:] if layer.relative_spread < threshold]
         if not low or math.isnan(first):
             continue
@@ -228,10 +230,12 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
         evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
         words = (
-            f"Tokens become similar: after {start.layer} blocks the token spread μ/‖Y‖ is "
-            f"{start.relative_spread:.2g}, at the input of the first block {first:.2g}."
+            f"Tokens become equal: after {start.layer} blocks the token spread μ/‖Y‖ is "
+            f"{start.relative_spread:.2g}, at the input of the first block {first:.2g}, at the lowest "
+            f"{lowest:.2g}. In experiments {COLLAPSED_FAILED} of {COLLAPSED_RUNS} trainings with a value "
+            f"below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
-        yield _finding("COLLAPSE", start, evidence, words, "error" if lowest < COLLAPSE_ERROR else "warning")
+        yield _finding("COLLAPSE", start, evidence, words, "error")
 
 
 @rule(

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
+STOP_SPREAD, STOP_AUDITS = 0.0002, 3
+"""COLLAPSE stops a training if the least μ/‖Y‖ of a stack is below this value in so many audits in a row
+after step 0: the rule that stopped no kept run that learned (docs/collapse-rule.md)."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("relative_spread", "mean_cosine", "effective_rank"),
@@ -73,7 +76,8 @@ class RankMonitor:
     Args:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
         every: number of steps between audits, or more if steps do not count by one; step 0 is also audited.
-        stop_on: codes of findings that stop training.
+        stop_on: codes of findings that stop training; COLLAPSE stops it if three audits in a row, after
+            step 0, have a μ/‖Y‖ below 0.0002 in one stack, because many trainings recover from less.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
             None, nothing is written. Audits of another training run in the folder raise at the first step.
             If the disk is full later, one warning is logged and training continues.
@@ -198,12 +202,28 @@ class RankMonitor:
     def _decide(self, result: Audit | None, device: torch.device) -> bool:
         """Return True if training stops now; a process whose audit failed takes part in the decision."""
         findings = [] if result is None else result.findings
-        stopping = next((finding for finding in findings if finding.code in self.stop_on), None)
+        stopping = next((finding for finding in findings if self._ends_training(finding)), None)
         if self.stop_on:
             stopping = _broadcast_from_first(stopping, device)
         stops_now = self.stopped_by is None and stopping is not None
         self.stopped_by = self.stopped_by or stopping
         return stops_now
+
+    def _ends_training(self, finding: Finding) -> bool:
+        """Return True for a code of `stop_on`; for COLLAPSE, if the last audits after step 0 agree."""
+        if finding.code != "COLLAPSE" or finding.code not in self.stop_on:
+            return finding.code in self.stop_on
+        recent = [audit for step, audit in self.history if step > 0][-STOP_AUDITS:]
+        low = [
+            any(
+                one.code == "COLLAPSE"
+                and one.where.stack == finding.where.stack
+                and one.evidence["relative_spread_lowest"] < STOP_SPREAD
+                for one in audit.findings
+            )
+            for audit in recent
+        ]
+        return len(low) == STOP_AUDITS and all(low)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the model, which a process that is spawned does not share."""
@@ -299,8 +319,9 @@ class RankMonitor:
                 unsaved["probe"] = self._audit_folder.write_probe(self.batches)
                 causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
-            advice = " ".join([result.verdict.sentence, *result.verdict.actions[:1]])
-            logger.error("step %d: training stops on %s%s. %s", step, self.stopped_by.code, where, advice)
+            stop = self.stopped_by
+            words = f"at {stop.where}: {stop.meaning} {stop.remedy}"
+            logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:
                 with continues("on_finding"):

@@ -129,10 +129,10 @@ class LambdaChoice(Record):
     sites: list[str]
     """Names of the λ-skips or residual connections in the stack; empty if none was found."""
     value: float | None
-    """Least |λ| tried without a COLLAPSE finding. None if all have one, or if with that |λ| a mixer would be
+    """Least |λ| tried with which tokens stay apart. None without one, or if with it a mixer would be
     reported as INACTIVE_BLOCK: then no λ is named."""
     removes_collapse: bool
-    """True if an audit of this batch finds no COLLAPSE with the last |λ| of `tried`."""
+    """True if with the last |λ| of `tried` tokens stay apart: μ/‖Y‖ is at least 0.1, above COLLAPSE."""
     tried: list[tuple[float, Number]]
     """Pairs (|λ|, lowest μ/‖Y‖ after a block of the stack), in the order of the trials."""
     proved: float | None

@@ -12,7 +12,7 @@ from rankwise._internals import forward
 from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.auditing.findings import INACTIVE_TURN, RULES, Measured, collapse
+from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, RULES
 from rankwise.auditing.measure import measure_states
 from rankwise.auditing.provenance import runnable
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
@@ -39,6 +39,9 @@ from rankwise.tracing import StateSite, capture
 
 AuditT = TypeVar("AuditT", bound=Audit)
 
+APART = 0.1
+"""Least μ/‖Y‖ that a tried λ must leave after every block. A model of 24 layers did not train with λ = 4,
+which leaves 0.01 to 0.05, and did with 8, which leaves 0.12 to 0.17 (docs/how-to/skip.md)."""
 KEEP = 0.5
 """Fraction of μ² (squared token spread) that each layer keeps with the λ for which the bound is proved."""
 SAMPLE = 4
@@ -58,12 +61,12 @@ TOLD = " Tried on this batch: "
 
 
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
-    """Return the least |λ| of 1, 2, 4, 8 and 16 with which an audit finds no COLLAPSE in a stack of blocks.
+    """Return the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack of blocks stay apart.
 
-    COLLAPSE is the finding that the tokens of a stack become nearly equal. A trial raises every smaller |λ|
-    of the stack to the tried value, and applies the rule of this finding to the token states of the batch.
-    Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if COLLAPSE
-    remains with all of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
+    A trial raises every smaller |λ| of the stack to the tried value. Tokens stay apart if μ/‖Y‖ of the batch
+    is at least 0.1, or half of its value at the input, after every block; COLLAPSE is found below 0.04.
+    Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if tokens stay
+    apart with none of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
     what to do. `try_lambdas` shows what trains.
 
     Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
@@ -148,7 +151,7 @@ def _choose(
     proved = max(known) if known and len(known) == len(least) else None
     named, told = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
     if not removed:
-        told = f"no |λ| up to {TRIED[-1]:g} removes COLLAPSE, and no λ is named"
+        told = f"no |λ| up to {TRIED[-1]:g} keeps μ/‖Y‖ above {APART:g}, and no λ is named"
     elif suppressed:
         told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
     elif all(bool((own.abs() >= best).all()) for own in current.values()):
@@ -164,12 +167,13 @@ def _choose(
 
 
 def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
-    """Return True if an audit would find no COLLAPSE in a stack, and the lowest μ/‖Y‖ after its blocks."""
+    """Return True if the tokens of a stack stay apart, and the lowest μ/‖Y‖ after its blocks."""
     layers = _layers(model, [batch])
     _check_stack(model, stack, {layer.stack for layer in layers})
     own = [layer for layer in layers if layer.stack == stack]
     lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
-    return next(collapse(Measured((), own, (), None, ())), None) is None, lowest
+    least = min([APART, *(COLLAPSE_FALL * layer.relative_spread for layer in own if not layer.layer)])
+    return not lowest < least, lowest
 
 
 def _instead(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str:

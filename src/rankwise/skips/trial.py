@@ -118,7 +118,7 @@ def _loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
 
     def mean(model: nn.Module, batch: Batch) -> Tensor:
         prepared = chosen.prepare(drop_unused_labels(model, batch)[0], batch, 0)
-        found = chosen.read(run_model(model, prepared.batch, keep_state=True), prepared)
+        found = chosen.read(run_model(model, prepared.batch), prepared)
         return found.total.sum() / found.count.sum()
 
     return mean
