@@ -174,6 +174,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"weight transformer.ln_f.weight: expected finite numbers, got 1 of 48 NaN or infinite"),
     "infinite half precision": (with_(transformer__h__1__ln_1__bias=torch.full((48,), -torch.inf).half()),
         r"h.1.ln_1.bias: expected finite numbers, got 48 of 48 NaN or infinite"),
+    "infinite in float32": (with_(transformer__ln_f__weight=torch.full((48,), 1e300, dtype=torch.float64)),
+        r"weight transformer.ln_f.weight: expected finite numbers, got 48 of 48 NaN or infinite"),
     "vision not a number": (with_(patch_embed__proj__0__1__running_var=torch.full((8,), torch.nan)),
         r"0.1.running_var: expected finite numbers, got 8 of 8 NaN or infinite"),
     "one number spread out": (with_(transformer__wpe__weight=torch.ones(1).expand(10**12)),

@@ -155,6 +155,20 @@ class Keyed(nn.Module):
         return x
 
 
+class Named(nn.Module):
+    """Model that runs its blocks, which are attributes, in turn."""
+
+    def __init__(self, **blocks: nn.Module) -> None:
+        super().__init__()
+        for name, block in blocks.items():
+            self.add_module(name, block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
 class Other(Copying):
     """Block of another class."""
 
@@ -170,6 +184,11 @@ def test_blocks_without_a_lambda_are_named() -> None:
         (["blocks.0"], Listed(other, whole, one)),
         (["0.blocks.1"], nn.Sequential(Listed(whole, other), Listed(one, two))),
         (["blocks.middle"], Keyed(first=whole, middle=other, last=one)),
+        (["layer2"], Named(layer1=whole, layer2=scaled, layer3=one, out=nn.Linear(8, 8))),
+        (
+            ["decoder.blocks.0", "decoder.blocks.1"],
+            Named(encoder=Listed(whole, one), decoder=Listed(scaled, copy.deepcopy(scaled))),
+        ),
         ([], nn.Sequential(nn.Sequential(whole, nn.Linear(8, 8)), nn.Sequential(three, nn.Linear(8, 8)))),
     ):
         notes = add_lambda_skip(model, example=torch.randn(2, 5, 8)).notes

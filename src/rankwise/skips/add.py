@@ -285,7 +285,7 @@ def check_lambda(subject: str, value: object) -> None:
 
 def _notes_of_missed(model: nn.Module, found: Iterable[SkipSite], missed: list[str]) -> list[str]:
     known = [name for site in found for name in (site.write.module, site.block)]
-    without = blocks_without(model, [*known, *missed])
+    without = blocks_without(model, [*known, *missed], {site.block for site in found if site.block})
     listed = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if without[3:] else "")
     return [
         *(f"no λ at the residual connection in {name}: no module gets x or returns f(x)" for name in missed),

@@ -130,12 +130,13 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
     return sites, missed
 
 
-def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return the items of lists and dicts that hold none of the named modules, although items alike do.
+def blocks_without(model: nn.Module, names: Iterable[str], blocks: Iterable[str]) -> list[str]:
+    """Return blocks that hold none of the named modules: items of lists and dicts, although items alike do.
 
-    Items are alike if their names differ in numbers alone and they are of one class, or any in a ModuleList
-    or a ModuleDict. Outermost items are compared by their last name, as blocks of a list; items inside them
-    only to those at the same place.
+    Modules of the class of one of ``blocks``, with the same classes inside, are also returned. Items are
+    alike if their names differ in numbers alone and they are of one class, or any in a ModuleList or a
+    ModuleDict. Outermost items are compared by their last name, as blocks of a list; items inside them only
+    to those at the same place.
     """
 
     def listed(name: str) -> bool:
@@ -149,11 +150,21 @@ def blocks_without(model: nn.Module, names: Iterable[str]) -> list[str]:
         kind = nn.Module if listed(name) else type(model.get_submodule(name))
         return outer if "*" in outer else name.rpartition(".")[0], kind
 
-    items = [name for name, _ in model.named_modules() if name and is_item(name)]
-    held = {name for name in items if any(f"{one}.".startswith(f"{name}.") for one in names)}
-    places = {place(name) for name in held}
-    found = [name for name in items if name not in held and place(name) in places]
+    modules = {name: module for name, module in model.named_modules() if name}
+    held = {name for name in modules if any(f"{one}.".startswith(f"{name}.") for one in names)}
+    places = {place(name) for name in held if is_item(name)}
+    built = {_classes(modules[name]) for name in blocks}
+    found = [
+        name
+        for name, module in modules.items()
+        if name not in held and ((is_item(name) and place(name) in places) or _classes(module) in built)
+    ]
     return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
+def _classes(module: nn.Module) -> tuple[tuple[str, type], ...]:
+    """Return the names and classes of a module and of all modules inside it."""
+    return tuple((name, type(inner)) for name, inner in module.named_modules())
 
 
 def _reader(sum_: Sum, record: ForwardRecord) -> tuple[str, str, bool] | None:
