@@ -160,7 +160,7 @@ class Stateful(nn.Module):
         self.how, self.number, self.last = how, 0, None
         for name in ("calls", "cache"):
             self.register_buffer(name, torch.zeros(1))
-        self.plain = torch.zeros(1)
+        self.plain, self.kept, self.nested = torch.zeros(1), [], {"kept": [torch.zeros(1)]}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "in place":
@@ -185,6 +185,15 @@ class Stateful(nn.Module):
         if self.how == "plain tensor":
             self.plain += 1
             return x * self.plain
+        if self.how == "in a list":
+            self.kept.append(x.detach().mean())
+            return x + sum(self.kept[:-1])
+        if self.how == "in a dict":
+            before, self.nested["last"] = self.nested.get("last", 0.0), x.mean()
+            return x + before
+        if self.how == "in place in a list":
+            self.nested["kept"][0] += 1
+            return x * self.nested["kept"][0]
         if self.how == "attribute":
             before, self.last = 0.0 if self.last is None else self.last, x.detach().mean()
             return x + before
@@ -200,6 +209,9 @@ HOWS = (
     "number",
     "plain tensor",
     "attribute",
+    "in a list",
+    "in a dict",
+    "in place in a list",
 )
 
 

@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
 
@@ -239,29 +239,32 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 @contextmanager
 def _restored(stores: list[Any], keep: Callable[[], bool] = bool) -> Iterator[None]:
-    """Context manager that restores the content and order of dicts and sets, unless ``keep()`` is True."""
+    """Context manager that restores content and order of dicts, lists and sets, unless ``keep()`` is True."""
     kept = [(store, store.copy()) for store in stores]
     try:
         yield
     finally:
         for store, before in [] if keep() else kept:
-            if list(store) != list(before):
+            if isinstance(store, list) or list(store) != list(before):
                 store.clear()
-            store.update(before)
+            (store.extend if isinstance(store, list) else store.update)(before)
 
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model works on copies of its buffers, and which restores its attributes.
 
-    Counters, caches and running statistics are afterwards as before. Nothing is written into them, so the
-    backward passes of earlier and of later operations stay valid. Content of lists and dicts is not restored,
-    and nothing is if the model adds modules or parameters, as lazy modules do: attributes say that it did.
-    Cost: a copy of the buffers.
+    Counters, caches and running statistics are afterwards as before, also those in lists and dicts. Nothing
+    is written into them, so the backward passes of earlier and of later operations stay valid. Content of
+    other objects is not restored, and nothing is if the model adds modules or parameters, as lazy modules do:
+    attributes say that it did. Cost: a copy of the buffers.
     """
     own = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)  # these keep their state in another way
     modules = [module for module in model.modules() if not isinstance(module, own)]
     stores: list[Any] = [store for one in modules for store in (one._buffers, vars(one))]
+    own_names = vars(nn.Module())
+    held = [value for one in modules for name, value in vars(one).items() if name not in own_names]
+    stores += _containers(held, {}).values()
     copies: dict[int, Tensor] = {}  # a tensor with two names stays one
 
     def parts() -> int:
@@ -275,11 +278,20 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     with _restored(stores + others, keep=lambda: parts() > before):
         with without_torch_function():
             for store in stores:
-                for name, value in store.items():
+                for name, value in store.items() if isinstance(store, dict) else enumerate(store):
                     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                         copies.setdefault(id(value), _copy(value))
                         store[name] = copies[id(value)]
         yield
+
+
+def _containers(values: Iterable[Any], found: dict[int, Any]) -> dict[int, Any]:
+    """Add the lists and dicts among values, and those inside them, to ``found`` by `id`; return it."""
+    for value in values:
+        if type(value) in (list, dict) and id(value) not in found:
+            found[id(value)] = value
+            _containers(value.values() if isinstance(value, dict) else value, found)
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
