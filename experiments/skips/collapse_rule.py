@@ -77,10 +77,6 @@ def stop_step(run: Reading, threshold: float = STOP_SPREAD, audits: int = STOP_A
     return None
 
 
-def halfway(run: Reading) -> float:
-    return float(run["lowest"][len(run["lowest"]) // 2][1])
-
-
 def counts(runs: Sequence[Reading], threshold: float, audits: int, border: int = 0) -> list[str]:
     """Return failed runs that a rule stops, learned runs that it stops, and what it leaves of a training."""
     good = [run for run in runs if learned(run, border)]
@@ -93,7 +89,7 @@ def counts(runs: Sequence[Reading], threshold: float, audits: int, border: int =
 
 def in_band(runs: Sequence[Reading], low: float, high: float) -> tuple[int, int]:
     """Return the number of runs whose value halfway is in a band, and how many of them did not learn."""
-    some = [run for run in runs if low <= halfway(run) < high]
+    some = [run for run in runs if low <= run["lowest"][len(run["lowest"]) // 2][1] < high]
     return len(some), sum(not learned(run) for run in some)
 
 
@@ -180,14 +176,13 @@ def tables(report: Report) -> dict[str, str]:
         for run in report["deep"]
     ]
     floor = min(value for run in runs if learned(run) for _, value in run["lowest"][1:])
-    image = [min(value for _, value in run["lowest"][1:]) for run in kept["skips-image"] if learned(run)]
+    image = [value for run in kept["skips-image"] if learned(run) for _, value in run["lowest"][1:]]
     stopped = ("stopped, of failed", "stopped, of learned", "left")
     return {
         "bands": markdown_table(("", *(f"{low:g} to {high:g}" for low, high in pairwise(BANDS))), bands),
         "rules": markdown_table(("below", "audits in a row", *stopped), rules),
         "borders": markdown_table(("border", *stopped), borders),
-        "limit": f"{STOP_SPREAD:g}",
-        "audits": str(STOP_AUDITS),
+        "limit": f"{STOP_SPREAD:g} in {STOP_AUDITS} audits in a row",
         "floor": f"{floor:.5f}",
         "image": f"{min(image):.2f}",
         "deep": markdown_table(("model", "loss", "stopped", "least μ/‖Y‖ by step"), deep),

@@ -1,9 +1,7 @@
 """Findings: a table of rules, a function per code, and `diagnose`, which applies all of them to an audit."""
 
-import json
 import math
 import re
-import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -18,7 +16,7 @@ from rankwise.auditing.importance_findings import (
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import NULLS, mixer_kind
-from rankwise.auditing.provenance import runnable
+from rankwise.auditing.provenance import loading_command, runnable
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
     Baseline,
@@ -50,8 +48,7 @@ IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
 HIGH_RANK, LOW_RANK = 1.25, 0.5
 # COLLAPSE: threshold on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens, and the number
 # of kept trainings with a value below it halfway, of which so many did not learn (docs/collapse-rule.md).
-COLLAPSE_SPREAD = 0.04
-COLLAPSED_RUNS, COLLAPSED_FAILED = 40, 37
+COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
 # COLLAPSE also requires that μ/‖Y‖ has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
@@ -182,14 +179,9 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
     """Find weights of blocks and embeddings that the checkpoint does not have."""
     about = measured.provenance
     if about is not None and (names := about.random_weights):
-        where = "of blocks or embeddings are not in the checkpoint and random"
-        words = f"{len(names)} weights {where}, such as {names[0]}."
+        words = f"{len(names)} weights are random, because the checkpoint lacks them, such as {names[0]}."
         evidence = {"weights": len(names)}
-        module, _, kind = about.model_class.rpartition(".")
-        which = f"{json.dumps(about.model)}, revision={json.dumps(about.revision or 'main')}"
-        loading = f"{kind}.from_pretrained({which}, output_loading_info=True)[1]"
-        look = shlex.join(["python", "-c", f"from {module} import {kind}; print({loading})"])
-        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", look=look)
+        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", look=loading_command(about))
 
 
 @rule(
@@ -349,11 +341,11 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     """Return one finding on all heads ``found``, at the head that is farthest from its nearest reference."""
 
     def distance(head: HeadRecord) -> float:
-        rank = _middle_rank(head)
+        rank = head.middle_rank
         return min(abs(math.log((rank + 1) / (reference + 1))) for reference in _references(head))
 
     head = max(found, key=distance)
-    rank, baseline, references = _middle_rank(head), _baseline(head), _middle(head.band).nulls
+    rank, baseline, references = head.middle_rank, _baseline(head), _middle(head.band).nulls
     deltas = {"delta_low": head.band[0].delta, "delta_high": head.band[-1].delta}
     span = "δ from {delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
     evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
@@ -409,11 +401,6 @@ def _references(head: HeadRecord) -> list[float]:
 
 def _middle(band: Sequence[R]) -> R:
     return band[len(band) // 2]
-
-
-def _middle_rank(head: HeadRecord) -> float:
-    """Return the numerical rank, or the middle of its interval if an estimate only bounds it."""
-    return (head.least_rank + head.most_rank) / 2 if math.isnan(head.numerical_rank) else head.numerical_rank
 
 
 @rule(

@@ -1,6 +1,7 @@
 """Provenance of an audit: model, weights, data and versions; merging the provenance of two audits."""
 
 import hashlib
+import json
 import platform
 import re
 import shlex
@@ -106,6 +107,14 @@ def runnable(remedy: str, about: Provenance | None) -> str:
         if option not in options and (verb == "audit" or option[2:] in SHARED.split()):
             words += [option, *value]
     return remedy.replace(found[0], shlex.join([*words, *(word.replace("NAME", name) for word in options)]))
+
+
+def loading_command(about: Provenance) -> str:
+    """Return a shell command that prints which names a checkpoint lacks or has in excess."""
+    module, _, kind = about.model_class.rpartition(".")
+    which = f"{json.dumps(about.model)}, revision={json.dumps(about.revision or 'main')}"
+    loading = f"{kind}.from_pretrained({which}, output_loading_info=True)[1]"
+    return shlex.join(["python", "-c", f"from {module} import {kind}; print({loading})"])
 
 
 def weights_digest(model: "nn.Module", without: Collection[str] = ()) -> str:

@@ -323,6 +323,13 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         """Upper bound of the numerical rank: ``rank_high``, or the rank itself without an interval."""
         return self.numerical_rank if math.isnan(self.rank_high) else self.rank_high
 
+    @property
+    def middle_rank(self) -> float:
+        """Numerical rank, or the middle of its interval if an estimate only bounds it."""
+        return (
+            (self.least_rank + self.most_rank) / 2 if math.isnan(self.numerical_rank) else self.numerical_rank
+        )
+
 
 class LayerOrigin(Record):
     """Address of token states in a stack of blocks, and the sequences on which they were measured."""
