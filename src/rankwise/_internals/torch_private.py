@@ -279,7 +279,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
-                    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    weight = isinstance(value, nn.Parameter)
+                    # attributes that require gradients are no state: FSDP1 holds views of freed storage
+                    if isinstance(value, Tensor) and not weight and not value.requires_grad:
                         copies.setdefault(id(value), _copy(value))
                         store[name] = copies[id(value)]
         yield
