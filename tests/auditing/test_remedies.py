@@ -161,7 +161,7 @@ def compared(finding: Finding) -> None:
 
 
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
-    "set the weights of the output projection that read this head to 0, and compare the loss": without_head,
+    "set the weights of the output projection that read such a head to 0, and compare the loss": without_head,
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
     "give both the query and key weights of one of them, and compare the loss": merged,

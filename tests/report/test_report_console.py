@@ -85,7 +85,7 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2
     for width in (56, 60, 79, 80, 84):
         narrow = document_text(audit_document(audit.model_copy(update=found)), width)
-        assert max(map(len, narrow.splitlines())) <= width
+        assert max(len(line) for line in narrow.splitlines() if not line.startswith("→")) <= width
         assert narrow.count("+5.5%") == 6
         assert narrow.count("cheapest") == 2
 
@@ -291,6 +291,15 @@ def test_the_verdict_and_at_most_three_actions_come_first(kind: str) -> None:
     assert len(document.verdict.actions) <= 3
     for action in document.verdict.actions:
         assert action in text
+
+
+@pytest.mark.parametrize("kind", documents.DOCUMENTS)
+def test_printed_commands_are_whole_on_a_narrow_console(kind: str) -> None:
+    document = documents.DOCUMENTS[kind]()
+    actions = ("rankwise skip sample --text book.txt --out sample-skips", f"see `{'long ' * 20}code`")
+    document = replace(document, verdict=document.verdict.model_copy(update={"actions": actions}))
+    lines = document_text(document, width=40).splitlines()
+    assert {f"→ {action}" for action in actions} <= {*lines}
 
 
 @pytest.mark.parametrize("kind", documents.DOCUMENTS)

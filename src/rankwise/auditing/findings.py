@@ -60,7 +60,7 @@ OVERSIZED_HEADS = 0.4
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
 # Libraries name the output projection differently, so this remedy describes it instead of naming it.
-WITHOUT_HEAD = "set the weights of the output projection that read this head to 0, and compare the loss"
+WITHOUT_HEAD = "set the weights of the output projection that read such a head to 0, and compare the loss"
 
 Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]

@@ -156,8 +156,8 @@ def _print_remedy(remedy: str, console: Console) -> None:
     arrow = line("→ ", separator="")
     style = "cyan" if is_command(remedy) else ""
     if remedy:  # code is not wrapped, so that it can be copied in one piece
-        whole = bool(style) or "`" in remedy
-        console.print(arrow + line((remedy, style)), overflow="fold", soft_wrap=whole)
+        whole = bool(style) or "`" in remedy  # with soft_wrap, a given overflow would cut the line off
+        console.print(arrow + line((remedy, style)), overflow=None if whole else "fold", soft_wrap=whole)
 
 
 def _print_table(table: Table, console: Console) -> None:

@@ -48,7 +48,8 @@ def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
     _, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
-    headings = ["run", "loss at the start", f"mean of the last {last} steps", "steps"]
+    at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
+    headings = ["run", "loss at the start", at_end, "steps"]
     return Document(
         command="Rankwise skip",
         heading="Training with λ",
