@@ -498,6 +498,22 @@ def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
     assert changed(found, importance=None).verdict.no_action == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reference_name": "the squared norm of the output"}, "+0.50% of the squared norm of the output."),
+        ({"reference_name": "the entropy of the predictions"}, "+0.50% of the entropy of the predictions."),
+        ({"value": 0.0, "reference": 0.0}, "+0.01 nats per token."),
+    ],
+)
+def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
+    changes: dict[str, Any], words: str
+) -> None:
+    record = importance().model_copy(update=changes)
+    found = audit(heads({"importance": HeadImportance(exact=0.01)}), importance=record)
+    assert found.verdict.no_action.endswith(f"(layer 0 head 0) costs {words}")
+
+
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
 def test_a_copy_has_its_own_verdict(change: dict[str, Any]) -> None:
     """A cached property would be copied."""

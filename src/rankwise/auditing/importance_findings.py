@@ -122,7 +122,9 @@ def cheapest_words(
     cost, head = min(costs, key=lambda pair: pair[0])
     exact = head.importance is not None and head.importance.method == "exact"
     saved = saved_share([head.id], heads, layers, about)
-    costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)} of the loss"
+    costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)}"
+    if not _of(importance) and not math.isnan(importance.share(cost)):
+        costs_it += f" of {importance.reference_name}"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
     return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
 

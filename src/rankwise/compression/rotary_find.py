@@ -27,7 +27,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
         turned,
         "its outputs change if a pair turns by the same angle in queries and keys",
         expected="softmax attention whose queries and keys are rotated by position and nothing else",
-        fix="Without rotated positions, the part `qk` may do.",
+        fix="For outputs of nn.Linear without rotated positions, the part `qk` may do.",
     )
 
 

@@ -190,7 +190,8 @@ def _hints(audit: Audit) -> list[str]:
     reference = "" if audit.importance is None else audit.importance.reference_name
     columns = (
         (audit.heads, "attention rank 1 = as many independent patterns as tokens"),
-        (any(head.random_rank >= 0 for head in audit.heads), "random heads: with random queries and keys"),
+        (audit.baseline, "at initialization: of the same model untrained, on the same data"),
+        (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.layers, "token spread after the layer, 0 = all tokens are the same"),
         (has_costs, f"cheapest, dearest head: what removing it costs, as a share of {reference}"),
     )
