@@ -204,6 +204,18 @@ def test_every_command_warns_of_weights_that_are_not_in_the_checkpoint(run, tiny
     assert ("RANDOM_WEIGHTS" in done.stdout) == (command == "audit")
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_of_another_shape_than_in_the_configuration_is_named(run, tiny, name) -> None:
+    shutil.copytree(tiny, "changed")
+    weights = load_file("changed/model.safetensors")
+    wanted, weights[name] = tuple(weights[name].shape), weights[name][:-1].clone()
+    save_file(weights, "changed/model.safetensors", metadata={"format": "pt"})
+    refused = run(*COMMANDS["audit"])
+    assert isinstance(refused.exception, InputError), refused.output
+    message = f"{name} of shape {tuple(weights[name].shape)}, which is {wanted} by config.json. Set the sizes"
+    assert message in str(refused.exception)
+
+
 @pytest.mark.parametrize("models", [["changed"], ["changed", "tiny"]], ids=["one", "several"])
 def test_weights_that_blocks_lack_are_a_finding(run, tiny, models) -> None:
     save_changed(tiny, lambda name: None if "layers.1." in name else name)

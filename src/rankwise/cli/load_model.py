@@ -198,12 +198,15 @@ def _from_transformers(
         kind = next((kind for kind in named if kind is not None), transformers.AutoModel)
         if kind is not transformers.AutoModel:
             options.pop("trust_remote_code")  # only Auto classes have this argument
-        dtype_option = dtype if dtype == "auto" else DTYPES[dtype]
-        model, loading = kind.from_pretrained(
-            spec, dtype=dtype_option, output_loading_info=True, **options, **placement
-        )
+        options |= {"dtype": dtype if dtype == "auto" else DTYPES[dtype], "output_loading_info": True}
+        model, loading = kind.from_pretrained(spec, **options, **placement)
     except Exception as error:  # transformers raises OSError, ValueError, SafetensorError, KeyError, …
         got, fix = f"{type(error).__name__}: {first_line(error)}", _loading_fix(spec, str(error))
+        if "ignore_mismatched_sizes" in str(error):  # transformers logs the shapes, but does not raise them
+            _, loading = kind.from_pretrained(spec, ignore_mismatched_sizes=True, **options, **placement)
+            name, held, wanted = min(loading["mismatched_keys"])
+            got = f"{name} of shape {tuple(held)}, which is {tuple(wanted)} by config.json"
+            fix = "Set the sizes in config.json to those of the weights."
         raise InputError(f"model {spec}", expected=MODELS, got=got, fix=fix) from error
     if save.structure_of(model).changes:
         save.check_complete(f"model {spec}", loading["missing_keys"])
