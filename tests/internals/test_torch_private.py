@@ -85,6 +85,18 @@ def test_base_of() -> None:
     assert torch_private.base_of(tensor.view(6)[1:]) is tensor, "Tensor._base no longer tells views"
 
 
+def test_outside_transforms() -> None:
+    def watched(x):
+        with torch_private.outside_transforms():
+            assert not torch_private.in_function_transform()
+            torch.randn(2)  # vmap refuses random numbers
+        assert torch_private.in_function_transform()
+        return x.sum()
+
+    torch.vmap(watched)(torch.ones(2, 2))
+    torch.vmap(torch.vmap(watched))(torch.ones(2, 2, 2))
+
+
 def test_in_function_transform() -> None:
     told = []
 

@@ -3,7 +3,19 @@
 import pytest
 import torch
 import transformers
-from capture_zoo import BATCH, HEADS, TOKENS, fused, hidden, plain, scores, seen, stack_of
+from capture_zoo import (
+    BATCH,
+    HEADS,
+    TOKENS,
+    attention_block,
+    fused,
+    hidden,
+    kind,
+    plain,
+    scores,
+    seen,
+    stack_of,
+)
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -105,3 +117,14 @@ def test_attention_inside_vmap_is_captured_with_its_mapped_axes(mapped, inside):
     assert torch.equal(site.operator.support().expand(site.operator.shape), expected.operator.support())
     assert (site.values - expected.values).abs().max() < 32 * EPS
     assert (site.operator @ site.values - site.output).abs().max() < 64 * EPS * TOKENS
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_audit_measures_mixers_that_are_called_inside_vmap(rows):
+    def forward(self, x):
+        return torch.vmap(self.mixer)(x.unflatten(0, (-1, rows))).flatten(0, 1)
+
+    mixer, x = attention_block().attention, hidden()
+    found = [rw.audit(model, [x]) for model in (kind(forward, mixer=lambda: mixer)().eval(), mixer.eval())]
+    ranks, usual = ([head.effective_rank for head in audit.heads] for audit in found)
+    assert ranks == pytest.approx(usual)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, no_type_check
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -74,6 +75,11 @@ def base_of(tensor):
 def in_function_transform() -> bool:
     """Return True inside a transform of torch.func, such as `vmap` or `grad`."""
     return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context manager that leaves the transforms of torch.func, such as `vmap`, in its block."""
+    return temporarily_clear_interpreter_stack()
 
 
 def in_grad_transform() -> bool:

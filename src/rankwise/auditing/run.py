@@ -21,7 +21,7 @@ from rankwise._internals.forward import (
     to_device,
 )
 from rankwise._internals.threads import one_thread
-from rankwise._internals.torch_private import uncompiled
+from rankwise._internals.torch_private import outside_transforms, uncompiled
 from rankwise.auditing.attention_maps import AttentionMapRecorder, NoSuchHeadsError, only_flagged
 from rankwise.auditing.batches import check_batches, check_rows, from_texts
 from rankwise.auditing.error_hints import fix_hint, label_error
@@ -389,7 +389,8 @@ class Run:
 def _measuring(name: str) -> Iterator[None]:
     """Context manager that reports an exception as a failure of a measure, not of the model."""
     try:
-        yield
+        with outside_transforms():  # the model may call its mixers inside `torch.vmap`
+            yield
     except RankwiseError:
         raise
     except Exception as error:
