@@ -12,8 +12,8 @@ from rankwise.tracing.trace import MixerSite, StateSite
 BY_HAND = -1
 """Owner of blocks that no module of the model runs, because the user calls them one by one."""
 OUTSIDE = (
-    "{stack}: the output of a block is not the input of the next block, so the residual is added outside; "
-    "token states are the inputs of the blocks, and the last state is missing"
+    "{stack}: the output of a block is not the input of the next block, so the residual is added outside, or "
+    "another module changes it; token states are the inputs of the blocks, and the last state is missing"
 )
 UNREAD = (
     "{stack}: nothing read the output of its only block, so the residual may be added outside; the token "
