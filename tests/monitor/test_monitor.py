@@ -15,7 +15,7 @@ import rankwise as rw
 from rankwise.auditing import History
 from rankwise.errors import InputError, RankwiseError
 from rankwise.monitor import scalars
-from rankwise.monitor.monitor import STOP_AUDITS
+from rankwise.monitor.monitor import STOP_AUDITS, STOP_SPREAD
 
 WIDTH, TOKENS = 16, 10
 
@@ -242,6 +242,16 @@ def test_collapse_stops_after_audits_in_a_row_once_and_for_good(caplog):
             # the audit of step 0 does not count, so that the first row is too short
             assert (monitor.stopped_by is not None) == (step >= 2 * STOP_AUDITS)
     assert caplog.text.count("training stops on COLLAPSE") == 1
+
+
+def test_a_collapse_from_which_trainings_recover_stops_none():
+    monitor, model = rw.RankMonitor(probe(), 1, stop_on="COLLAPSE"), collapsing()
+    for layer in model:
+        layer.skip = 0.05
+    for step in range(STOP_AUDITS + 1):
+        [found] = [one for one in monitor.step(model, step).findings if one.code == "COLLAPSE"]
+        assert STOP_SPREAD < found.evidence["relative_spread_lowest"] < 0.001
+    assert monitor.stopped_by is None
 
 
 def test_another_code_stops_at_its_first_audit():
