@@ -179,6 +179,7 @@ LEADS = (
     "see what training did: ",
     "see what the model loses without it: ",
     "remove heads one by one, ",
+    "if queries and keys come from nn.Linear, ",
     "nothing: that is too little to notice; to do it anyway, ",
     ", which chooses heads again",
 )

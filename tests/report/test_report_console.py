@@ -94,6 +94,8 @@ def test_the_first_line_has_the_size_of_the_model_and_of_the_data_and_the_time()
     audit = records.changed(records.encoder(), origin={"model": "the bundled demo", "seconds": 6.3})
     size = "rankwise audit · bundled demo · 6 layers × 12 heads · 64 sequences of 128 tokens"
     assert document_text(audit_document(audit), 200).startswith(f"{size} · 6 s\n")
+    short = records.changed(records.encoder(), origin={"seconds": 0.3})
+    assert first_screen(short)[0].endswith("64 sequences of 128 tokens · 1 s")
     origin = {"seconds": math.nan}
     audit = records.changed(audit, {0: {"tokens": 99.0}}, importance=records.importance(), origin=origin)
     size = "rankwise audit · bundled demo · 6 layers × 12 heads · 64 sequences · loss 2 nats per token"

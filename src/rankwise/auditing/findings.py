@@ -405,8 +405,8 @@ def _middle(band: Sequence[R]) -> R:
 
 @rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy="{{compress --parts qk,rotary --tolerance {tolerance:g} --out NAME-narrow | rw.compress(model, "
-    'batches, parts=("qk", "rotary"), tolerance={tolerance:g})}}',
+    remedy="if queries and keys come from nn.Linear, `{{compress --parts qk,rotary --tolerance {tolerance:g} "
+    '--out NAME-narrow | rw.compress(model, batches, parts=("qk", "rotary"), tolerance={tolerance:g})}}`',
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""

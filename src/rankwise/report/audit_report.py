@@ -132,7 +132,7 @@ def _setting(audit: Audit) -> str:
         count(len(layers), "layer") + by if layers else "",
         count(about.sequences, "sequence") + of + (" on average" if of and length != round(length) else ""),
         f"loss {audit.loss:.4g} {unit}" if math.isfinite(audit.loss) else "",
-        "" if math.isnan(about.seconds) else f"{format_number(about.seconds, 0)} s",
+        "" if math.isnan(about.seconds) else f"{format_number(max(about.seconds, 1.0), 0)} s",
     ]
     return " · ".join(filter(None, facts))
 
