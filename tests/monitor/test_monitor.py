@@ -268,6 +268,7 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     [line] = [record.getMessage() for record in caplog.records]
     stop = monitor.stopped_by
     assert all(words in line for words in (str(stop.where), stop.meaning, stop.remedy))
+    assert f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}" in line
     assert f"after {stop.where.layer} blocks" in line
     assert f"at the lowest {stop.evidence['relative_spread_lowest']:.2g}" in line
 

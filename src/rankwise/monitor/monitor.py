@@ -320,7 +320,8 @@ class RankMonitor:
                 causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
             stop = self.stopped_by
-            words = f"at {stop.where}: {stop.meaning} {stop.remedy}"
+            rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}." if stop.code == "COLLAPSE" else ""
+            words = f"at {stop.where}:{rule} {stop.meaning} {stop.remedy}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:

@@ -71,7 +71,8 @@ def try_lambdas(
     read, runs = list(islice(forward.each_batch(batches), steps)), dict[str, list[float]]()
     tried = [("as it is", build, None), *((f"λ = {value:g}", build, value) for value in values)]
     tried += [(name, other, None) for name, other in (alternatives or {}).items()]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), suppress(KeyboardInterrupt):
+    devices = range(torch.cuda.device_count())  # those that `manual_seed` seeds
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for name, make, value in tried:
             torch.manual_seed(seed)
             model = deepcopy(make())
