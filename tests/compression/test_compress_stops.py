@@ -8,7 +8,7 @@ from tests.compression.compression_cases import gpt2, ids, output
 from tests.support.untouched import untouched
 
 import rankwise as rw
-from rankwise.compression.layers import out_of_memory
+from rankwise._internals.forward import out_of_memory
 from rankwise.errors import CompressionError
 
 FULL = {

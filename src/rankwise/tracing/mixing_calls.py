@@ -294,7 +294,7 @@ def _are_channels(mixed: SoftmaxProduct, calls: Sequence[ModuleCall]) -> bool:
         return False
     layout = layout_of(mixed.matrix.shape, calls[-1])
     heads = {1, prod(mixed.matrix.shape[:-2]) // max(layout.batch, 1)}
-    widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
+    widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}
     columns, of_values = ({t.shape[-1] * n for n in heads} for t in (mixed.matrix, mixed.values))
     lengths = lengths_of(calls)
     of_tokens = mixed.values.shape[-1] in lengths and mixed.matrix.shape[-1] not in lengths
@@ -353,7 +353,7 @@ def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]
     operator, values = mixing.operator, None if mixing.whole else mixing.values  # adapters know tokens
     batch, heads, rows, columns = operator.shape
     name = re.sub(r"\b\d+\b", "*", calls[-1].name) or type(calls[-1].module).__name__
-    widths = {call.tokens.shape[-1] for call in calls if call.tokens is not None}
+    widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}
     channels_first = values is not None and values.stride(-2) < values.stride(-1)
     if rows == columns and channels_first and {columns, columns * heads} & widths:
         yield (
