@@ -8,7 +8,7 @@ import pytest
 import torch
 from experiments.zoo.transformers import hugging_face
 from tests.skips.cases import FOUND, MAMBA2, STATE_SPACE, outputs, same
-from tests.support.modules import SelfAttention
+from tests.support.modules import SelfAttention, Stack
 from tests.support.torch_names import hooks_of
 from tests.support.untouched import state_of
 from torch import Tensor, nn
@@ -129,19 +129,6 @@ def test_a_copy_of_the_state_is_the_state(name: str) -> None:
 NO_SUM = "no sum x + f(x) ran in it in which f mixes tokens"
 
 
-class Listed(nn.Module):
-    """Model that runs its blocks, which are in a list, in turn."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Keyed(nn.Module):
     """Model that runs the blocks of its dict in turn."""
 
@@ -181,13 +168,13 @@ def test_blocks_without_a_lambda_are_named() -> None:
     for names, model in (
         (["1", "3"], nn.Sequential(whole, scaled, one, copy.deepcopy(scaled))),
         (["0.1"], nn.Sequential(nn.Sequential(whole, scaled), nn.Sequential(one, two))),
-        (["blocks.0"], Listed(other, whole, one)),
-        (["0.blocks.1"], nn.Sequential(Listed(whole, other), Listed(one, two))),
+        (["blocks.0"], Stack([other, whole, one])),
+        (["0.blocks.1"], nn.Sequential(Stack([whole, other]), Stack([one, two]))),
         (["blocks.middle"], Keyed(first=whole, middle=other, last=one)),
         (["layer2"], Named(layer1=whole, layer2=scaled, layer3=one, out=nn.Linear(8, 8))),
         (
             ["decoder.blocks.0", "decoder.blocks.1"],
-            Named(encoder=Listed(whole, one), decoder=Listed(scaled, copy.deepcopy(scaled))),
+            Named(encoder=Stack([whole, one]), decoder=Stack([scaled, copy.deepcopy(scaled)])),
         ),
         ([], nn.Sequential(nn.Sequential(whole, nn.Linear(8, 8)), nn.Sequential(three, nn.Linear(8, 8)))),
     ):

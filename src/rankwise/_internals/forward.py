@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankwise._internals.torch_private import preserve_state, set_attribute
+from rankwise._internals.torch_private import like, preserve_state, set_attribute
 from rankwise.errors import InputError, RankwiseError, first_line
 
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
@@ -107,7 +107,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def _fresh(batch: Any) -> Any:
-    copies: dict[int, Any] = {id(tensor): _like(tensor.clone(), tensor) for tensor in tensors_in(batch)}
+    copies: dict[int, Any] = {id(tensor): like(tensor.clone(), tensor) for tensor in tensors_in(batch)}
 
     def fresh(value: Any) -> Any:
         try:
@@ -122,12 +122,6 @@ def _fresh(batch: Any) -> Any:
             ) from error
 
     return map_leaves(batch, fresh)
-
-
-def _like(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of a tensor with its Python attributes, which define masks such as `CausalBias`."""
-    vars(new).update(vars(old))
-    return new
 
 
 def second_argument(model: nn.Module) -> str:
@@ -227,7 +221,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with all its tensors moved to a device."""
-    return map_tensors(batch, lambda tensor: _like(tensor.to(device), tensor))
+    return map_tensors(batch, lambda tensor: like(tensor.to(device), tensor))
 
 
 def first_sequences(batch: Batch, count: int) -> Any:
@@ -241,7 +235,7 @@ def first_sequences(batch: Batch, count: int) -> Any:
     def first(value: Any) -> Any:
         if isinstance(value, Tensor):
             batched = value.dim() > 0 and value.shape[0] == sequences
-            return _like((value[:count] if batched else value).clone(), value)
+            return like((value[:count] if batched else value).clone(), value)
         if sequences is not None and sequences > count and getattr(value, "__dict__", None):
             raise InputError(
                 "batch", expected=f"tensors, of which the first {count} sequences can be taken",

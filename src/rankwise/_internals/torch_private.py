@@ -244,7 +244,7 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
 
 
 @contextmanager
-def _restored(stores: list[Any], keep: Callable[[], bool] = bool) -> Iterator[None]:
+def _restored(stores: list[Any], keep: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Context manager that restores content and order of dicts, lists and sets, unless ``keep()`` is True."""
     kept = [(store, store.copy()) for store in stores]
     try:
@@ -288,7 +288,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                     weight = isinstance(value, nn.Parameter)
                     # attributes that require gradients are no state: FSDP1 holds views of freed storage
                     if isinstance(value, Tensor) and not weight and not value.requires_grad:
-                        copies.setdefault(id(value), _copy(value))
+                        copies.setdefault(id(value), like(value.clone(), value))
                         store[name] = copies[id(value)]
         yield
 
@@ -302,14 +302,13 @@ def _containers(values: Iterable[Any], found: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def like(new: Tensor, old: Tensor) -> Tensor:
     """Return a copy of a tensor with its class and attributes, which define masks such as `CausalBias`."""
-    copy = tensor.clone()
-    if type(copy) is Tensor:  # a class that wraps tensors, such as DTensor, copies what it holds itself
-        if type(tensor) is not Tensor:  # sparse tensors cannot change their class
-            copy = copy.as_subclass(type(tensor))
-        vars(copy).update(vars(tensor))
-    return copy
+    if type(new) is Tensor and type(old) not in (Tensor, nn.Parameter):  # sparse tensors keep their class
+        new = new.as_subclass(type(old))
+    for name, value in vars(old).items():  # a class that wraps tensors, such as DTensor, copies its own
+        vars(new).setdefault(name, value)
+    return new
 
 
 @contextmanager

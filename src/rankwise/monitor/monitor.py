@@ -59,7 +59,7 @@ class RankMonitor:
     An audit runs in evaluation mode without gradients. Torch's random state, buffers and attributes of the
     model and weights that layers merge for evaluation are restored, so training is bit-identical with and
     without a monitor. Other state that a model changes in evaluation mode is not restored: a private
-    `torch.Generator`, random numbers of NumPy and Python, and the content of lists and dicts.
+    `torch.Generator`, random numbers of NumPy and Python, and the content of objects but lists and dicts.
 
     Use one monitor per training run. New findings are logged once as warnings (logger
     ``rankwise.monitor``). With ``torch.distributed`` every process audits, as sharded models require. The

@@ -10,7 +10,6 @@ from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
 from rankwise.skips.certificate import LambdaChoice, SkipCertificate, StackCertificate
 
-HEADINGS = ["stack", "λ", "use"]
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
 
@@ -74,6 +73,7 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
         for choice in choices
     ]  # fmt: skip
     uses = [[stack.stack or "model", *use] for stack in certificate.stacks for use in _uses(stack, root)]
+    larger = Table("Larger λ", ["stack", "λ", "use"], advised + uses, note=ABOUT)
     tables = [
         Table(
             "What each layer does",
@@ -90,11 +90,7 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
         setting=f"{certificate.sequences} sequences · {root}",
         verdict=Verdict(sentence=" ".join(map(_kept, certificate.stacks)) or "No λ-skips."),
         sections=nonempty(
-            Section(
-                "uses",
-                "Larger λ",
-                tables=[Table("Larger λ", HEADINGS, advised + uses, note=ABOUT)],
-            ),
+            Section("uses", "Larger λ", tables=[larger]),
             Section("layers", "Layers", tables=tables),
         ),
         notes=certificate.notes,

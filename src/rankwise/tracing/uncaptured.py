@@ -125,8 +125,8 @@ class Sightings:
     ) -> None:
         """Register how a function mixed a running call's tokens; ``compares(out)``: a softmax of Q Kᵀ."""
         innermost = calls[-1].name
-        for functions, what, read in FUNCTIONS:
-            if func not in functions or (what is ATTENTION and not compares(out)):
+        for what, read in BY_FUNCTION.get(func, ()):
+            if what is ATTENTION and not compares(out):
                 continue
             lengths = read(out, *args, **kwargs)
             if what is STATE_SUM and lengths:
@@ -292,3 +292,7 @@ FUNCTIONS: list[tuple[set[Any], str, Reader]] = [
     ({torch.einsum}, STATE_SUM, _outer_product),
 ]
 """Functions that may mix tokens, what they do, and which axes they mix."""
+BY_FUNCTION: dict[Any, list[tuple[str, Reader]]] = {
+    func: [(what, read) for functions, what, read in FUNCTIONS if func in functions]
+    for func in set().union(*(functions for functions, *_ in FUNCTIONS))
+}
