@@ -124,15 +124,12 @@ class Sightings:
         self, calls: Sequence[ModuleCall], func: Any, args: Any, kwargs: Any, out: Any, compares: Any
     ) -> None:
         """Register how a function mixed a running call's tokens; ``compares(out)``: a softmax of Q Kᵀ."""
-        innermost = calls[-1].name
         for what, read in BY_FUNCTION.get(func, ()):
-            if what is ATTENTION and not compares(out):
-                continue
-            lengths = read(out, *args, **kwargs)
+            lengths = set() if what is ATTENTION and not compares(out) else read(out, *args, **kwargs)
             if what is STATE_SUM and lengths:
-                self.hints[innermost] = what
+                self.hints[calls[-1].name] = what
             if (reader := _whose_tokens(calls, what, lengths)) is not None:
-                reader.other_mixing.setdefault(innermost, what)
+                reader.other_mixing.setdefault(calls[-1].name, what)
 
     def note_other_mixing(self, call: ModuleCall) -> None:
         """Register the modules that mixed tokens without attention during a finished call.
