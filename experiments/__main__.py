@@ -97,7 +97,7 @@ def _render(*, check: bool) -> int:
     """Write all pages and figures, or compare them with the files."""
     files = {
         PAGE: page(list(EXPERIMENTS.values())),
-        DOCS / "measures.md": fill_page("measures", measures.tables()),
+        DOCS / "reference/measures.md": fill_page("reference/measures", measures.tables()),
     }
     for study in STUDIES.values():
         files |= study.files(study.kept())

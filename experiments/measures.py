@@ -1,4 +1,4 @@
-"""Tables and functions of docs/measures.md, from the table of measures."""
+"""Tables and functions of docs/reference/measures.md, from the table of measures."""
 
 from collections.abc import Sequence
 from types import FunctionType

@@ -1,4 +1,4 @@
-"""Pages of results: tables in Markdown, and docs/results.md with what does not hold first."""
+"""Pages of results: tables in Markdown, and docs/evidence/results.md with what does not hold first."""
 
 import re
 import statistics
@@ -12,7 +12,7 @@ from experiments.results import RESULTS, Run
 from experiments.training.cost import needs
 from experiments.verdicts import BYTE_LOSS, Row, Table, bytes_per_token, evaluated_examples
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "results.md"
 PAGES = Path(__file__).with_name("pages")
 HOLDS = {False: "no", None: "unclear", True: "yes"}
 """Words of a verdict, in the order of the page."""
@@ -20,9 +20,9 @@ HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s
 
 
 def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
-    """Return docs/results.md: verdicts first, then each experiment that has runs."""
+    """Return docs/evidence/results.md: verdicts first, then each experiment that has runs."""
     tables = {experiment.name: experiment.table(folder) for experiment in experiments}
-    parts = [fill_page("results", {}), verdicts(experiments, tables)]
+    parts = [fill_page("evidence/results", {}), verdicts(experiments, tables)]
     parts += [section(one, tables[one.name]) for one in experiments if tables[one.name]]
     return "\n".join(parts)
 

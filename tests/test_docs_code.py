@@ -20,7 +20,12 @@ DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "```python" in page.read_text(encoding="utf-8"))
 CONTEXT = {"rw": rw}
 """Names that a block may use without an import."""
-PRINTED = {"README.md": 3, "docs/how-to/adapters.md": 2, "docs/how-to/tost.md": 3, "docs/models.md": 1}
+PRINTED = {
+    "README.md": 3,
+    "docs/how-to/adapters.md": 2,
+    "docs/how-to/tost.md": 3,
+    "docs/reference/models.md": 1,
+}
 """Pages on which every block of Python is followed by its output, and how many such blocks they have."""
 
 

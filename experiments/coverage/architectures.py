@@ -369,4 +369,4 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-STUDY = Study("every_architecture", lambda data: measure(), "architectures", tables)
+STUDY = Study("every_architecture", lambda data: measure(), "evidence/architectures", tables)

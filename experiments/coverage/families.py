@@ -282,4 +282,4 @@ def tables(report: Report) -> dict[str, str]:
     }
 
 
-STUDY = Study("families", lambda data: measure(), "models", tables)
+STUDY = Study("families", lambda data: measure(), "reference/models", tables)

@@ -275,4 +275,4 @@ def tables(report: Report) -> dict[str, str]:
     }
 
 
-STUDY = Study("third_party", lambda data: measure(), "third-party", tables)
+STUDY = Study("third_party", lambda data: measure(), "evidence/third-party", tables)

@@ -158,4 +158,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("compress_cache", lambda data: measure(Recipe()), "compress-cache", tables)
+STUDY = Study("compress_cache", lambda data: measure(Recipe()), "evidence/compress-cache", tables)

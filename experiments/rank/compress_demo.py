@@ -149,4 +149,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("compress_demo", lambda data: measure(Recipe()), "compress-demo", tables)
+STUDY = Study("compress_demo", lambda data: measure(Recipe()), "evidence/compress-demo", tables)

@@ -207,4 +207,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("compress_minilm", lambda data: measure(Recipe(), data), "compress", tables)
+STUDY = Study("compress_minilm", lambda data: measure(Recipe(), data), "evidence/compress", tables)

@@ -185,7 +185,7 @@ def model_parts(model: Report) -> Iterable[str]:
         + size_table(model)
     )
     yield "Rank and other measures against the exact costs:\n\n" + correlation_table(found, RANKS)
-    yield f"![Cost of removal against numerical rank](images/{figure_name(model)})"
+    yield f"![Cost of removal against numerical rank](../images/{figure_name(model)})"
     yield "Heads that can go together at 1 %:\n\n" + set_table(model["sets"])
 
 
@@ -260,4 +260,4 @@ def figures(report: Report) -> dict[str, str]:
     return found
 
 
-STUDY = Study("importance", measure_models, "worth", tables, figures)
+STUDY = Study("importance", measure_models, "evidence/importance", tables, figures)

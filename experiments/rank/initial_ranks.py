@@ -94,4 +94,6 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("initial_ranks", lambda data: measure(data / "imdb" / "test.jsonl.gz"), "baselines", tables)
+STUDY = Study(
+    "initial_ranks", lambda data: measure(data / "imdb" / "test.jsonl.gz"), "evidence/baselines", tables
+)

@@ -370,4 +370,4 @@ def law_figure(law: Report) -> str:
     return chart("K* against length", parts)
 
 
-STUDY = Study("rank_saturation", measure, "rank-saturation", tables, figures)
+STUDY = Study("rank_saturation", measure, "evidence/rank-saturation", tables, figures)

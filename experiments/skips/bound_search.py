@@ -1,7 +1,7 @@
 """Adversarial search for states that violate the bounds on μ behind a λ-skip and a norm.
 
-Claim     docs/proofs/skip-bound.md: μ behind LayerNorm or RMSNorm of λY + B is at least the larger of a bound
-          by rows and one by the mean row, in whatever direction B points; and the paper's Theorem 4.1.
+Claim     docs/explanation/skip-bound.md: μ behind LayerNorm or RMSNorm of λY + B is at least the larger of a
+          bound by rows and one by the mean row, in whatever direction B points; and the paper's Theorem 4.1.
 Measured  The largest (bound − μ) that gradient ascent over Y and B, or over Y, M and C, finds: both norms, ε
           from 0 to 1, four shapes, random starts, starts with similar tokens, and with B against
           the differences of the tokens. The smallest |λ| that each bound requires in trained models.

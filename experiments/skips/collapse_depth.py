@@ -298,4 +298,4 @@ def figures(report: Report) -> dict[str, str]:
     return {"collapse-depth.svg": chart("μ/‖Y‖ by depth, mixer, norm and λ", parts, width, height)}
 
 
-STUDY = Study("collapse_depth", lambda data: measure(Settings()), "collapse-depth", tables, figures)
+STUDY = Study("collapse_depth", lambda data: measure(Settings()), "evidence/collapse-depth", tables, figures)

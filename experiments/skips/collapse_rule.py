@@ -189,4 +189,4 @@ def tables(report: Report) -> dict[str, str]:
     }
 
 
-STUDY = Study("collapse_rule", measure, page="collapse-rule", tables=tables)
+STUDY = Study("collapse_rule", measure, page="evidence/collapse-rule", tables=tables)

@@ -94,4 +94,4 @@ def tables(report: Report) -> dict[str, str]:
     return {**sizes, "tables": "\n".join(parts)}
 
 
-STUDY = Study("collapse_trained", lambda data: measure(), "collapse-trained", tables)
+STUDY = Study("collapse_trained", lambda data: measure(), "evidence/collapse-trained", tables)

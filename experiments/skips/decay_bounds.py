@@ -1,6 +1,7 @@
 """Upper bounds of the decay of token differences without a skip connection, from weights alone.
 
-Proofs: docs/proofs/skip-bound.md, section 4. A bound is a list: the input first, then one number per layer.
+Proofs: docs/explanation/skip-bound.md, section 4. A bound is a list: the input first, then
+one number per layer.
 Source: own; the selective and LTI cases of the paper on λ-skip connections, with spectral norms.
 """
 

@@ -166,4 +166,4 @@ def section(model: dict[str, Any]) -> str:
     )
 
 
-STUDY = Study("repair", lambda data: measure(), "skip-repair", tables)
+STUDY = Study("repair", lambda data: measure(), "evidence/skip-repair", tables)

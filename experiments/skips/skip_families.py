@@ -129,4 +129,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     return {"table": markdown_table(HEADINGS, map(cells, report["rows"]))}
 
 
-STUDY = Study("skip_families", lambda data: measure(), "skip-families", tables)
+STUDY = Study("skip_families", lambda data: measure(), "evidence/skip-families", tables)

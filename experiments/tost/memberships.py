@@ -139,4 +139,4 @@ def tables(found: Report) -> dict[str, str]:
     }
 
 
-STUDY = Study("memberships", measure, "memberships", tables)
+STUDY = Study("memberships", measure, "evidence/memberships", tables)

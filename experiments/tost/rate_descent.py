@@ -183,4 +183,4 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-STUDY = Study("rate_descent", lambda data: measure(), "rate-descent", tables)
+STUDY = Study("rate_descent", lambda data: measure(), "evidence/rate-descent", tables)

@@ -346,4 +346,4 @@ def order_table(runs: Sequence[Run], stage: str) -> str:
     return markdown_table(["order", *(f"{count / layers:.0%}" for count in range(layers + 1))], rows)
 
 
-STUDY = Study("replacement", lambda data: measure_kinds(Settings(), data), "replacement", tables)
+STUDY = Study("replacement", lambda data: measure_kinds(Settings(), data), "evidence/replacement", tables)

@@ -115,7 +115,7 @@ def test_the_walk_through_adds_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("code", RULES)
 def test_a_code_is_explained_in_the_how_to(code: str) -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/findings.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/findings.md").read_text()
     assert f"\n| {code} | " in page
 
 

@@ -46,15 +46,15 @@ IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
 # temperatures: 0 (hardmax), the temperature of the measured head, and infinite (equal weights). For
 # T ≥ 32, the standard deviation of a random hardmax head's rank is about 10 % of its mean, or less.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# COLLAPSE: threshold on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens, and the number
-# of kept trainings with a value below it halfway, of which so many did not learn (docs/collapse-rule.md).
+# COLLAPSE: threshold on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens; kept trainings
+# with a value below it halfway, and those of them that did not learn (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
 # COLLAPSE also requires that μ/‖Y‖ has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
 # OVERSIZED_HEADS: share of the head dimension that must be unneeded: 0.5, less a margin for the error of the
-# estimated KL divergence (docs/how-to/findings.md).
+# estimated KL divergence (docs/reference/findings.md).
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.

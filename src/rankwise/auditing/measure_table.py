@@ -1,7 +1,7 @@
 """The table of measures: a row is a field of a record, with its formula, range and words for readers.
 
 Audits evaluate the functions that rows name, records hold the values, and comparisons, reports and
-`docs/measures.md` read the rows. A new measure is a function of `rankwise.measures` and a row.
+`docs/reference/measures.md` read the rows. A new measure is a function of `rankwise.measures` and a row.
 """
 
 import math

@@ -242,7 +242,8 @@ class HeadOrigin(Record):
 class HeadRecord(HeadMeasures, HeadOrigin):
     """Measures of one head of one layer: means over the sequences of the audit, with standard deviations.
 
-    `docs/measures.md` lists the measures. Ranks are computed in float64, without padded rows and columns.
+    `docs/reference/measures.md` lists the measures. Ranks are computed in float64,
+    without padded rows and columns.
     """
 
     rank_low: Number = math.nan

@@ -163,7 +163,7 @@ def required_head_dim(
     Range: [0, K]; 0 if the logits are so small that attention is uniform. Invariant to a rotation of queries
     and keys, to scaling to c·q and k/c, and to a vector added to every key. NaN without tokens, or with NaN
     or infinity. The result cannot exceed the number of tokens, so pass several tokens per channel.
-    Accuracy: usually an overestimate for peaked rows (docs/how-to/findings.md).
+    Accuracy: usually an overestimate for peaked rows (docs/reference/findings.md).
     Cost: O(K³) time in addition to `logit_moments`.
     Source: KQ-SVD, arXiv 2512.05916, for the best rank-r logits. The tolerance in nats is specific to this
     project.

@@ -43,7 +43,7 @@ EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
 """COLLAPSE stops a training if the least μ/‖Y‖ of a stack is below this value in so many audits in a row
-after step 0: the rule that stopped no kept run that learned (docs/collapse-rule.md)."""
+after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("relative_spread", "mean_cosine", "effective_rank"),

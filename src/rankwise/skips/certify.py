@@ -52,8 +52,8 @@ def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertific
 
     Cost: one forward pass (two, and derivatives, if the model has no λ-skips), and ‖M‖_F of the mixing matrix
     M of each head, in the memory of a T×T matrix.
-    Source: bounds of this project, docs/proofs/skip-bound.md; "Lambda-Skip Connections: the architectural
-    component that prevents Rank Collapse", Theorem 4.1.
+    Source: bounds of this project, docs/explanation/skip-bound.md; "Lambda-Skip Connections: the
+    architectural component that prevents Rank Collapse", Theorem 4.1.
 
     Args:
         model: any module that `add_lambda_skip` accepts, or a ToST model with its own λ.
@@ -384,7 +384,7 @@ def _lengths(rows: Tensor) -> Tensor:
 
 
 def _paper(sum_: _Sum, mixing: _Mixing, before: Tensor, a: float) -> dict[str, float | bool | None]:
-    """Return the least |λ| of the paper's Theorem 4.1, and if λ reaches it (docs/proofs/skip-bound.md)."""
+    """Return the least |λ| of the paper's Theorem 4.1, and if λ reaches it."""
     size = sum_.largest((_lengths(sum_.y).square().sum(-1) / sum_.mask.sum(-1).clamp(min=1)).sqrt())
     shortest = float(_lengths(sum_.rows)[sum_.mask].min())
     product = max(mixing.norm * (mixing.value_norm or 0.0), sum_.gain)  # rounding may lower the product

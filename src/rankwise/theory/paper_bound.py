@@ -12,7 +12,7 @@ def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortes
     With it, Theorem 4.1 holds for all states if the squared token spread μ² is replaced by D·μ(U)², where U
     are the states divided by their lengths.
     Range: [0, ∞]. Cost: O(1) time.
-    Source: this project; proof in docs/proofs/skip-bound.md.
+    Source: this project; proof in docs/explanation/skip-bound.md.
 
     Args:
         product: S·C_M, with ‖C‖_F ≤ S for the value weights C and ‖M‖_F ≤ C_M for the mixing matrix M.
@@ -38,7 +38,7 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
     smallest |λ| that satisfies Eq. 7, √a·S·C_M/(1 − √a).
     Range: [0, ∞]; infinite for μ = 0; above 2·S·C_M for any a, if each state has norm √D. Cost: O(1) time.
     Source: "Lambda-Skip Connections: the architectural component that prevents Rank Collapse", Theorem 4.1
-    and Eq. 7 as corrected by its authors; proof in docs/proofs/skip-bound.md.
+    and Eq. 7 as corrected by its authors; proof in docs/explanation/skip-bound.md.
 
     Args:
         strength: S·C_M as in `mixing_strength`, or the result of `mixing_strength`.

@@ -49,7 +49,7 @@ def skip_bound(
     √D. It grows with |λ|. A gain γ after the norm multiplies the bound by min|γ|; a bias does not change it.
     Without a norm, the bound depends on μ(f(x)). With a norm, it depends only on the lengths of the
     (centered) rows of f(x), not on their directions. Cost: O(T D) time.
-    Source: this project; proof in docs/proofs/skip-bound.md.
+    Source: this project; proof in docs/explanation/skip-bound.md.
 
     Args:
         x: states x that the skip connection carries.
@@ -97,7 +97,7 @@ def min_lambda(
     ``relative``. (0, ∞] with a norm: infinite if all rows of x have the same direction, or if f(x) moves rows
     of zeros too far.
     Cost: O(T D) time; with a norm, the search adds about 70 evaluations of the bound in O(T) time each.
-    Source: this project; proof in docs/proofs/skip-bound.md.
+    Source: this project; proof in docs/explanation/skip-bound.md.
 
     Args:
         x: states x that the skip connection carries.
