@@ -24,6 +24,7 @@ PRINTED = {
     "README.md": 3,
     "docs/how-to/audit.md": 1,
     "docs/how-to/compare.md": 2,
+    "docs/how-to/importance.md": 1,
     "docs/how-to/adapters.md": 2,
     "docs/how-to/tost.md": 3,
     "docs/reference/models.md": 1,
