@@ -269,7 +269,7 @@ PAGES = {
     "state_space": ("how-to/adapters", of_state_space),
     "monitor": ("how-to/monitor", of_monitor),
     "skip": ("how-to/skip", of_skip),
-    "tssa": ("how-to/tssa", of_tssa),
+    "tssa": ("how-to/tost", of_tssa),
     "rank_1024": ("decisions/004-fast-ranks", of_rank),
     "estimate": ("how-to/long-contexts", of_estimate),
     "estimate_4096": ("how-to/long-contexts", of_ways),
