@@ -20,9 +20,9 @@ from pathlib import Path
 from experiments import measures
 from experiments.experiment import run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
-from experiments.render import PAGE, fill_page, page
+from experiments.render import DOCS, fill_page, pages
 from experiments.results import RESULTS
-from experiments.study import DOCS, Study
+from experiments.study import Study
 from experiments.training.cost import needs
 from rankwise._internals.files import write_file
 from rankwise.errors import RankwiseError
@@ -96,7 +96,7 @@ def _run_study(study: Study, data: Path) -> None:
 def _render(*, check: bool) -> int:
     """Write all pages and figures, or compare them with the files."""
     files = {
-        PAGE: page(list(EXPERIMENTS.values())),
+        **pages(list(EXPERIMENTS.values())),
         DOCS / "reference/measures.md": fill_page("reference/measures", measures.tables()),
     }
     for study in STUDIES.values():

@@ -1,4 +1,4 @@
-"""Pages of results: tables in Markdown, and docs/evidence/results.md with what does not hold first."""
+"""Pages of results: tables in Markdown, and verdicts, those that do not hold first."""
 
 import re
 import statistics
@@ -12,54 +12,68 @@ from experiments.results import RESULTS, Run
 from experiments.training.cost import needs
 from experiments.verdicts import BYTE_LOSS, Row, Table, bytes_per_token, evaluated_examples
 
-PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "results.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "evidence" / "results.md"
 PAGES = Path(__file__).with_name("pages")
 HOLDS = {False: "no", None: "unclear", True: "yes"}
 """Words of a verdict, in the order of the page."""
-HEADINGS = ("", "loss", "accuracy", "the paper's", "seeds", "weights", "tokens/s", "minutes", "memory")
+HEADINGS = ("", "loss", "accuracy", "in the paper", "seeds", "weights", "tokens/s", "minutes", "memory")
+VERDICT = ("expected", "holds", "numbers", "seeds")
 
 
-def page(experiments: Sequence[Experiment], folder: Path = RESULTS) -> str:
-    """Return docs/evidence/results.md: verdicts first, then each experiment that has runs."""
-    tables = {experiment.name: experiment.table(folder) for experiment in experiments}
-    parts = [fill_page("evidence/results", {}), verdicts(experiments, tables)]
-    parts += [section(one, tables[one.name]) for one in experiments if tables[one.name]]
-    return "\n".join(parts)
+def pages(experiments: Sequence[Experiment], folder: Path = RESULTS) -> dict[Path, str]:
+    """Return docs/evidence/results.md and one page per experiment."""
+    tables = {one.name: one.table(folder) for one in experiments}
+    links = {one.name: f"[{one.title}](results/{one.name}.md)" for one in experiments}
+    found = {one.name: verdicts(one, tables[one.name]) for one in experiments}
+    counts = Counter((name, row[1]) for name, rows in found.items() for row in rows)
+    summary = [(link, *(str(counts[name, word]) for word in HOLDS.values())) for name, link in links.items()]
+    marks = {"experiments": markdown_table(("experiment", "does not hold", "unclear", "holds"), summary)}
+    for word in ("no", "yes"):
+        rows = [
+            (links[name], said, *numbers)
+            for name, own in found.items()
+            for said, holds, *numbers in own
+            if holds == word
+        ]
+        marks[word] = markdown_table(("experiment", "expected", *VERDICT[2:]), rows)
+    files = {PAGE: fill_page("evidence/results", marks)}
+    for one in experiments:
+        if tables[one.name]:
+            files[PAGE.with_suffix("") / f"{one.name}.md"] = page(one, tables[one.name], found[one.name])
+    return files
 
 
-def verdicts(experiments: Sequence[Experiment], tables: Mapping[str, Table]) -> str:
-    """Return a table of expectations, and the number of those that lack a run."""
-    rows: list[tuple[str, ...]] = []
-    missing: Counter[str] = Counter()
-    for experiment in experiments:
-        table = tables[experiment.name]
-        for one in experiment.expectations:
-            if not all(label in table for label in one.needs):
-                missing[experiment.name] += 1
-                continue
+def verdicts(experiment: Experiment, table: Table) -> list[tuple[str, ...]]:
+    """Return the verdict on each expectation whose rows have runs; what does not hold comes first."""
+    rows = []
+    for one in experiment.expectations:
+        if all(label in table for label in one.needs):
             holds, numbers = one.decide(table)
             seeds = " and ".join(dict.fromkeys(str(len(table[label].runs)) for label in one.needs))
-            rows.append((experiment.title, one.statement, HOLDS[holds], numbers, seeds))
-    rows.sort(key=lambda row: list(HOLDS.values()).index(row[2]))
-    waiting = ", ".join(f"{name} ({count})" for name, count in missing.items())
-    tail = f"\nExpectations that wait for runs, by experiment: {waiting}.\n" if missing else ""
-    return markdown_table(("experiment", "expected", "holds", "numbers", "seeds"), rows) + "\n" + tail
+            rows.append((one.statement, HOLDS[holds], numbers, seeds))
+    return sorted(rows, key=lambda row: list(HOLDS.values()).index(row[1]))
 
 
-def section(experiment: Experiment, table: Table) -> str:
+def page(experiment: Experiment, table: Table, decided: Sequence[Sequence[str]]) -> str:
+    """Return the page of an experiment: conclusions, verdicts, runs, how they were made."""
     notes = fill_page(f"notes/{experiment.notes or experiment.name}", experiment.marks).strip()
-    lines = [f"## {experiment.title}, small", "", f"Source: {experiment.source}.", "", notes, ""]
     published = experiment.published
     rows = [cells(row, published.get(label, "–")) for label, row in table.items()]
-    lines += [markdown_table(HEADINGS, rows), "", origin(experiment, table), ""]
+    lines = [f"# {experiment.title}", "", fill_page(f"conclusions/{experiment.name}", {})]
+    lines += ["## Verdicts", "", markdown_table(VERDICT, decided), ""]
+    if waiting := len(experiment.expectations) - len(decided):
+        lines += [f"Expectations that wait for runs: {waiting}.", ""]
+    lines += ["## Runs", "", markdown_table(HEADINGS, rows), "", origin(experiment, table), ""]
     if missing := [label for label in experiment.rows if label not in table]:
-        lines += [f"Without a run: {'; '.join(missing)}.", ""]
+        lines += [f"Rows without a run: {'; '.join(missing)}.", ""]
+    if experiment.tables is not None and (more := experiment.tables(table)):
+        lines += [more, ""]
+    lines += ["## Setting", "", notes, "", f"Source of the claim: {experiment.source}.", ""]
     if experiment.large:
         some, required = next(iter(experiment.large)), needs(experiment.large.values())
         said = f"{len(experiment.large)} rows at the size of the paper, such as “{some}”, {required}"
         lines += [f"Not run here (`--large`): {said}.", ""]
-    if experiment.tables is not None and (more := experiment.tables(table)):
-        lines += [more, ""]
     return "\n".join(lines)
 
 
@@ -117,7 +131,7 @@ def row_mean_std(row: Row, name: str, digits: int) -> str:
 def loss(row: Row) -> str:
     """Return the loss in nats; for a model on tokens also in nats per byte."""
     told = row_mean_std(row, "loss", 3)
-    return told if bytes_per_token(row.runs[0]) == 1 else f"{told} a token, {row.mean(BYTE_LOSS):.3f} a byte"
+    return told if bytes_per_token(row.runs[0]) == 1 else f"{told} per token, {row.mean(BYTE_LOSS):.3f} per byte"
 
 
 def origin(experiment: Experiment, table: Table) -> str:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.provenance import commit, provenance
-from experiments.render import fill_page
+from experiments.render import DOCS, fill_page
 from experiments.results import RESULTS, Run, append_run, read_runs
 from rankwise.errors import RecordError
 
-DOCS = Path(__file__).parents[1] / "docs"
 Report = dict[str, Any]
 
 

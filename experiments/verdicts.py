@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from experiments.results import Run
 
-BYTE_LOSS = "loss a byte"
+BYTE_LOSS = "loss per byte"
 NORMAL = 1.96
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """Standard errors on each side of the mean that hold 95 %, by the number of seeds; more seeds count as 5."""
@@ -120,7 +120,7 @@ def below(
         return decide_difference(high - low - by, rows, metric, table, floor), f"{low:.3f} against {high:.3f}"
 
     more = f" by more than {by:g}" if by else ""
-    return Expectation(f"{metric} of {better} is below that of {worse}{more}", (better, worse), decide)
+    return Expectation(f"{metric}: {better} is below {worse}{more}", (better, worse), decide)
 
 
 def close_to(
@@ -135,7 +135,7 @@ def close_to(
             by - abs(first - second), rows, metric, table, floor
         ), f"{first:.3f} against {second:.3f}"
 
-    return Expectation(f"{metric} of {one} is within {by:g} of that of {other}", (one, other), decide)
+    return Expectation(f"{metric}: {one} and {other} differ by less than {by:g}", (one, other), decide)
 
 
 def within(near: str, of: str, by: float, metric: str = "loss", floor: float = -math.inf) -> Expectation:
@@ -147,7 +147,7 @@ def within(near: str, of: str, by: float, metric: str = "loss", floor: float = -
         gap = rows[0].mean(metric) - rows[1].mean(metric)
         return decide_difference(by - worse * gap, rows, metric, table, floor), f"{gap:+.3f}"
 
-    return Expectation(f"{metric} of {near} is less than {by:g} {side} that of {of}", (near, of), decide)
+    return Expectation(f"{metric}: {near} is less than {by:g} {side} {of}", (near, of), decide)
 
 
 def exceeds(label: str, bar: float, whose: str, metric: str = "accuracy") -> Expectation:
@@ -159,4 +159,4 @@ def exceeds(label: str, bar: float, whose: str, metric: str = "accuracy") -> Exp
         known = abs(distance) >= margin([row], metric, table)
         return distance > 0 if known else None, f"{row.mean(metric):.3f}"
 
-    return Expectation(f"{metric} of {label} is above {bar:g}, {whose}", [label], decide)
+    return Expectation(f"{metric}: {label} is above {bar:g} ({whose})", [label], decide)

@@ -119,7 +119,7 @@ def experiment(task: str, name: str) -> Experiment:
             *(within("tost", one, 0.03, "accuracy", COUNTING.get(task, -math.inf)) for one in BASELINES),
             below("tost-uniform", "tost", "accuracy", by=0.01, floor=COUNTING.get(task, -math.inf)),
             *(
-                exceeds(model, COUNTING[task], "that of counting tokens")
+                exceeds(model, COUNTING[task], "counting tokens")
                 for model in MODELS
                 if task in COUNTING
             ),

@@ -64,29 +64,50 @@ def test_rows_have_the_sizes_of_the_papers(name: str, label: str) -> None:
     assert row.evaluate_on is None
 
 
-def test_the_page_puts_first_what_does_not_hold(tmp_path: Path) -> None:
+def test_pages_put_first_what_does_not_hold(tmp_path: Path) -> None:
     for seed, loss in enumerate((1.98, 2.0, 2.02)):
         kept(tmp_path, "transformer", seed, loss)
     kept(tmp_path, "tost", 0, 1.5)
     kept(tmp_path, "tost-uniform", 0, 1.75)
-    page = render.page([LANGUAGE], tmp_path)
-    waiting = page.index(f"wait for runs, by experiment: language ({len(LANGUAGE.expectations) - 2})")
+    overview, page = render.pages([LANGUAGE], tmp_path).values()
+    waiting = page.index(f"Expectations that wait for runs: {len(LANGUAGE.expectations) - 2}.")
     assert page.index("| no |") < page.index("| yes |") < waiting
-    assert "\nWithout a run: softmax; softmax-rotary; tost-decayed; tost-hybrid;" in page
+    assert "\nRows without a run: softmax; softmax-rotary; tost-decayed; tost-hybrid;" in page
+    assert "| [Language on bytes, by mixer](results/language.md) | 1 | 0 | 1 |" in overview
+    link = "[Language on bytes, by mixer](results/language.md)"
+    fails = overview.index(f"| {link} | loss: transformer is below tost | 2.000 against 1.500 | 3 and 1 |")
+    assert fails < overview.index(f"| {link} | loss: tost is below tost-uniform | 1.500 against 1.750 | 1 |")
     kept(tmp_path, "tost", 1, 2.3)
     kept(tmp_path, "tost-uniform", 0, 40.0)
-    page_of_two = render.page([LANGUAGE], tmp_path)
-    said = "loss of transformer is below that of tost | unclear | 2.000 against 1.900 | 3 and 2 |"
+    overview_of_two, page_of_two = render.pages([LANGUAGE], tmp_path).values()
+    said = "loss: transformer is below tost | unclear | 2.000 against 1.900 | 3 and 2 |"
     assert page_of_two.index("| unclear |") < page_of_two.index("| yes |")
     assert said in page_of_two
-    assert "loss of transformer is below that of tost | no | 2.000 against 1.500 | 3 and 1 |" in page
-    assert "loss of tost is below that of tost-uniform | yes | 1.500 against 1.750 | 1 |" in page
+    assert "loss: transformer is below tost" not in overview_of_two, "unclear: on its page alone"
     assert "| transformer | 2.000 ± 0.020 | 0.500 ± 0.000 | 2.84" in page
     assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     command_told = "`python -m experiments run language --data DATA`: 600 steps of 8. On a processor"
     assert command_told in page
     assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
+
+
+DECIMAL = re.compile(r"(?<![\d.,])\d+\.\d+")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_numbers_of_conclusions_are_those_of_the_tables(name: str) -> None:
+    """Each is a number of the verdicts, runs or tables below it, or one of them rounded."""
+    _, page = render.pages([EXPERIMENTS[name]]).values()
+    conclusions, tables = page.split("## Verdicts")
+    known = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\.?\d*(?!\d)", tables)}
+    wrong = [
+        number
+        for number in DECIMAL.findall(conclusions)
+        if number not in {f"{one:.{len(number.partition('.')[2])}f}" for one in known}
+    ]
+    assert len(conclusions.split("\n- **")) > 1
+    assert wrong == []
 
 
 def test_only_runs_of_the_rows_own_configuration_are_counted(tmp_path: Path) -> None:
@@ -223,8 +244,8 @@ def test_a_page_that_disagrees_with_the_results_is_named(
     monkeypatch.setattr("experiments.render.HOLDS", {False: "n", None: "u", True: "y"})
     assert command.main(["render", "--check"]) == 1
     stale = capsys.readouterr().err
-    assert stale.count("does not agree with the results") == 1
-    assert "results.md" in stale
+    assert stale.count("does not agree with the results") == 1 + len(EXPERIMENTS)
+    assert all(name in stale for name in ("evidence/results.md", "results/language.md"))
 
 
 def test_marks_and_tables_of_a_page_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,11 +285,11 @@ def test_every_kept_run_is_in_the_page() -> None:
     assert f"{total} runs" in Path("CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_losses_a_token_are_given_a_byte_as_well() -> None:
+def test_losses_per_token_are_shown_per_byte_as_well() -> None:
     def told(**more: float) -> str:
         return render.loss(Row("", [made(scores={"loss": 3.0}, **more)]))
 
-    assert told(bytes_per_token=2.0) == "3.000 a token, 1.500 a byte"
+    assert told(bytes_per_token=2.0) == "3.000 per token, 1.500 per byte"
     assert told() == told(bytes_per_token=1.0) == "3.000"
     runs = [made(scores={"loss": 3.0}, bytes_per_token=2.0), made(scores={"loss": 3.0})]
     assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]

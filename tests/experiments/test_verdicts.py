@@ -38,7 +38,7 @@ def test_a_lower_accuracy_is_worse() -> None:
     assert within("high", "low", 0.01, "accuracy").decide(table) == (True, "+0.250")
     assert within("low", "high", 0.24, "accuracy", floor=0.8).decide(table)[0] is None
     statement = within("low", "high", 0.24, "accuracy").statement
-    assert statement == "accuracy of low is less than 0.24 below that of high"
+    assert statement == "accuracy: low is less than 0.24 below high"
 
 
 def losses(*values: float) -> Row:
