@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import measures
+from experiments import evidence, measures
 from experiments.experiment import run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
 from experiments.render import DOCS, fill_page, pages
@@ -98,6 +98,7 @@ def _render(*, check: bool) -> int:
     files = {
         **pages(list(EXPERIMENTS.values())),
         DOCS / "reference/measures.md": fill_page("reference/measures", measures.tables()),
+        **{DOCS / "images" / name: figure for name, figure in evidence.figures().items()},
     }
     for study in STUDIES.values():
         files |= study.files(study.kept())

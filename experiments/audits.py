@@ -32,7 +32,7 @@ def _audited(run: Run) -> set[int]:
     return {int(step) for column in run["values"]["rank"].values() for step in column["steps"]}
 
 
-def collapse(table: Table) -> str:
+def collapse(table: Table) -> dict[str, str]:
     """Return μ/‖Y‖ and effective rank of the last layer's tokens by step, for each seed."""
     rows = [  # a row for each run: the mean of a collapsed and another stack describes neither
         Row(label if len(row.runs) == 1 else f"{label}, seed {run['seed']}", [run])
@@ -44,7 +44,7 @@ def collapse(table: Table) -> str:
         ("", *(f"step {step}" for step in audited)),
         [(row.label, *(_last(row, step) if step in steps(row) else "–" for step in audited)) for row in rows],
     )
-    return f"By step: μ/‖Y‖ of the last layer's tokens, and their effective rank.\n\n{shown}"
+    return {"collapse": shown}
 
 
 def _last(row: Row, step: int) -> str:
@@ -52,15 +52,12 @@ def _last(row: Row, step: int) -> str:
     return f"{share[-1]:.3f}, {rank[-1]:.1f}" if share and rank else "–"
 
 
-def learned(table: Table) -> str:
-    """Return learned λ by layer for each seed, the mean over channels; empty if none is learned."""
+def learned(table: Table) -> dict[str, str]:
+    """Return learned λ by layer for each seed, the mean over channels."""
     rows = [
         (row.label, str(run["seed"]), ", ".join(f"{value:.2f}" for value in run["values"]["lambdas"]))
         for row in table.values()
         for run in row.runs
         if run["values"]["lambdas"]
     ]
-    if not rows:
-        return ""
-    shown = markdown_table(("", "seed", "λ"), rows)
-    return f"Learned λ by layer, of one for each channel the mean over channels:\n\n{shown}"
+    return {"learned": markdown_table(("", "seed", "λ"), rows)}

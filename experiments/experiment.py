@@ -34,12 +34,8 @@ class Experiment:
     """Number of the paper by label, with its setting if that differs."""
     expectations: Sequence[Expectation] = ()
     seeds: Sequence[int] = (0, 1, 2)
-    notes: str = ""
-    """Name of pages/notes/NAME.md: differences from the paper, and limits of the numbers; empty: `name`."""
-    marks: Mapping[str, str] = field(default_factory=dict)
-    """Text of the marks in the notes."""
-    tables: Callable[[Table], str] | None = None
-    """Markdown after the table, from the runs."""
+    tables: Callable[[Table], Mapping[str, str]] = lambda table: {}
+    """Mark on pages/results/NAME.md → Markdown, from the runs."""
     large: Mapping[str, TrainingConfig] = field(default_factory=dict)
     """Rows of `at_paper_size`; they have no run here, and require `--large`."""
 

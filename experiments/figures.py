@@ -16,9 +16,9 @@ class Panel:
     y: Point
     """Data at the bottom and at the top edge."""
     left: float = 56
-    top: float = 14
+    top: float = 30
     width: float = 440
-    height: float = 240
+    height: float = 224
 
     def pixels(self, x: float, y: float) -> Point:
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
@@ -51,21 +51,24 @@ class Panel:
         left, top = self.pixels(x, y)
         return f'<text x="{left + right:.1f}" y="{top + down:.1f}" text-anchor="{anchor}">{words}</text>'
 
-    def axes(self, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[float], title: str) -> list[str]:
-        """Return the x-axis with its ticks and title, and the numbers at the y-axis."""
-        (left, right), bottom = self.x, self.y[0]
+    def axes(
+        self, x_ticks: Iterable[tuple[float, str]], y_ticks: Iterable[float], title: str, y_title: str
+    ) -> list[str]:
+        """Return the x-axis with its ticks and title, the numbers at the y-axis, and its title above them."""
+        (left, right), (bottom, top) = self.x, self.y
         return [
             self.line([(left, bottom), (right, bottom)]),
             *(self.text(at, bottom, words, down=18) for at, words in x_ticks),
             *(self.text(left, at, f"{at:.3g}", "end", right=-6, down=4) for at in y_ticks),
             self.text((left + right) / 2, bottom, title, down=36),
+            self.text(left, top, y_title, "start", right=-30, down=-14),
         ]
 
 
-def chart(title: str, parts: Iterable[str], width: float = 520, height: float = 300) -> str:
+def chart(title: str, parts: Iterable[str], width: float = 520, height: float = 300, font: int = 11) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'aria-label="{title}" font-family="sans-serif" font-size="11" fill="{GRAY}">'
+        f'aria-label="{title}" font-family="sans-serif" font-size="{font}" fill="{GRAY}">'
     )
     paper = f'<title>{title}</title>\n<rect width="100%" height="100%" fill="#ffffff"/>'
     return "\n".join([head, paper, *parts, "</svg>", ""])

@@ -17,7 +17,7 @@ PAGE = DOCS / "evidence" / "results.md"
 PAGES = Path(__file__).with_name("pages")
 HOLDS = {False: "no", None: "unclear", True: "yes"}
 """Words of a verdict, in the order of the page."""
-HEADINGS = ("", "loss", "accuracy", "in the paper", "seeds", "weights", "tokens/s", "minutes", "memory")
+HEADINGS = ("", "loss", "accuracy", "in the paper", "seeds", "weights", "minutes")
 VERDICT = ("expected", "holds", "numbers", "seeds")
 
 
@@ -56,25 +56,21 @@ def verdicts(experiment: Experiment, table: Table) -> list[tuple[str, ...]]:
 
 
 def page(experiment: Experiment, table: Table, decided: Sequence[Sequence[str]]) -> str:
-    """Return the page of an experiment: conclusions, verdicts, runs, how they were made."""
-    notes = fill_page(f"notes/{experiment.notes or experiment.name}", experiment.marks).strip()
-    published = experiment.published
-    rows = [cells(row, published.get(label, "–")) for label, row in table.items()]
-    lines = [f"# {experiment.title}", "", fill_page(f"conclusions/{experiment.name}", {})]
-    lines += ["## Verdicts", "", markdown_table(VERDICT, decided), ""]
-    if waiting := len(experiment.expectations) - len(decided):
-        lines += [f"Expectations that wait for runs: {waiting}.", ""]
-    lines += ["## Runs", "", markdown_table(HEADINGS, rows), "", origin(experiment, table), ""]
+    """Return the page of an experiment from pages/results/NAME.md: conclusions, verdicts, runs, setting."""
+    rows = [cells(row, experiment.published.get(label, "–")) for label, row in table.items()]
+    runs = [markdown_table(HEADINGS, rows), origin(experiment, table)]
     if missing := [label for label in experiment.rows if label not in table]:
-        lines += [f"Rows without a run: {'; '.join(missing)}.", ""]
-    if experiment.tables is not None and (more := experiment.tables(table)):
-        lines += [more, ""]
-    lines += ["## Setting", "", notes, "", f"Source of the claim: {experiment.source}.", ""]
+        runs.append(f"Rows without a run: {'; '.join(missing)}.")
+    held = [markdown_table(VERDICT, decided)]
+    if waiting := len(experiment.expectations) - len(decided):
+        held.append(f"Expectations that wait for runs: {waiting}.")
+    source = f"Source of the claim: {experiment.source}."
     if experiment.large:
         some, required = next(iter(experiment.large)), needs(experiment.large.values())
         said = f"{len(experiment.large)} rows at the size of the paper, such as “{some}”, {required}"
-        lines += [f"Not run here (`--large`): {said}.", ""]
-    return "\n".join(lines)
+        source += f" Not run here (`--large`): {said}."
+    own = {"title": experiment.title, "verdicts": "\n\n".join(held), "runs": "\n\n".join(runs)}
+    return fill_page(f"results/{experiment.name}", {**own, "source": source, **experiment.tables(table)})
 
 
 def fill_page(name: str, tables: Mapping[str, str], origin: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -108,30 +104,21 @@ def cells(row: Row, published: str) -> tuple[str, ...]:
         published,
         ", ".join(str(run["seed"]) for run in row.runs),
         f"{row.mean('parameters'):,.0f}",
-        f"{speed(row):,.0f}",
         f"{row.mean('cpu_seconds') / 60:.1f}",
-        f"{row.mean('peak_memory') / 2**20:,.0f} MiB",
     )
-
-
-def speed(row: Row) -> float:
-    """Return training tokens per second: of CPU time without a GPU, which other programs affect less."""
-    values = [run["values"] for run in row.runs]
-    spent = ["seconds" if "gpu" in run["provenance"]["hardware"] else "cpu_seconds" for run in row.runs]
-    tokens = sum(one["tokens_per_second"] * one["seconds"] for one in values)
-    return tokens / sum(one[name] for one, name in zip(values, spent, strict=True))
 
 
 def row_mean_std(row: Row, name: str, digits: int) -> str:
     """Return the mean of a row over its seeds ± its standard deviation."""
-    more = f" ± {row.std(name):.{digits}f}" if len(row.runs) > 1 else ""
-    return f"{row.mean(name):.{digits}f}{more}"
+    return mean_std(row.scores(name), digits)
 
 
 def loss(row: Row) -> str:
     """Return the loss in nats; for a model on tokens also in nats per byte."""
     told = row_mean_std(row, "loss", 3)
-    return told if bytes_per_token(row.runs[0]) == 1 else f"{told} per token, {row.mean(BYTE_LOSS):.3f} per byte"
+    return (
+        told if bytes_per_token(row.runs[0]) == 1 else f"{told} per token, {row.mean(BYTE_LOSS):.3f} per byte"
+    )
 
 
 def origin(experiment: Experiment, table: Table) -> str:

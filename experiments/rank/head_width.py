@@ -115,14 +115,15 @@ def same_place(tied: bool) -> Expectation:
     return Expectation(says, [label(width, tied) for width in WIDTHS], decide)
 
 
-def rank_and_accuracy(table: Table) -> str:
+def rank_and_accuracy(table: Table) -> dict[str, str]:
     """Return rank at the start and accuracy, by width."""
     rows = []
     for tied in TIED:
         labels = [name for name in (label(width, tied) for width in WIDTHS) if name in table]
         for name, rank, score in zip(labels, *curves(table, tied), strict=True):
             rows.append((name, f"{rank:.2f}", f"{score:.3f}"))
-    return markdown_table(("", "effective rank of heads at the start", "accuracy"), rows)
+    head = ("", "effective rank of heads at the start", "accuracy")
+    return {"widths": markdown_table(head, rows)}
 
 
 def experiment(task: str, title: str) -> Experiment:
@@ -140,7 +141,6 @@ def experiment(task: str, title: str) -> Experiment:
             for name, row in large.items()
         },
         expectations=[same_place(tied) for tied in TIED],
-        notes="saturation",
         tables=rank_and_accuracy,
     )
 

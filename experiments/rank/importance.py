@@ -250,7 +250,7 @@ def figures(report: Report) -> dict[str, str]:
         panel = Panel((min(shares), max(shares)), (min(0.0, *costs), max(costs)))
         ticks = [low + (high - low) * step / 4 for low, high in [panel.y] for step in range(5)]
         ends = [(at, f"{at:.2f}") for at in (panel.x[0], sum(panel.x) / 2, panel.x[1])]
-        parts = panel.axes(ends, ticks, f"numerical rank share; left: cost of removal, {model['unit']}")
+        parts = panel.axes(ends, ticks, "numerical rank share", f"cost of removal, {model['unit']}")
         last = max(layer for layer, _ in model["heads"])
         for (layer, head), share, cost in zip(model["heads"], shares, costs, strict=True):
             tone = (round(a + layer / max(last, 1) * (b - a)) for a, b in zip(LIGHT, DARK, strict=True))

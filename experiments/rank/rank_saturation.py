@@ -347,9 +347,9 @@ def barrier_figure(curve: Report) -> str:
     height = float(np.interp(star, *zip(*line, strict=True)))
     ticks = [(x, f"{2**x:.0f}") for x, _ in line]
     parts = [
-        *panel.axes(ticks, [mark / 10 for mark in range(7)], "query/key width K of a head"),
+        *panel.axes(ticks, [mark / 10 for mark in range(7)], "query/key width K of a head", "rank/T"),
         panel.line([(0, curve["barrier"]), (places[-1][0], curve["barrier"])], dash="5 4"),
-        panel.text(0, curve["barrier"], "barrier: hardmax, random winners", "start", right=4, down=-5),
+        panel.text(0, curve["barrier"], "barrier: one-hot rows at random", "start", right=4, down=-5),
         panel.band([(x, y - std) for x, y, std in places], [(x, y + std) for x, y, std in places], BLUE),
         panel.line(line, BLUE),
         panel.line([(star, 0), (star, height)], BLUE, dash="2 3"),
@@ -362,11 +362,11 @@ def law_figure(law: Report) -> str:
     """Draw K* against ln T with its intervals, and the fitted line."""
     points = [(math.log(tokens), *rest) for tokens, *rest in law["points"]]
     panel = Panel((points[0][0], points[-1][0]), (0, 1.15 * max(high for *_, high in points)))
-    parts = panel.axes([(x, f"{math.exp(x):.0f}") for x, *_ in points], [], "tokens T")
+    across = [(x, f"{math.exp(x):,.0f}") for x, *_ in points]
+    parts = panel.axes(across, [0, 5, 10, 15], "tokens T", "K*, with its 95 % interval")
     parts.append(panel.line([(x, law["intercept"] + law["slope"] * x) for x in panel.x], ORANGE))
     for x, width, low, high in points:
         parts += [panel.line([(x, low), (x, high)], BLUE), panel.dot(x, width, BLUE)]
-        parts.append(panel.text(x, high, str(width), down=-6))
     return chart("K* against length", parts)
 
 

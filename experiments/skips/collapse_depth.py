@@ -275,27 +275,31 @@ def skip_name(skip: float) -> str:
 def figures(report: Report) -> dict[str, str]:
     """Return panels of norms by mixers: μ/‖Y‖ over depth for each λ, gate off."""
     mixers = list(dict.fromkeys(one["setting"]["mixer"] for one in report["curves"]))
-    width, height = 74 + 132 * len(mixers), 426
+    width, height = 100 + 132 * len(mixers), 426
     end = len(report["layers"]) - 1
     parts = []
     for (column, mixer), (row, norm) in product(enumerate(mixers), enumerate(NORMS)):
-        panel = Panel((0, end), (FLOOR, 0), left=74 + 132 * column, top=44 + 114 * row, width=118, height=100)
+        panel = Panel(
+            (0, end), (FLOOR, 0), left=100 + 132 * column, top=44 + 114 * row, width=118, height=100
+        )
         parts.append(panel.line([(0, 0), (end, 0), (end, FLOOR), (0, FLOOR), (0, 0)], "#bbbbbb"))
         if row == 0:
             parts.append(panel.text(end / 2, 0, mixer, down=-8))
         if column == 0:
             parts.append(panel.text(0, FLOOR / 2, NORMS[norm], "end", right=-16))
-            parts += [panel.text(0, at, words, "end", right=-4) for at, words in ((0, "1"), (FLOOR, "1e-6"))]
+            parts += [
+                panel.text(0, at, words, "end", right=-4, down=6) for at, words in ((0, "1"), (FLOOR, "1e-6"))
+            ]
         for one in select(report, mixer=mixer, norm=norm, gate=False):
             shares = [share for share in one["share"] if share is not None]  # a line ends at infinite states
             points = [(at, math.log10(max(share, 10**FLOOR))) for at, share in enumerate(shares)]
             parts.append(panel.line(points, COLORS[one["setting"]["skip"]]))
-    legend = Panel((0, 5), (0, 1), left=74, top=8, width=460, height=height - 22)
+    legend = Panel((0, 5), (0, 1), left=100, top=12, width=600, height=height - 22)
     for at, (skip, color) in enumerate(COLORS.items()):
-        parts += [legend.dot(at, 1, color), legend.text(at, 1, skip_name(skip), "start", right=10, down=4)]
+        parts += [legend.dot(at, 1, color), legend.text(at, 1, skip_name(skip), "start", right=10, down=5)]
     depth = f"μ/‖Y‖ (log scale) at layers 0, 1, 2, 4 … {report['layers'][-1]}, left to right"
     parts.append(legend.text(0, 0, depth, "start"))
-    return {"collapse-depth.svg": chart("μ/‖Y‖ by depth, mixer, norm and λ", parts, width, height)}
+    return {"collapse-depth.svg": chart("μ/‖Y‖ by depth, mixer, norm and λ", parts, width, height, font=16)}
 
 
 STUDY = Study("collapse_depth", lambda data: measure(Settings()), "evidence/collapse-depth", tables, figures)

@@ -34,12 +34,6 @@ PAPER_SIZES: dict[str, dict[str, Any]] = {
 }
 FLOOR = {"recall": 0.6}
 """Accuracy of a model that has learned nothing of the task, if it is above the most common answer."""
-NOTES = {
-    "image": "Pixels shrunk to 16×16, 8 layers as in the paper, of width 64.",
-    "recall": "2 layers, 2 pairs in 16 tokens. An accuracy near 0.5 means that a model finds the values "
-    "of a sequence but not their keys; the jump to 1 comes at a step that differs from seed to seed, so that "
-    "one seed says little.",
-}
 
 
 def config(task: str, mixer: str, skip: Any = 1, *, gate: bool = False) -> TrainingConfig:
@@ -99,9 +93,7 @@ def experiment(task: str, title: str, published: dict[str, str]) -> Experiment:
         expectations=[below(label(mixer, 0), label(mixer, 1), "accuracy", 0.02, floor) for mixer in COMPARED]
         + [below(gated("softmax", 0), gated("softmax", 1), "accuracy", 0.02, floor)]
         + [close_to(label(mixer, 1), label(mixer, "learned"), 0.02, floor=floor) for mixer in COMPARED],
-        notes="skips",
-        marks={"task": NOTES[task]},
-        tables=lambda table: "\n\n".join(filter(None, (learned(table), collapse(table)))),
+        tables=lambda table: {**learned(table), **collapse(table)},
     )
 
 

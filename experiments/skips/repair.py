@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import chdir
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,6 @@ def measure() -> dict[str, Any]:
     return {"settings": {"tokens": TOKENS, "sequences": SEQUENCES}, "models": found}
 
 
-def is_repaired(model: dict[str, Any]) -> bool:
-    """Return if a model collapses only when broken, and its audit named the repair."""
-    collapses = [bool(stage["collapses"]) for stage in model["stages"]]
-    return model["command"] == model["stages"][1]["remedy"] and collapses == [False, True, False]
-
-
 def tables(report: dict[str, Any]) -> dict[str, str]:
     return {
         **{name: str(value) for name, value in report["settings"].items()},
@@ -148,22 +143,18 @@ def section(model: dict[str, Any]) -> str:
             strict=True,
         )
     ]
-    why = "the remedy of the COLLAPSE"
-    if model["stages"][1]["remedy"] is None:
-        why = "without a COLLAPSE there is no remedy; the same command"
-    return "\n".join(
-        [
-            f"## {model['name']}",
-            "",
-            markdown_table(("model", "loss", "μ/‖Y‖ by layer", "COLLAPSE"), rows),
-            "",
-            f"Repaired by `{model['command']}` ({why}). `rankwise compare`, broken against repaired:",
-            "",
-            "```text",
-            *model["changes"],
-            "```",
-        ]
-    )
+    why = "the remedy of" if model["stages"][1]["remedy"] else "there is no remedy without"
+    changes = takewhile(lambda line: not line.startswith("Changes by layer"), model["changes"])
+    return f"""## {model["name"]}
+
+{markdown_table(("model", "loss", "μ/‖Y‖ by layer", "COLLAPSE"), rows)}
+
+The repair ({why} a COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
+
+```text
+$ {model["command"]}
+{"\n".join(changes).strip()}
+```"""
 
 
 STUDY = Study("repair", lambda data: measure(), "evidence/skip-repair", tables)

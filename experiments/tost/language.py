@@ -64,7 +64,7 @@ PAPER_PARAMETERS = 85_152_768
 BY_CONTEXT = Path(__file__).parents[2] / "benchmarks" / "results" / "language.json"
 
 
-def by_context(table: Table) -> str:
+def by_context(table: Table) -> dict[str, str]:
     """Return time, memory and decoding state by context, as `python -m benchmarks language` measured them."""
     measured = json.loads(BY_CONTEXT.read_text(encoding="utf-8"))
     rows = {(row["model"], row["tokens"]): row for row in measured["rows"]}
@@ -73,14 +73,8 @@ def by_context(table: Table) -> str:
         (model, *(_measured(rows[model, tokens]) for tokens in contexts))
         for model in dict.fromkeys(name for name, _ in rows)
     ]
-    said = (
-        "By context: a step of training on 4,096 tokens, in times of the transformer's at that context (and "
-        "the interval that holds it in 95 % of runs), the memory of that step without model and optimizer, "
-        "and the state of decoding for one sequence. limit: a product with as many weights in one matrix. "
-        f"`python -m benchmarks language` on {measured['machine']['cpu']}, "
-        f"{measured['machine']['torch_threads']} thread."
-    )
-    return f"{said}\n\n{markdown_table(('', *(f'{tokens:,} tokens' for tokens in contexts)), lines)}"
+    headings = ("", *(f"{tokens:,} tokens" for tokens in contexts))
+    return {"contexts": markdown_table(headings, lines), "machine": measured["machine"]["cpu"]}
 
 
 def _measured(row: Mapping[str, Any]) -> str:

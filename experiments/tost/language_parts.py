@@ -76,7 +76,7 @@ def state_numbers(run: Run) -> int:
         return sum(build_mixer(config, layer).state_size(row.tokens) for layer in range(row.layers))
 
 
-def frontier(table: Table) -> str:
+def frontier(table: Table) -> dict[str, str]:
     """Return losses by the size of the decoding state, the smallest first."""
     kept = sorted((state_numbers(row.runs[0]), row.mean("loss"), label) for label, row in table.items())
     of = table["transformer"].mean("loss") if "transformer" in table else float("nan")
@@ -85,12 +85,8 @@ def frontier(table: Table) -> str:
         best = "yes" if loss < least else ""
         rows.append((label, f"{4 * numbers:,}", f"{loss:.3f}", f"{loss - of:+.3f}", best))
         least = min(least, loss)
-    said = (
-        "Loss by decoding state: bytes in float32 for one sequence, over all layers; the transformer's is of "
-        "128 tokens and grows with them. On the frontier: no state of at most this size has a lower loss."
-    )
     headings = ("", "state, bytes", "loss", "to the transformer", "on the frontier")
-    return f"{said}\n\n{markdown_table(headings, rows)}"
+    return {"frontier": markdown_table(headings, rows)}
 
 
 LANGUAGE_PARTS = Experiment(

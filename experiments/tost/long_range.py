@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from experiments.experiment import Experiment, at_paper_size
-from experiments.render import markdown_table
 from experiments.results import RESULTS, read_runs
 from experiments.training.config import TrainingConfig, unit_variance_std
-from experiments.verdicts import Table, below, exceeds, within
+from experiments.verdicts import below, exceeds, within
 
 MODELS = ("softmax", "linear", "s4d", "mamba2", "tost", "tost-uniform")
 PARAMETERS = 120_000
@@ -71,34 +70,14 @@ TUNED = "listops"
 KNOWN = SHORTCUTS["values"]
 COUNTING = {"listops": float(KNOWN["counts"])}
 """Accuracy from token counts alone (`python -m experiments run shortcuts`)."""
-MORE = {
-    "listops": " Expressions of 32 to 128 tokens. The most common value of the first operation is right in "
-    f"{KNOWN['first_operation']:.4f} of the test split, a linear classifier of it and the counts of the "
-    f"tokens in {KNOWN['counts']:.4f}, with a loss of {KNOWN['counts_loss']:.3f} "
-    "(`python -m experiments run shortcuts`).",
-    "pathfinder": " Contours of 6 dashes: a threshold on the distance of the two dots is right in "
-    f"{KNOWN['distance']:.3f} of the test split (`python -m experiments run shortcuts`).",
-}
+MARKS = {"listops": ("first_operation", "counts", "counts_loss"), "pathfinder": ("distance",)}
+"""Numbers of `python -m experiments run shortcuts` on the page of a task."""
 BASELINES = ("softmax", "linear", "s4d", "mamba2")
 TASKS = {"listops": "ListOps", "text": "Text", "image": "Image", "pathfinder": "Pathfinder"}
 
 
 def at_rate(model: str, rate: float) -> str:
     return f"{model}, rate {rate:g}"
-
-
-def best_rates(table: Table) -> str:
-    """Return the best learning rate of each model that was run at every rate."""
-    rows = []
-    for model in MODELS:
-        tried = {"0.001": model, **{f"{rate:g}": at_rate(model, rate) for rate in RATES}}
-        if all(label in table for label in tried.values()):
-            rate, label = max(tried.items(), key=lambda item: table[item[1]].mean("accuracy"))
-            rows.append((model, rate, f"{table[label].mean('accuracy'):.3f}"))
-    if not rows:
-        return ""
-    said = "The best of three learning rates, chosen by the accuracy shown:"
-    return f"{said}\n\n{markdown_table(('', 'learning rate', 'accuracy'), rows)}"
 
 
 def experiment(task: str, name: str) -> Experiment:
@@ -118,15 +97,9 @@ def experiment(task: str, name: str) -> Experiment:
         expectations=(
             *(within("tost", one, 0.03, "accuracy", COUNTING.get(task, -math.inf)) for one in BASELINES),
             below("tost-uniform", "tost", "accuracy", by=0.01, floor=COUNTING.get(task, -math.inf)),
-            *(
-                exceeds(model, COUNTING[task], "counting tokens")
-                for model in MODELS
-                if task in COUNTING
-            ),
+            *(exceeds(model, COUNTING[task], "counting tokens") for model in MODELS if task in COUNTING),
         ),
-        notes="long-range",
-        marks={"task": MORE.get(task, "")},
-        tables=best_rates if rates else None,
+        tables=lambda table: {name: f"{KNOWN[name]:.4g}" for name in MARKS.get(task, ())},
     )
 
 
