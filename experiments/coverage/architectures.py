@@ -278,11 +278,9 @@ def tables(report: Report) -> dict[str, str]:
         (reason, _some(_classes(ran, reason), code=True), _some(types))
         for reason, types in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    silent = [(f"`{kind}`", _some(types)) for kind, types in classes.items()]
     return {
         "sums": _sums(ran, failed, report["model_types"], len(classes)),
         "unseen": markdown_table(("reason in `uncaptured`", "classes", "model types"), uncaptured),
-        "silent": markdown_table(("class", "model types"), silent) if silent else "None.",
         "skips": markdown_table(
             ("why no λ-skip was put in", "model types"),
             [(why, str(count)) for why, count in whys.most_common()],

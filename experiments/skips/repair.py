@@ -145,6 +145,7 @@ def section(model: dict[str, Any]) -> str:
     ]
     why = "the remedy of" if model["stages"][1]["remedy"] else "there is no remedy without"
     changes = takewhile(lambda line: not line.startswith("Changes by layer"), model["changes"])
+    findings = "\n".join(changes).strip()
     return f"""## {model["name"]}
 
 {markdown_table(("model", "loss", "μ/‖Y‖ by layer", "COLLAPSE"), rows)}
@@ -153,7 +154,7 @@ The repair ({why} a COLLAPSE), then the findings of `rankwise compare`, broken a
 
 ```text
 $ {model["command"]}
-{"\n".join(changes).strip()}
+{findings}
 ```"""
 
 
