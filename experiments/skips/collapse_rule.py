@@ -154,9 +154,10 @@ def measure(data: Path) -> Report:
 
 def tables(report: Report) -> dict[str, str]:
     runs, kept = report["runs"], kept_readings()
+    counted = {"depth and skips-image": kept["depth"] + kept["skips-image"], **kept}
     bands = [
         (name, *(f"{failed} of {of}" for of, failed in (in_band(own, *band) for band in pairwise(BANDS))))
-        for name, own in kept.items()
+        for name, own in counted.items()
     ]
     rules = [
         (f"{limit:g}", str(audits), *counts(runs, limit, audits))

@@ -1,6 +1,7 @@
 """Kept reports of studies support the claims of their pages."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -145,3 +146,78 @@ def numbers_of_the_readme() -> Iterator[str]:
 def test_numbers_of_the_readme_are_those_of_the_kept_runs() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [words for words in numbers_of_the_readme() if words not in text] == []
+
+
+EVIDENCE = ROOT / "docs" / "evidence"
+NUMBER = re.compile(r"\d+ of \d+|\d+\.\d+")
+
+
+def generated(page: Path) -> str:
+    """Return the lines of a page that its template does not have: those filled from kept results."""
+    template = ROOT / "experiments" / "pages" / page.relative_to(EVIDENCE.parent)
+    if not template.exists():
+        template = ROOT / "experiments" / "pages" / page.relative_to(EVIDENCE)
+    own = set(template.read_text(encoding="utf-8").splitlines())
+    return "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if line not in own)
+
+
+def is_in(number: str, text: str) -> bool:
+    """Return if a text has a number, or one that is rounded to it; `N of M` must be there as it is."""
+    if " of " in number:
+        return re.search(rf"\b{number}\b", text) is not None
+    digits = len(number.partition(".")[2])
+    return any(f"{float(one):.{digits}f}" == number for one in re.findall(r"\d+\.\d+", text))
+
+
+def measured_by_benchmarks() -> Iterator[str]:
+    """Yield the numbers of the page of evidence that no other page of evidence has."""
+    kept = {
+        path.stem: json.loads(path.read_text())["rows"] for path in (ROOT / "benchmarks/results").glob("*")
+    }
+    [causal] = [row["times_ours"] for row in kept["tssa"] if row.get("causal") and not row["backward"]]
+    yield "eager formulas take {:.0f} times as long".format(causal["eager"][0])
+    yield "fused softmax attention {:.0f} times".format(causal["sdpa"][0])
+    estimate, exact = (row for row in kept["estimate_4096"] if row["tokens"] == 4096)
+    yield "{:.1f} core seconds against {:.1f}".format(estimate["core_seconds"], exact["core_seconds"])
+    yield "for {:.0f} MiB against {:.0f}".format(estimate["mib"], exact["mib"])
+    errors = [abs(row["effective_rank_error"]) for row in kept["estimate"] if row["part"] == "accuracy"]
+    yield f"Effective rank of {len(errors)} heads at 2,048 tokens: within {max(errors):.2%}".replace(
+        "%", " %"
+    )
+    slower = kept["rank_1024"][0]["results"]["svdvals float64"]["times_ours"][0]
+    yield f"causal heads of 1,024 tokens takes {slower:.1f} times as long"
+    yield f"a model of the demo's size takes {kept['monitor'][0]['audit'][0]:.2%}".replace("%", " %")
+
+
+def counted_by_studies() -> Iterator[str]:
+    yield f"{bound_search.STUDY.kept()['evaluations']:,} evaluations"
+    entries = list(architectures.STUDY.kept()["entries"].values())
+    ran = [one for one in entries if one["ran"]]
+    mixing = [one for one in ran if one["there"] or one["silent"]]
+    whole = sum(one["captured"] == one["there"] and not one["silent"] for one in mixing)
+    yield f"Of {len(mixing)} model types with a mixer, every mixer is captured in {whole}"
+    yield f"{len(entries) - len(ran)} types were not built"
+    yield f"{sum(one['identical'] for one in ran)} of {len(ran)} model types have bit-identical outputs"
+    yield f"λ = 1 changes no bit in {sum(bool(one['no_op']) for one in ran if one['skips'])}"
+
+
+def test_numbers_of_the_page_of_evidence_are_those_of_the_kept_results() -> None:
+    text = (EVIDENCE / "index.md").read_text(encoding="utf-8")
+    words = " ".join(text.split())
+    known = [*measured_by_benchmarks(), *counted_by_studies()]
+    assert [one for one in known if one not in words] == []
+    wrong, seen = [], 0
+    for section in text.split("\n## ")[1:]:
+        statements = section.split("\n- ")[1:]
+        for statement in statements:
+            links = re.findall(r"\]\(([\w/-]+\.md)\)", statement) or re.findall(
+                r"\]\(([\w/-]+\.md)\)", section
+            )
+            held = "\n".join([*known, *(generated(EVIDENCE / link) for link in links)])
+            said = re.sub(r"`[^`]*`|\]\([^)]*\)", "", " ".join(statement.split()))
+            numbers = NUMBER.findall(said)
+            wrong += [f"{number}: {said}" for number in numbers if not is_in(number, held)]
+            seen += len(numbers)
+            assert "`python -m " in statement or "`python -m " in section.split("\n- ")[-1], statement
+    assert seen > 70
+    assert wrong == []
