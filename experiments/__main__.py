@@ -98,10 +98,10 @@ def _render(*, check: bool) -> int:
     files = {
         **pages(list(EXPERIMENTS.values())),
         DOCS / "reference/measures.md": fill_page("reference/measures", measures.tables()),
-        **{DOCS / "images" / name: figure for name, figure in evidence.figures().items()},
     }
     for study in STUDIES.values():
         files |= study.files(study.kept())
+    files |= {DOCS / "images" / name: figure for name, figure in evidence.figures().items()}
     if check:
         stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
         for path in stale:

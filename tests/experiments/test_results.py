@@ -14,7 +14,6 @@ from experiments.registry import EXPERIMENTS
 from experiments.results import Run, append_run, audits_to_columns, read_runs
 from experiments.study import Study
 from experiments.tost.language_parts import frontier
-from experiments.tost.long_range import RATES, at_rate, best_rates
 from experiments.training.cost import gpu_gib, gpu_hours
 from experiments.verdicts import BYTE_LOSS, Row
 from tests.experiments.runs import LANGUAGE, kept, made
@@ -85,7 +84,7 @@ def test_pages_put_first_what_does_not_hold(tmp_path: Path) -> None:
     assert said in page_of_two
     assert "loss: transformer is below tost" not in overview_of_two, "unclear: on its page alone"
     assert "| transformer | 2.000 ± 0.020 | 0.500 ± 0.000 | 2.84" in page
-    assert "| 0, 1, 2 | 1,234 | 1,000 | 1.0 | 1,024 MiB |" in page
+    assert "| 0, 1, 2 | 1,234 | 1.0 |" in page
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     command_told = "`python -m experiments run language --data DATA`: 600 steps of 8. On a processor"
     assert command_told in page
@@ -295,14 +294,6 @@ def test_losses_per_token_are_shown_per_byte_as_well() -> None:
     assert Row("", runs).scores(BYTE_LOSS) == [1.5, 3.0]
 
 
-def test_tokens_a_second_are_of_cpu_time_and_on_a_gpu_of_the_clock() -> None:
-    def row(**hardware: str) -> Row:
-        return Row("", [made(hardware=hardware, tokens_per_second=300.0, seconds=10.0, cpu_seconds=5.0)])
-
-    assert render.speed(row(processor="a processor")) == 600
-    assert render.speed(row(processor="a processor", gpu="a GPU")) == 300
-
-
 def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None:
     def run(seed: int, last: float, *more: int) -> Run:
         audits = {
@@ -318,35 +309,25 @@ def test_measures_of_a_row_are_of_the_last_step_and_shown_seed_by_seed() -> None
     row = Row("deep", [run(0, 1.0), run(1, 3.0)])
     assert by_layer(row, "states_effective_rank") == [1.0, 1.0]
     assert by_layer(row, "states_effective_rank", 20) == [2.0, 2.0]
-    shown = collapse({"deep": row}).splitlines()
-    assert shown[2] == "|  | step 0 | step 20 | step 100 |"
-    assert shown[4:] == [
+    shown = collapse({"deep": row})["collapse"].splitlines()
+    assert shown[0] == "|  | step 0 | step 20 | step 100 |"
+    assert shown[2:] == [
         "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | 0.500, 0.5 |",
         "| deep, seed 1 | 0.500, 0.5 | 3.000, 3.0 | 1.500, 1.5 |",
     ]
     unwatched = Row("unwatched", [made(rank={})])
     several = {"unwatched": unwatched, "deep": row, "often": Row("often", [run(0, 1.0, 50)])}
-    shown = collapse(several).splitlines()
-    assert shown[2] == "|  | step 0 | step 20 | step 50 | step 100 |"
-    assert shown[4] == "| unwatched | – | – | – | – |"
-    assert shown[5] == "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | – | 0.500, 0.5 |"
-
-
-def test_the_best_rate_of_a_model_is_named_once_all_were_run(tmp_path: Path) -> None:
-    def row(accuracy: float) -> Row:
-        return Row("", [made(scores={"accuracy": accuracy})])
-
-    table = {"linear": row(0.2), at_rate("linear", RATES[0]): row(0.4)}
-    assert best_rates(table) == ""
-    table[at_rate("linear", RATES[1])] = row(0.3)
-    assert best_rates(table).splitlines()[-1] == "| linear | 0.0003 | 0.400 |"
+    shown = collapse(several)["collapse"].splitlines()
+    assert shown[0] == "|  | step 0 | step 20 | step 50 | step 100 |"
+    assert shown[2] == "| unwatched | – | – | – | – |"
+    assert shown[3] == "| deep, seed 0 | 0.500, 0.5 | 1.000, 1.0 | – | 0.500, 0.5 |"
 
 
 def test_no_smaller_state_beats_the_frontier(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["language-parts"]
     for name, loss in (("tost", 2.0), ("decayed", 2.5), ("linear", 1.5), ("transformer", 1.0)):
         kept(tmp_path, name, 0, loss, experiment)
-    lines = [line.split(" | ") for line in frontier(experiment.table(tmp_path)).splitlines()[4:]]
+    lines = [line.split(" | ") for line in frontier(experiment.table(tmp_path))["frontier"].splitlines()[2:]]
     sizes = [int(cells[1].replace(",", "")) for cells in lines]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 4 * 2 * 4 * 64 * 128, "keys and values of four layers, float32"
