@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import evidence, measures
+from experiments import evidence, reference
 from experiments.experiment import run_missing
 from experiments.registry import EXPERIMENTS, STUDIES
-from experiments.render import DOCS, fill_page, pages
+from experiments.render import DOCS, pages
 from experiments.results import RESULTS
 from experiments.study import Study
 from experiments.training.cost import needs
@@ -95,10 +95,8 @@ def _run_study(study: Study, data: Path) -> None:
 
 def _render(*, check: bool) -> int:
     """Write all pages and figures, or compare them with the files."""
-    files = {
-        **pages(list(EXPERIMENTS.values())),
-        DOCS / "reference/measures.md": fill_page("reference/measures", measures.tables()),
-    }
+    files = pages(list(EXPERIMENTS.values()))
+    files |= {DOCS / f"reference/{name}.md": text for name, text in reference.pages().items()}
     for study in STUDIES.values():
         files |= study.files(study.kept())
     files |= {DOCS / "images" / name: figure for name, figure in evidence.figures().items()}

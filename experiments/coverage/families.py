@@ -18,6 +18,7 @@ computes some softmaxes in float32.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -30,29 +31,18 @@ from experiments.render import markdown_table
 from experiments.study import Report, Study
 from experiments.zoo.state_space import STATE_SPACE, tiny
 from experiments.zoo.transformers import FAMILIES, Batch, Family, text_inputs
+from rankwise._internals.records import grouped
 
 DTYPE = torch.float64
 HEADINGS = (
-    "family",
-    "attention",
-    "mixers",
-    "states",
-    "operator",
-    "max \\|M V − own output\\|",
-    "max \\|M − `output_attentions`\\|",
-    "max \\|state − `hidden_states`\\|",
-    "outputs bit-identical",
-)
+    "family", "attention", "mixers", "states", "operator", "max \\|M V − own output\\|",
+    "max \\|M − `output_attentions`\\|", "max \\|state − `hidden_states`\\|", "outputs bit-identical",
+)  # fmt: skip
 STATE_SPACE_HEADINGS = (
-    "family",
-    "operators",
-    "mixers",
-    "states",
-    "max \\|from M V on − layer's output\\|",
-    "max \\|from the whole path on − layer's output\\|",
-    "outputs bit-identical",
+    "family", "operators", "mixers", "states", "max \\|from M V on − layer's output\\|",
+    "max \\|from the whole path on − layer's output\\|", "outputs bit-identical",
     "effective rank of M, of the whole path",
-)
+)  # fmt: skip
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -276,8 +266,11 @@ def measure() -> Report:
 
 
 def tables(report: Report) -> dict[str, str]:
+    """Return both tables; a cell has what the implementations of a family have, in their order."""
+    families = grouped(report["attention"], itemgetter(0)).values()
+    joined = [[", ".join(dict.fromkeys(cells)) for cells in zip(*rows, strict=True)] for rows in families]
     return {
-        "table": markdown_table(HEADINGS, report["attention"]),
+        "table": markdown_table(HEADINGS, joined),
         "state_space": markdown_table(STATE_SPACE_HEADINGS, report["state_space"]),
     }
 

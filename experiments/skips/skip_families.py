@@ -30,14 +30,9 @@ from rankwise.skips.find import run_with, tensors_in
 from rankwise.skips.observe import scaled_sums, without_skips
 
 HEADINGS = (
-    "family",
-    "λ-skips",
-    "captured, max \\|M V − own\\|",
-    "no-op at λ = 1, bit-identical",
-    "gradient of every λ non-zero",
-    "other λ against scaled sums, relative",
-    "undo identical",
-)
+    "family", "λ-skips", "captured, max \\|M V − own\\|", "no-op at λ = 1, bit-identical",
+    "gradient of every λ non-zero", "other λ against scaled sums, relative", "undo identical",
+)  # fmt: skip
 ROUNDING = 1e-3
 """Rounding of a float32 model causes smaller errors than this."""
 OTHERS: dict[str, Callable[[], nn.Module]] = {

@@ -26,7 +26,7 @@ and with --out a page of curves.
 def command(
     audits: Annotated[
         list[Path],
-        typer.Argument(help="Files audit.json, folders of one audit, or a folder of such folders."),
+        typer.Argument(metavar="AUDIT", help="Files audit.json, folders of one, or folders of several."),
     ],
     out: Annotated[
         list[Path] | None,

@@ -41,7 +41,7 @@ keeps the finished layers.
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Hugging Face name or folder, or module.py:factory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
     text: options.Text = None,
     images: options.Images = None,
     dataset: options.Dataset = None,
@@ -62,7 +62,7 @@ def command(
     ] = None,
     calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer of qk and rotary.")] = 0,
     tokens: options.Tokens = 256,
-    sequences: Annotated[int, typer.Option(min=1, help="Calibrate on so many; hold out as many.")] = 32,
+    sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
     batch_size: options.BatchSize = 8,
     time: Annotated[bool, typer.Option("--time", help="Measure latency before and after.")] = False,
     seed: options.Seed = 0,

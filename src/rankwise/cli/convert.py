@@ -19,7 +19,7 @@ In Python: import rankwise.models; then AutoModelForCausalLM.from_pretrained("to
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="Released checkpoint file.")],
+    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Released checkpoint file.")],
     out: Annotated[Path, typer.Option(help="Write the model to this folder; it is created if necessary.")],
     tokens_norm: Annotated[
         bool, typer.Option(help="Convert a vision model trained with tokens_norm, as all released sizes are.")

@@ -38,9 +38,7 @@ CERTIFICATE = ("certificate.json", "certificate.html")
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="Hugging Face name, folder with or without λ-skips, or factory.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face name, folder or factory.")],
     init: Annotated[
         float | None, typer.Option(help="Start from this λ: by default 1 for new λ-skips, else the saved λ.")
     ] = None,

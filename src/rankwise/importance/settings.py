@@ -8,6 +8,7 @@ from rankwise.importance.losses import LossFunction
 
 LossName = Literal["auto", "causal", "masked", "encoder-decoder", "labels", "own", "output"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
+"""Names of the losses that `ImportanceSettings` accepts."""
 Ablation = Literal["zero", "mean"]
 ABLATIONS: tuple[Ablation, ...] = get_args(Ablation)
 

@@ -1,0 +1,82 @@
+"""Pages of docs/reference that are made from the code: command line, findings, measures and file formats."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from typer.main import get_command
+
+from experiments.render import fill_page, markdown_table
+from rankwise.auditing import findings, frames
+from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
+from rankwise.cli import app
+
+
+def pages() -> dict[str, str]:
+    """Return the pages in Markdown by name."""
+    numbers = {name: f"{value:g}" for name, value in vars(findings).items() if isinstance(value, int | float)}
+    tables = {
+        "command-line": {"commands": commands()},
+        "findings": {code.lower(): _rule(code) for code in findings.RULES},
+        "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(LAYER_MEASURES, "states: ")},
+        "records": {kind: _columns(kind) for kind in ("heads", "layers")},
+    }
+    return {name: fill_page(f"reference/{name}", marks, numbers) for name, marks in tables.items()}
+
+
+def commands() -> str:
+    """Return a section per command: what it does, examples, arguments and options."""
+    group: Any = get_command(app)
+    parent = group.make_context("rankwise", [], resilient_parsing=True)
+    return "\n\n".join(_command(command, parent) for command in group.commands.values())
+
+
+def _command(command: Any, parent: Any) -> str:
+    context = command.make_context(command.name, [], parent, resilient_parsing=True)
+    usage = re.sub("[{}]", "", " ".join([context.command_path, *command.collect_usage_pieces(context)]))
+    about, _, rest = command.help.partition("[bold]Examples[/bold]")
+    examples, _, more = rest.strip().partition("\n\n")
+    code = re.sub("^ *", "", f"{usage}\n\n{examples}", flags=re.MULTILINE)
+    rows = [_parameter(*param.get_help_record(context)) for param in command.params]
+    table = markdown_table(("argument or option", "meaning", "default, range"), rows)
+    parts = (f"## rankwise {command.name}", about.strip(), f"```text\n{code}\n```", more, table)
+    return "\n\n".join(filter(None, parts))
+
+
+def _parameter(names: str, words: str) -> list[str]:
+    """Return the cells of an option, such as ``--tokens <int range>``, ``Cut …  [default: 256; x>=2]``."""
+    meaning, _, default = words.replace("\\[", "[").partition("  [")
+    names = re.sub(r"list\[(\w+)\]| range", r"\1", names)
+    meaning = re.sub(r"([\[\]])", r"\\\1", meaning)
+    return _cells(f"`{names}`", meaning, default.removesuffix("]"))
+
+
+def _rule(code: str) -> str:
+    """Return what the table of rules says of a finding."""
+    rule = findings.RULES[code]
+    worse = "" if rule.worse == "neither" else f", {rule.worse} is worse"
+    return f"Subject: {rule.about}. Deciding number: `{rule.decided_by}`{worse}."
+
+
+def _columns(kind: str) -> str:
+    return ", ".join(f"`{name}`" for name in frames.table(kind, [])[0])
+
+
+def _measures(shown: Sequence[Measure], prefix: str = "") -> str:
+    """Return a table of measures, and a section per measure."""
+    headings = [f"{prefix}{measure.name}" for measure in shown]
+    rows, sections = [], []
+    for heading, one in zip(headings, shown, strict=True):
+        name = f"[`{one.name}`](#{heading.replace(': ', '-')})" + (f", {one.symbol}" if one.symbol else "")
+        rows.append(_cells(name, one.range.text, one.low, one.high))
+        function = one.name if one.function is None else one.function
+        link = f"\n- Function: [`rw.measures.{function}`](python.md#rankwise.measures.{function})"
+        title = f"{one.title}. {one.meaning}".strip()
+        about = f"- Formula: {one.formula}\n- Cost: {one.cost}" + (link if function else "")
+        sections.append(f"### {heading}\n\n{title}\n\n{about}")
+    table = markdown_table(("measure", "range", "low", "high"), rows)
+    return "\n\n".join([table, *sections])
+
+
+def _cells(*cells: str) -> list[str]:
+    return [cell.replace("|", "\\|") for cell in cells]

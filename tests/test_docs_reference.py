@@ -1,0 +1,114 @@
+"""The reference has every command, option, finding code, measure, field of a record and public name."""
+
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import rankwise
+from rankwise._internals.records import Record
+from rankwise.auditing import RULES
+from rankwise.auditing.measure_table import (
+    HEAD_MEASURES,
+    LAYER_MEASURES,
+    HeadMeasures,
+    LayerMeasures,
+    Measure,
+)
+from rankwise.cli import app
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+COMMANDS = get_command(app).commands
+PACKAGES = [one.name for one in pkgutil.iter_modules(rankwise.__path__) if one.name[0] != "_"]
+NOT_API = {"cli"}
+"""Modules that are not for Python: the command line has a page of its own."""
+ON_THE_PAGE_OF_MEASURES = (HeadMeasures, LayerMeasures)
+
+
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Build the documentation, where a warning is an error, and return the names that it describes."""
+    pytest.importorskip("mkdocstrings")
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    return {line.split()[0] for line in content.splitlines()}
+
+
+def section(page: str, heading: str) -> str:
+    """Return a section of a page of the reference, from its heading to the next one of the same level."""
+    text, level = (REFERENCE / f"{page}.md").read_text(encoding="utf-8"), heading.partition(" ")[0]
+    _, found, rest = text.partition(f"\n{heading}\n")
+    assert found, f"{page}.md has no section {heading}"
+    return rest.partition(f"\n{level} ")[0]
+
+
+@pytest.mark.parametrize("name", ["", *sorted({*PACKAGES} - NOT_API)])
+def test_every_public_name_is_rendered(name: str, rendered: set[str]) -> None:
+    module = import_module(f"rankwise.{name}".rstrip("."))
+    own = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+    public = {*getattr(module, "__all__", own)} - {"__version__"}
+    assert {one for one in public if f"{module.__name__}.{one}" not in rendered} == set()
+
+
+def records() -> Iterator[type[Record]]:
+    """Yield the records of the package: everything that it writes as JSON."""
+    for path in sorted((ROOT / "src" / "rankwise").rglob("*.py")):
+        if re.search(r"\(.*\bRecord\)", path.read_text(encoding="utf-8")):
+            import_module(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
+    found = [Record]
+    for record in found:
+        found += record.__subclasses__()
+    yield from found[1:]
+
+
+def test_every_field_of_a_record_is_rendered(rendered: set[str]) -> None:
+    lost, known = [], 0
+    for record in records():
+        for base in record.__mro__:
+            fields = set(vars(base).get("__annotations__", ())) & set(record.model_fields)
+            if base in ON_THE_PAGE_OF_MEASURES or not base.__module__.startswith("rankwise"):
+                continue
+            known += len(fields)
+            lost += [f"{base.__module__}.{base.__qualname__}.{name}" for name in fields]
+    assert known > 200
+    assert {name for name in lost if name not in rendered} == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_a_command_is_on_the_page(name: str) -> None:
+    page = section("command-line", f"## rankwise {name}").replace("\\", "")
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (.*?) \| ", page, re.MULTILINE))
+    for one in COMMANDS[name].params:
+        names = [*one.opts, *one.secondary_opts] if one.param_type_name == "option" else [one.metavar]
+        [help_text] = [text for row, text in rows.items() if set(names) <= set(row.split())]
+        assert help_text == one.help.replace("\\", "")
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_finding_has_a_section_that_says_what_to_do(code: str) -> None:
+    page = section("findings", f"## {code}")
+    for part in ("Subject: ", "**Meaning.** ", "**How often right.** ", "**What to do.** "):
+        assert part in page
+    assert (code == "COLLAPSE") != ("Not calibrated" in page)
+
+
+@pytest.mark.parametrize("measure", [*HEAD_MEASURES, *LAYER_MEASURES], ids=lambda one: one.name)
+def test_every_measure_has_a_section(measure: Measure) -> None:
+    heading = measure.name if measure in HEAD_MEASURES else f"states: {measure.name}"
+    assert f"- Formula: {measure.formula}\n" in section("measures", f"### {heading}")
