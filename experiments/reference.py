@@ -19,7 +19,7 @@ def pages() -> dict[str, str]:
         "command-line": {"commands": commands()},
         "findings": {code.lower(): _rule(code) for code in findings.RULES},
         "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(LAYER_MEASURES, "states: ")},
-        "records": {kind: _columns(kind) for kind in ("heads", "layers")},
+        "records": {kind: f"`{'`, `'.join(frames.table(kind, [])[0])}`" for kind in ("heads", "layers")},
     }
     return {name: fill_page(f"reference/{name}", marks, numbers) for name, marks in tables.items()}
 
@@ -56,10 +56,6 @@ def _rule(code: str) -> str:
     rule = findings.RULES[code]
     worse = "" if rule.worse == "neither" else f", {rule.worse} is worse"
     return f"Subject: {rule.about}. Deciding number: `{rule.decided_by}`{worse}."
-
-
-def _columns(kind: str) -> str:
-    return ", ".join(f"`{name}`" for name in frames.table(kind, [])[0])
 
 
 def _measures(shown: Sequence[Measure], prefix: str = "") -> str:

@@ -19,19 +19,10 @@ from experiments.tost.vision import VISION
 EXPERIMENTS: dict[str, Experiment] = {
     one.name: one
     for one in (
-        LANGUAGE,
-        WIKITEXT,
-        LANGUAGE_PARTS,
-        RECALL_PARTS,
-        DEPTH,
-        SKIPS_IMAGE,
-        SKIPS_RECALL,
-        SATURATION_IMAGES,
-        SATURATION_TEXT,
-        *LONG_RANGE,
-        VISION,
+        LANGUAGE, WIKITEXT, LANGUAGE_PARTS, RECALL_PARTS, DEPTH, SKIPS_IMAGE, SKIPS_RECALL, SATURATION_IMAGES,
+        SATURATION_TEXT, *LONG_RANGE, VISION,
     )
-}
+}  # fmt: skip
 
 FOLDERS = ("coverage", "rank", "skips", "tost")
 

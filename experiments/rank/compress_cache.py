@@ -116,25 +116,15 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     settings, splits = report["settings"], report["splits"]
     keeps = [str(keep) for keep in settings["keeps"]]
     first = splits[0]["keeps"][keeps[0]]
-    losses = [
-        (
-            *("1", f"{first['cache_bytes_before']:,}", f"{first['loss_before']:.4f}", "–", "–"),
-            *(f"{first['parameters_before']:,}", "–"),
-        )
-    ]
+    whole = [f"{first[name]:,}" for name in ("cache_bytes_before", "parameters_before")]
+    losses = [["1", whole[0], f"{first['loss_before']:.4f}", "–", "–", whole[1], "–"]]
     for keep in keeps:
         own = [one["keeps"][keep] for one in splits]
-        losses.append(
-            (
-                keep,
-                f"{own[0]['cache_bytes_after']:,}",
-                mean_std([one["loss_after"] for one in own], 4),
-                mean_std([one["loss_after"] - one["loss_before"] for one in own], 5),
-                mean_std([one["predicted_nats"] for one in own], 5),
-                f"{own[0]['parameters_after']:,}",
-                ", ".join(map(str, own[0]["ranks"])),
-            )
-        )
+        cells = [mean_std([one["loss_after"] for one in own], 4)]
+        cells += [mean_std([one["loss_after"] - one["loss_before"] for one in own], 5)]
+        cells += [mean_std([one["predicted_nats"] for one in own], 5), f"{own[0]['parameters_after']:,}"]
+        cells += [", ".join(map(str, own[0]["ranks"]))]
+        losses.append([keep, f"{own[0]['cache_bytes_after']:,}", *cells])
     shares = sorted({share for one in splits for points in one["curves"].values() for share in points})
     curves = [
         (way, *(mean_std([one["curves"][way][share] for one in splits], 5) for share in shares))

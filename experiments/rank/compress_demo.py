@@ -62,15 +62,9 @@ def keep_pairs(
     found: dict[str, Any] = {}
     for name, steps in (("chosen", 0), ("calibrated", recipe.steps)):
         record = rw.compress(
-            demo(),
-            calibration,
-            keep=pairs / PAIRS,
-            parts=("rotary",),
-            calibrate=steps,
-            held_out=held_out,
-            time=False,
-            seed=seed,
-        )
+            demo(), calibration, keep=pairs / PAIRS, parts=("rotary",), calibrate=steps, held_out=held_out,
+            time=False, seed=seed,
+        )  # fmt: skip
         widths: dict[int, list[int]] = {}
         for head in record.heads:
             widths.setdefault(head.layer, []).append(head.width // 2)

@@ -68,14 +68,9 @@ def run_split(recipe: Recipe, folder: Path, train: list[str], test: list[str], s
     for width in recipe.widths:
         model = load(folder)
         record = rw.compress(
-            model,
-            calibration,
-            keep=width / WIDTH,
-            calibrate=recipe.calibrate,
-            held_out=held_out,
-            time=split == 0,
-            seed=split,
-        )
+            model, calibration, keep=width / WIDTH, calibrate=recipe.calibrate, held_out=held_out,
+            time=split == 0, seed=split,
+        )  # fmt: skip
         own: dict[str, Any] = {"calibrated": round(record.kl, 4)}
         own |= {"output_error": round(record.output_error, 4), "parameters": record.parameters_after}
         if split == 0 or width == recipe.widths[len(recipe.widths) // 2]:
@@ -185,12 +180,8 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     ]
     times = [
         (
-            width,
-            f"{first['widths'][width]['parameters']:,}",
-            str(one["tokens"]),
-            f"{one['before']:.1f}",
-            f"{one['after']:.1f}",
-            f"{one['low']:.2f} to {one['high']:.2f}",
+            *(width, f"{first['widths'][width]['parameters']:,}", str(one["tokens"])),
+            *(f"{one['before']:.1f}", f"{one['after']:.1f}", f"{one['low']:.2f} to {one['high']:.2f}"),
         )
         for width in widths
         for one in first["latency"][width]

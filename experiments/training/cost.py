@@ -9,14 +9,9 @@ SPEED = 1e13
 START = 0.002
 """Assumed seconds per layer and step that starting its kernels takes, however small they are."""
 KEPT = {
-    "transformer": 23,
-    "linear": 28,
-    "mamba2": 31,
-    "tost-scan": 33,
-    "tost-scan-hybrid": 27,
-    "s4d": 55,
+    "transformer": 23, "linear": 28, "mamba2": 31, "tost-scan": 33, "tost-scan-hybrid": 27, "s4d": 55,
     "mamba": 125,
-}
+}  # fmt: skip
 """Numbers that a layer keeps for its derivative, per token and unit of width."""
 KEPT_BY_OTHERS = 18
 """The same for attention and TSSA in the frame of `rankwise.models`."""
