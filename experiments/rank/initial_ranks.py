@@ -73,7 +73,7 @@ def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     rows = report["rows"]
-    names = ("layer", "trained", "fresh", "random winners", "random q and k", "equal weights", "effective")
+    names = ("layer", "trained", "initial", "one-hot rows", "random q and k", "equal weights")
     cells = [
         (
             "{layer} | {trained:.0f} | {fresh:.1f} ± {fresh_std:.1f} | {winners:.0f} | {random:.0f} | "
@@ -90,7 +90,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         "most": f"{max(times):.1f}",
         "beyond": str(sum(row["beyond_nulls"] for row in rows)),
         "above": str(sum(row["above"] for row in rows)),
-        "table": markdown_table((*names, "fresh", "above", "below"), cells),
+        "table": markdown_table((*names, "effective, trained", "initial", "high", "low"), cells),
     }
 
 
