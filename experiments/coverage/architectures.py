@@ -282,7 +282,7 @@ def tables(report: Report) -> dict[str, str]:
         "sums": _sums(ran, failed, report["model_types"], len(classes)),
         "unseen": markdown_table(("reason in `uncaptured`", "classes", "model types"), uncaptured),
         "skips": markdown_table(
-            ("why no λ-skip was put in", "model types"),
+            ("why no λ-skip was added", "model types"),
             [(why, str(count)) for why, count in whys.most_common()],
         ),
         "failed": markdown_table(

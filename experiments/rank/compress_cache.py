@@ -142,7 +142,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
     turns = "share of the cache", "phase", "tokens", "before, ms", "after, ms", "after/before"
     return {
         "loss": markdown_table((*budget, "ranks, split 0"), losses),
-        "curves": markdown_table(("output KL, nats a byte, at a share of", *shares), curves),
+        "curves": markdown_table(("output KL, nats per byte, at a share of", *shares), curves),
         "latency": markdown_table(turns, times),
         "splits": str(len(splits)),
     }

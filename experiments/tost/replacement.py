@@ -42,7 +42,7 @@ from rankwise.tracing import HeadId
 KINDS = {"tssa": "TSSA", "linear": "Linear attention"}
 SEEDS = (0, 1, 2)
 GUIDES = {
-    "importance": "worth, lowest first",
+    "importance": "importance, lowest first",
     "rank": "effective rank, lowest first",
     "swap": "the distilled layer alone, on the text measured",
 }
@@ -284,13 +284,13 @@ def verdicts(kind: str, runs: Sequence[Run]) -> list[str]:
     alone = [one["tuned"] - one["distilled"] for one in none]
     same = [orders(run)[GUIDES["importance"]] == orders(run)[GUIDES["rank"]] for run in runs]
     return [
-        f"{KINDS[kind]} in all {len(layers)} layers adds {mean_std(added, 2)} nats a byte. "
+        f"{KINDS[kind]} in all {len(layers)} layers adds {mean_std(added, 2)} nats per byte. "
         f"Tuning alone, with no layer replaced, adds {mean_std(alone, 3)}.",
-        f"{KINDS[kind]}: worth and effective rank give the same order in {sum(same)} of {len(runs)} "
-        f"seeds. How many orders are better than each that is compared, by the mean loss with one to "
-        f"{len(layers) - 1} layers replaced: {places(runs)}.",
-        f"{KINDS[kind]}: of the orders that leave the layer that adds most for last, better than "
-        f"worth's: {', '.join('{} of {}'.format(*among_last(run)) for run in runs)}.",
+        f"{KINDS[kind]}: importance and effective rank have the same order in {sum(same)} of {len(runs)} "
+        f"seeds. Better orders, by the mean loss with one to {len(layers) - 1} layers replaced: "
+        f"{places(runs)}.",
+        f"{KINDS[kind]}: of the orders that replace the most expensive layer last, better than by "
+        f"importance: {', '.join('{} of {}'.format(*among_last(run)) for run in runs)}.",
     ]
 
 
@@ -320,7 +320,7 @@ def section(kind: str, runs: Sequence[Run]) -> Iterable[str]:
         row("nats it adds, mean over all sets of the others, tuned", 3, adds),
     ]  # fmt: skip
     yield f"## {KINDS[kind]}"
-    yield "What guides the orders, by layer:\n\n" + markdown_table(["", *map(str, layers)], rows)
+    yield "Guides of the orders, by layer:\n\n" + markdown_table(["", *map(str, layers)], rows)
     for stage, name in (("tuned", "after tuning"), ("distilled", "distilled, not tuned")):
         yield f"Loss by share of layers replaced, {name}:\n\n" + order_table(runs, stage)
 
