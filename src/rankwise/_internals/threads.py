@@ -43,25 +43,19 @@ def one_thread() -> Iterator[None]:
     if _inside.threads:
         yield
         return
+    with _lock:
+        _limits.append(_blas().limit(limits=1))
     _inside.threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        with _numpy_on_one_thread():
-            yield
+        yield
     finally:
         torch.set_num_threads(_inside.threads)
         _inside.threads = 0
-
-
-@contextmanager
-def _all_threads() -> Iterator[None]:
-    """Context manager that restores the number of torch threads that `one_thread` had reduced to one."""
-    here = torch.get_num_threads()
-    try:
-        torch.set_num_threads(_inside.threads or here)
-        yield
-    finally:
-        torch.set_num_threads(here)
+        with _lock:
+            last = _limits.pop()
+            if not _limits:  # no other thread of the process is in such a block
+                last.restore_original_limits()
 
 
 def map_threads(
@@ -79,8 +73,12 @@ def map_threads(
             last digits of its result may depend on the number of threads.
     """
     if at_once is not None and at_once < 2:
-        with _all_threads():
+        here = torch.get_num_threads()
+        try:
+            torch.set_num_threads(_inside.threads or here)
             return [work(item) for item in items]
+        finally:
+            torch.set_num_threads(here)
     with one_thread():
         workers = min(_inside.threads, len(items), at_once or len(items))
         if workers < 2:
@@ -98,20 +96,6 @@ def map_threads(
 def numpy_is_on_one_thread() -> bool:
     """Return True if numpy's LAPACK is limited to one thread; numpy is then faster than torch."""
     return torch.get_num_threads() == 1 and bool(_limits) and bool(_blas().lib_controllers)
-
-
-@contextmanager
-def _numpy_on_one_thread() -> Iterator[None]:
-    """Limit numpy's BLAS to one thread; when the last active block of the process ends, undo the limit."""
-    with _lock:
-        _limits.append(_blas().limit(limits=1))
-    try:
-        yield
-    finally:
-        with _lock:
-            last = _limits.pop()
-            if not _limits:
-                last.restore_original_limits()
 
 
 @lru_cache(maxsize=1)
