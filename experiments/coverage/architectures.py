@@ -36,7 +36,7 @@ from experiments.results import RESULTS
 from experiments.study import Report, Study
 from experiments.zoo.any_architecture import find_inputs, tiny_variants
 from rankwise._internals.files import write_file
-from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
+from rankwise._internals.torch_private import forward_hooks
 
 ATTENTION_LIKE = re.compile(
     r"Attention|Attn|Mixer|Mamba|SSM|S4D|Retention|Hyena|RWKV|Rwkv|Delta|LRU|Lru|ShortConv|FourierTransform"
@@ -166,7 +166,7 @@ def _skips(model: nn.Module, batch: dict[str, Tensor]) -> Entry:
 
 
 def _hooks(model: nn.Module) -> int:
-    return sum(len(forward_hooks(module)) + len(forward_pre_hooks(module)) for module in model.modules())
+    return sum(len(forward_hooks(module)) for module in model.modules())
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from experiments.render import markdown_table
 from experiments.study import Study
 from experiments.zoo.state_space import STATE_SPACE, tiny
 from experiments.zoo.transformers import BERT, FAMILIES, hugging_face, text_inputs
-from rankwise._internals.torch_private import forward_hooks, forward_pre_hooks
+from rankwise._internals.torch_private import forward_hooks
 from rankwise.skips import Skips, add_lambda_skip, remove_lambda_skip
 from rankwise.skips.find import run_with, tensors_in
 from rankwise.skips.observe import scaled_sums, without_skips
@@ -66,7 +66,7 @@ def check_skips(name: str, model: nn.Module, batch: dict[str, Any], captured: fl
     learns = all(0 < float(one.abs().sum()) < float("inf") for one in gradients(model, batch, skips))
     error = error_at_other_scales(model, batch, skips)
     remove_lambda_skip(model)
-    hooks = any(forward_hooks(module) or forward_pre_hooks(module) for module in model.modules())
+    hooks = any(forward_hooks(module) for module in model.modules())
     undone = same(outputs(model, batch), before) and list(model.state_dict()) == keys and not hooks
     return {
         "name": name,

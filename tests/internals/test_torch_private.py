@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,12 +107,6 @@ def test_in_function_transform() -> None:
     torch.func.grad(watched)(torch.ones(2))
     torch.vmap(watched)(torch.ones(2, 2))
     assert told == [False, True, True], "torch._C._are_functorch_transforms_active no longer tells transforms"
-
-
-def test_in_forward_derivative() -> None:
-    assert not torch_private.in_forward_derivative()
-    with forward_ad.dual_level():
-        assert torch_private.in_forward_derivative(), "forward_ad._current_level no longer tells a level"
 
 
 def test_is_profiled() -> None:
@@ -220,36 +213,25 @@ def hooked() -> tuple[nn.Module, list[str], list[object]]:
     return module, told, [hooks[0], hooks[2]]
 
 
-def test_forward_pre_hooks() -> None:
-    module = nn.Linear(2, 2)
-    assert torch_private.forward_pre_hooks(module) == []
-
-    def first(*_: object) -> None: ...
-    def second(*_: object) -> None: ...
-
-    handle = module.register_forward_pre_hook(first)
-    module.register_forward_pre_hook(second)
-    assert torch_private.forward_pre_hooks(module) == [first, second], "hooks are kept elsewhere"
-    handle.remove()
-    assert torch_private.forward_pre_hooks(module) == [second]
-
-
 def test_forward_hooks() -> None:
     module = nn.Linear(2, 2)
     assert torch_private.forward_hooks(module) == []
 
-    def hook(*_: object) -> None: ...
+    def first(*_: object) -> None: ...
+    def second(*_: object) -> None: ...
+    def after(*_: object) -> None: ...
 
-    module.register_forward_pre_hook(lambda *_: None)
-    handle = module.register_forward_hook(hook)
-    assert torch_private.forward_hooks(module) == [hook], "hooks are kept elsewhere"
+    module.register_forward_hook(after)
+    handle = module.register_forward_pre_hook(first)
+    module.register_forward_pre_hook(second)
+    assert torch_private.forward_hooks(module) == [first, second, after], "hooks are kept elsewhere"
     handle.remove()
-    assert torch_private.forward_hooks(module) == []
+    assert torch_private.forward_hooks(module) == [second, after]
 
 
 def test_remove_forward_hooks() -> None:
     module, told, goes = hooked()
-    assert torch_private.remove_forward_hooks(module, goes.__contains__) == 2
+    torch_private.remove_forward_hooks(module, goes.__contains__)
     module(torch.ones(2))
     assert told == ["before too", "after too"], (
         "hooks of a module are kept elsewhere, or not all were removed"
@@ -355,7 +337,7 @@ def test_function_modes_see_flex_attention() -> None:
     x = torch.randn(1, 1, 4, 8)
     with Names(), torch.no_grad(), torch_private.uncompiled():
         flex.flex_attention(x, x, x)
-    assert torch_private.flex_attention_function() in names, "flex_attention is no function that modes see"
+    assert torch.ops.higher_order.flex_attention in names, "flex_attention is no function that modes see"
 
 
 def test_uncompiled_runs_compiled_functions_step_by_step() -> None:

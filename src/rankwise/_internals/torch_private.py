@@ -4,14 +4,14 @@
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, no_type_check
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
@@ -112,16 +112,6 @@ def values_known(*tensors):
     return True
 
 
-def flex_attention_function() -> Any:
-    """Return the function that `flex_attention` calls to compute attention, which function modes see."""
-    return torch.ops.higher_order.flex_attention
-
-
-def in_forward_derivative() -> bool:
-    """Return True while torch computes forward-mode derivatives (Jacobian-vector products)."""
-    return forward_ad._current_level >= 0
-
-
 def is_profiled() -> bool:
     """Return True if an autograd profiler is running."""
     return torch.autograd._profiler_enabled()
@@ -201,30 +191,18 @@ def forget_global_hook(handle: RemovableHandle) -> None:
     nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
-def forward_pre_hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run before a module's forward method, in the order of their calls."""
-    return list(module._forward_pre_hooks.values())
-
-
 def forward_hooks(module: nn.Module) -> list[object]:
-    """Return the hooks that run after a module's forward method, in the order of their calls."""
-    return list(module._forward_hooks.values())
+    """Return the hooks that run before and after a module's forward method, in the order of their calls."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
-def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> int:
-    """Remove the forward hooks for which ``wanted(hook)`` is True; return how many were removed."""
-    removed = 0
-    stores: list[tuple[Any, tuple[Any, ...]]] = [
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    ]
-    for hooks, notes in stores:
-        for number in [number for number, hook in hooks.items() if wanted(hook)]:
-            removed += 1
-            del hooks[number]
-            for note in notes:
-                note.pop(number, None)
-    return removed
+def remove_forward_hooks(module: nn.Module, wanted: Callable[[object], bool]) -> None:
+    """Remove the forward hooks for which ``wanted(hook)`` is True, and torch's notes on them."""
+    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+    for name, store in vars(module).items():
+        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+            for number in [number for number in store if wanted(hooks.get(number))]:
+                del store[number]
 
 
 def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
@@ -241,19 +219,6 @@ def set_attribute(module: nn.Module, name: str, value: object) -> Callable[[], N
                 store.pop(name, None)
 
     return restore
-
-
-@contextmanager
-def _restored(stores: list[Any], keep: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Context manager that restores content and order of dicts, lists and sets, unless ``keep()`` is True."""
-    kept = [(store, store.copy()) for store in stores]
-    try:
-        yield
-    finally:
-        for store, before in [] if keep() else kept:
-            if isinstance(store, list) or list(store) != list(before):
-                store.clear()
-            (store.extend if isinstance(store, list) else store.update)(before)
 
 
 @contextmanager
@@ -281,7 +246,8 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         )
 
     before, others = parts(), [one._non_persistent_buffers_set for one in modules]
-    with _restored(stores + others, keep=lambda: parts() > before):
+    kept = [(store, store.copy()) for store in stores + others]
+    try:
         with without_torch_function():
             for store in stores:
                 for name, value in store.items() if isinstance(store, dict) else enumerate(store):
@@ -291,6 +257,11 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
                         copies.setdefault(id(value), like(value.clone(), value))
                         store[name] = copies[id(value)]
         yield
+    finally:
+        for store, content in kept if parts() <= before else []:
+            if isinstance(store, list) or list(store) != list(content):
+                store.clear()
+            (store.extend if isinstance(store, list) else store.update)(content)
 
 
 def _containers(values: Iterable[Any], found: dict[int, Any]) -> dict[int, Any]:
@@ -314,11 +285,10 @@ def like(new: Tensor, old: Tensor) -> Tensor:
 @contextmanager
 def without_forward_hooks(model: nn.Module, wanted: Callable[[object], bool]) -> Iterator[None]:
     """Context manager that disables hooks for which ``wanted(hook)`` is True, then restores all in order."""
-    stores: list[Any] = [
-        hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)
-    ]
-    with _restored(stores):
-        for hooks in stores:
-            for number in [number for number, hook in hooks.items() if wanted(hook)]:
-                del hooks[number]
+    with ExitStack() as restored:
+        for module in model.modules():
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(module, name).items()
+                others = OrderedDict((number, hook) for number, hook in hooks if not wanted(hook))
+                restored.callback(set_attribute(module, name, others))
         yield

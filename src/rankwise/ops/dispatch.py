@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from rankwise._internals.torch_private import (
     constant_when_traced,
     in_dispatch_mode,
-    in_forward_derivative,
     in_function_transform,
     in_grad_transform,
     is_profiled,
@@ -85,7 +84,7 @@ def solve(call: Call, impl: str) -> Solution:
     inputs = [x for x in (call.w, call.temperature, call.offset, *(call.start or ())) if x is not None]
     transformed = in_function_transform()  # `requires_grad` may be hidden there
     if not torch.compiler.is_compiling():
-        dual = in_forward_derivative() and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+        dual = any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         if dual or in_grad_transform():
             subject = f"{'forward-mode derivatives' if dual else 'torch.func.grad'} with impl={impl!r}"
             expected, got = "derivatives by .backward() or torch.autograd.grad", "a transformed function"

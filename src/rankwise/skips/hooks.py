@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from rankwise._internals.torch_private import forward_pre_hooks, in_backward
+from rankwise._internals.torch_private import forward_hooks, in_backward
 from rankwise.errors import SkipError
 
 Key = int | str | None
@@ -150,7 +150,7 @@ class Scope(SkipHook):
 def current(module, parameter):
     """Return λ of a module now; pruning and the old weight norm compute it only before a forward pass."""
     if parameter in vars(module):  # neither a parameter nor a parametrization
-        for hook in forward_pre_hooks(module):
+        for hook in forward_hooks(module):
             if isinstance(hook, BasePruningMethod | WeightNorm):
                 hook(module, ())
     return getattr(module, parameter)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankwise._internals.torch_private import flex_attention_function, original_of, without_torch_function
+from rankwise._internals.torch_private import original_of, without_torch_function
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import mixing_calls, model_checks, torch_layers
@@ -120,7 +120,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._entered_once = True
         self._trace.notes.extend(model_checks.training_notes(self._model))
         self._mode = AttentionMode(
-            {F.scaled_dot_product_attention: self._fused, flex_attention_function(): self._flex},
+            {F.scaled_dot_product_attention: self._fused, torch.ops.higher_order.flex_attention: self._flex},
             self._explicit,
             self._other,
             self._ignores,
