@@ -33,12 +33,7 @@ def writable_folder(folder: Path, option: str = "--out") -> None:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise InputError(
-            f"{option} {folder}",
-            expected="a folder that can be written",
-            got="a file" if folder.is_file() else error.strerror or str(error),
-            fix="Choose a folder you may write to.",
-        ) from error
+        raise _unwritable(f"{option} {folder}", folder, error, "Choose a folder you may write to.") from error
 
 
 def folder_name(name: str) -> str:
@@ -106,7 +101,7 @@ def write_file(
         partial.replace(path)
     except OSError as error:
         fix = f"Choose a folder you may write to and that has room, or make {path.parent} writable."
-        raise _unwritable(f"{subject} {path}", "file", error, fix) from error
+        raise _unwritable(f"{subject} {path}", path, error, fix, "file") from error
     finally:  # Ctrl-C must not leave the temporary file behind
         with suppress(OSError):
             partial.unlink()
@@ -139,22 +134,18 @@ def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> 
                         (folder / name).replace(old / name)
                     (new / name).replace(folder / name)
             except BaseException:  # includes KeyboardInterrupt, which is not an Exception
-                _put_back(folder, names, new, old)
+                for name in names:
+                    if (old / name).exists():
+                        (old / name).replace(folder / name)
+                    elif not (new / name).exists():  # it was moved already, and there was no old file
+                        (folder / name).unlink(missing_ok=True)
                 raise
     except OSError as error:
         fix = "Choose a folder you may write to and that has room."
-        raise _unwritable(f"{subject} {folder}", "folder", error, fix) from error
+        raise _unwritable(f"{subject} {folder}", folder, error, fix) from error
     return [folder / name for name in names]
 
 
-def _unwritable(subject: str, kind: str, error: OSError, fix: str) -> InputError:
-    got = error.strerror or str(error)
+def _unwritable(subject: str, path: Path, error: OSError, fix: str, kind: str = "folder") -> InputError:
+    got = "a file" if kind == "folder" and path.is_file() else error.strerror or str(error)
     return InputError(subject, expected=f"a {kind} that can be written", got=got, fix=fix)
-
-
-def _put_back(folder: Path, names: list[str], new: Path, old: Path) -> None:
-    for name in names:
-        if (old / name).exists():
-            (old / name).replace(folder / name)
-        elif not (new / name).exists():  # the new file was moved already, and there was no old file
-            (folder / name).unlink(missing_ok=True)

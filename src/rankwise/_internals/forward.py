@@ -298,32 +298,32 @@ def drop_unused_labels(model: nn.Module, batch: Any) -> tuple[Any, str]:
         >>> drop_unused_labels(torch.nn.Linear(2, 2), [torch.ones(1, 2), torch.tensor([0])])
         ([tensor([[1., 1.]])], 'labels left out of the batches: the second of two items')
     """
-    names, any_name = argument_names(model)
-    if isinstance(batch, Mapping) and not any_name:
+    names, parameters = argument_names(model), _parameters(model)
+    if isinstance(batch, Mapping) and not any(one.kind is one.VAR_KEYWORD for one in parameters):
         extra = [key for key in batch if key not in names and (key in LABELS or not tensors_in(batch[key]))]
         if extra:
             kept = {key: value for key, value in batch.items() if key not in extra}
             return kept, f"left out of the batches, for the model does not take them: {', '.join(extra)}"
     if isinstance(batch, tuple | list) and len(batch) == 2 and _one_label_each(*batch):
-        parameters = inspect.signature(model.forward).parameters.values()
-        more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+        more = any(one.kind is one.VAR_POSITIONAL for one in parameters)
         if (len(_positional(model)) == 1 and not more) or second_argument(model):
             return batch[:1], "labels left out of the batches: the second of two items"
     return batch, ""
 
 
-def argument_names(model: nn.Module) -> tuple[list[str], bool]:
-    """Return the argument names of ``forward``, and True if it also accepts ``**kwargs``."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = [parameter.name for parameter in parameters if parameter.kind in named]
-    return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(model.forward).parameters.values())
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    """Return the names by which ``forward`` accepts arguments, without ``**kwargs``."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in _parameters(model) if one.kind in kinds]
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
-    parameters = inspect.signature(model.forward).parameters.values()
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter for parameter in parameters if parameter.kind in places]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one for one in _parameters(model) if one.kind in kinds]
 
 
 def label_position(model: nn.Module) -> int | None:
@@ -335,7 +335,7 @@ def label_position(model: nn.Module) -> int | None:
 def _takes_dict(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Return True if ``forward`` has one required argument and no argument with a name of the batch."""
     required = [parameter for parameter in _positional(model) if parameter.default is parameter.empty]
-    return len(required) == 1 and bool(batch) and not {*argument_names(model)[0]} & {*batch}
+    return len(required) == 1 and bool(batch) and not {*argument_names(model)} & {*batch}
 
 
 def _one_label_each(x: Any, y: Any) -> bool:

@@ -25,7 +25,7 @@ _COLLATE = "`DataLoader(rows, batch_size=4, collate_fn=DataCollatorWithPadding(t
 
 def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
-    names, _ = argument_names(model)
+    names = argument_names(model)
     model = original_of(model)
     if isinstance(error, NotImplementedError) and _has_no_forward(model):
         lists = (nn.ModuleList, nn.ModuleDict)
