@@ -67,13 +67,13 @@ def fit_skips(
     skips = skips_of(model)
     scales = {name: [float(value.detach().mean())] for name, value in skips.items()}
     group = skip_parameter_groups(model)[0]
-    learning = {id(parameter): parameter for parameter in group["params"]}
     kept = start = [parameter.detach().clone() for parameter in group["params"]]
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    fitted = {id(parameter) for parameter in group["params"]}
+    others = [one for one in model.parameters() if one.requires_grad and id(one) not in fitted]
     losses: list[float] = []
     try:
-        for parameter, _ in required:
-            parameter.requires_grad_(id(parameter) in learning)
+        for parameter in others:
+            parameter.requires_grad_(False)
         optimizer = torch.optim.Adam([group], lr=lr)
         with eval_mode(model), torch.enable_grad():
             for step, batch in zip(range(steps), cycle(each_batch(batches)), strict=False):
@@ -98,9 +98,9 @@ def fit_skips(
         if kept is start:
             raise
     finally:
-        for parameter, learns in required:
-            parameter.requires_grad_(learns)
-        for parameter in learning.values():
+        for parameter in others:
+            parameter.requires_grad_(True)
+        for parameter in group["params"]:
             parameter.grad = None
     for name, value in skips.items():
         scales[name].append(float(value.detach().mean()))

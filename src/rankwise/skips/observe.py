@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, Change, batch_errors, run_model
+from rankwise._internals.forward import Batch, Change, batch_errors, run_model, tensors_of
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
@@ -83,8 +83,7 @@ def observe(
             raise SkipError(f"site {site.name!r}", expected=expected, got="other sums", fix=fix)
         home = float64_device(x.device)  # all numbers are computed in float64
         x, branch, total = (as_batch(value, site.axis).to(home) for value in (x, branch, total))
-        names = batch if isinstance(batch, Mapping) else {}
-        decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in names
+        decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in tensors_of(batch)
         mask = real_tokens(batch, x.shape[:2], decodes).to(x.device)
         seen.append(ObservedSkip(site, x, branch, total, mask, Norm("none")))
 
@@ -99,9 +98,8 @@ def observe(
         raise SkipError(f"site {min(missing)!r}", expected=expected, got=got, fix=fix)
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
-        norm = next(
-            (norm for norm in found if norm.kind == "unknown"), found[-1]
-        )  # one unknown norm makes the norm of the site unknown
+        # one unknown norm makes the norm of the site unknown
+        norm = next((norm for norm in found if norm.kind == "unknown"), found[-1])
         for added in several:
             added.norm = norm
     return seen
@@ -160,8 +158,7 @@ def lambdas_of(model: nn.Module, sites: Sequence[SkipSite]) -> dict[str, Tensor]
 
 def raise_lambdas(lambdas: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
     """Return λ with every |λ| raised to at least `value`; signs are preserved, and 0 counts as positive."""
-    signs = {name: torch.where(own < 0, -1, 1).to(own) for name, own in lambdas.items()}
-    return {name: signs[name] * own.abs().clamp(min=value) for name, own in lambdas.items()}
+    return {name: torch.where(own < 0, -1, 1) * own.abs().clamp(min=value) for name, own in lambdas.items()}
 
 
 def scaled_sums(

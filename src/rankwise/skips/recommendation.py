@@ -2,11 +2,11 @@
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise._internals import forward
 from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
@@ -27,7 +27,7 @@ from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.modules import own_skips
 from rankwise.skips.observe import (
     TRIED,
-    ObservedSkip,
+    Lambdas,
     lambdas_of,
     observe,
     plain_skips,
@@ -140,7 +140,8 @@ def _choose(
         if removed:
             break
     best = tried[-1][0] if removed else max(tried, key=lambda trial: (not math.isnan(trial[1]), trial[1]))[0]
-    before, shares = (_shares(model, batch, sites, own) for own in ({}, raise_lambdas(current, best)))
+    raised = raise_lambdas(current, best)
+    before, shares = (mixing_shares(model, batch, sites, own) for own in ({}, raised))
     suppressed = [name for name in names if shares[name] < INACTIVE_TURN <= before[name]]
     layers = [one for one in certify_sites(model, batch, sites, KEEP).layers if one.site in names]
     least = [
@@ -222,8 +223,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
     sample = forward.first_sequences(forward.to_device(kept, forward.device_of(model)), SAMPLE)
     found = [finding for finding in audit.findings if "mixer_share" not in finding.evidence]
     notes = [note for note in audit.provenance.notes if not note.startswith((AGAIN, TRAINS))]
-    collapsed = any(finding.code == "COLLAPSE" for finding in found)
-    skips = bool(skip_sites(model) or own_skips(model))
+    collapsed, own = any(finding.code == "COLLAPSE" for finding in found), own_skips(model)
+    skips = bool(skip_sites(model) or own)
     if collapsed or skips:
         with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
             run_model(model, sample)
@@ -233,7 +234,8 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         notes.append(f"{AGAIN}, {forward.batch_size(sample)} sequences, for {' and '.join(looked_at)}")
     if skips:
         blocks = [f"{finding.where.site}." for finding in found if finding.code == "INACTIVE_BLOCK"]
-        for site, share in mixing_shares(model, sample, sites).items():
+        scaled = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
+        for site, share in mixing_shares(model, sample, scaled).items():
             if share >= INACTIVE_TURN or f"{site}.".startswith(tuple(blocks)):
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
@@ -282,12 +284,13 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
     choice = _choose(model, batch, stack, sites, inside)
     if not inside:
         return finding.model_copy(update={"remedy": choice.instead})
-    evidence = {"mixing_share": choice.mixing_share}
-    evidence["relative_spread_lowest_tried"] = max(lowest for _, lowest in choice.tried)
-    if choice.value is not None:
-        evidence["lambda_tried"] = choice.value
-    if choice.proved is not None:
-        evidence["lambda_proved"] = choice.proved
+    numbers = {
+        "mixing_share": choice.mixing_share,
+        "relative_spread_lowest_tried": max(lowest for _, lowest in choice.tried),
+        "lambda_tried": choice.value,
+        "lambda_proved": choice.proved,
+    }
+    evidence = {name: value for name, value in numbers.items() if value is not None}
     meaning = f"{finding.meaning.partition(TOLD)[0]} {choice.statement}"
     remedy = _remedy(model, batch, choice, sites)
     update = {"evidence": finding.evidence | evidence, "meaning": meaning, "remedy": remedy}
@@ -332,25 +335,16 @@ def _remedy(model: nn.Module, batch: Batch, choice: LambdaChoice, sites: Sequenc
     return f"{{skip --init {init:g}{options} --out NAME-skips | {code}}}"
 
 
-def mixing_shares(model: nn.Module, batch: Batch, sites: Sequence[SkipSite]) -> dict[str, float]:
-    """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each λ-skip; the largest mean if it is called repeatedly."""
-    own = own_skips(model)
-    skips = sites if skip_sites(model) else [site for site in sites if site.write.module in own]
-    return _shares(model, batch, skips, {}) if skips else {}
-
-
-def _shares(
-    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Mapping[str, Tensor | float]
+def mixing_shares(
+    model: nn.Module, batch: Batch, sites: Sequence[SkipSite], lambdas: Lambdas | None = None
 ) -> dict[str, float]:
+    """Return the mean of ‖f(x)‖/‖λx + f(x)‖ for each site; the largest mean if it is called repeatedly."""
     shares: dict[str, float] = {}
-    for added in observe(model, batch, sites, lambdas):
-        shares[added.site.name] = max(_mixing_share(added), shares.get(added.site.name, 0.0))
+    for added in observe(model, batch, sites, lambdas or {}):
+        part, whole = (torch.linalg.vector_norm(x.double(), dim=-1) for x in (added.branch, added.total))
+        share = float((part / whole)[added.mask].mean())
+        shares[added.site.name] = max(share, shares.get(added.site.name, 0.0))
     return shares
-
-
-def _mixing_share(added: ObservedSkip) -> float:
-    part, whole = (torch.linalg.vector_norm(rows.double(), dim=-1) for rows in (added.branch, added.total))
-    return float((part / whole)[added.mask].mean())
 
 
 def _check(audit: Any, model: object, batch: Any) -> None:

@@ -72,16 +72,16 @@ def save_skips(
     folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     check_skips(model)
     model = _unwrapped(model)
-    skips, names = skips_of(model), _names(model)
-    whole = [_whole(value.detach()).cpu() for value in skips.values()]
-    numbers = {name: value.clone().contiguous() for name, value in zip(names, whole, strict=True)}
+    skips = skips_of(model)
+    named = dict(zip(_names(model), skips, strict=True))
+    numbers = {name: _whole(skips[own].detach()).cpu().clone().contiguous() for name, own in named.items()}
     _check_finite(numbers, type(model).__name__)
-    learns = [any(one.requires_grad for one in skips.parameters(name)) for name in skips]
+    learns = [name for name, own in named.items() if any(one.requires_grad for one in skips.parameters(own))]
     facts = SkipFacts(
-        model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=any(learns),
+        model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=bool(learns),
         per="channel" if any(value.numel() > 1 for value in numbers.values()) else "layer",
-        sites={name: site.width for name, site in zip(names, skips.sites.values(), strict=True)},
-        frozen=[name for name, learning in zip(names, learns, strict=True) if not learning],
+        sites={name: skips.sites[own].width for name, own in named.items()},
+        frozen=[name for name in named if name not in learns],
     )  # fmt: skip
     described = write_file(folder / FACTS, facts.model_dump_json(indent=1), "skips")
     return write_file(folder / NUMBERS, lambda path: path.write_bytes(save(numbers)), "skips"), described
