@@ -9,12 +9,11 @@ if TYPE_CHECKING:
     from rankwise.skips.add import Skips, add_lambda_skip, remove_lambda_skip, skips_of
     from rankwise.skips.certificate import LambdaChoice, LayerCertificate, SkipCertificate, StackCertificate
     from rankwise.skips.certify import certify_skip
-    from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups
+    from rankwise.skips.fit import Fit, fit_skips, mean_loss, skip_parameter_groups, try_lambdas
     from rankwise.skips.locate import SkipSite
     from rankwise.skips.modules import LambdaSkip
     from rankwise.skips.recommendation import choose_lambda, recommend, spread_by_layer
     from rankwise.skips.store import apply_saved_skips, load_skips, save_skips
-    from rankwise.skips.trial import try_lambdas
 
 __all__ = [
     "Fit", "LambdaChoice", "LambdaSkip", "LayerCertificate", "SkipCertificate", "SkipError", "SkipSite",
