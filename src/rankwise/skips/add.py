@@ -229,6 +229,12 @@ def check_finite(subject: str, value: Tensor, fix: str, where: str = "") -> None
         raise SkipError(subject, expected="finite numbers", got=f"NaN or infinity{where}", fix=fix)
 
 
+def check_values(lambdas: Mapping[str, Tensor], when: str, fix: str) -> None:
+    """Raise if λ of a site has NaN or infinity."""
+    for name, value in lambdas.items():
+        check_finite(f"λ of {name!r}{when}", value.detach(), fix)
+
+
 def install(model: nn.Module, site: SkipSite, learnable: bool, per: Per) -> None:
     """Register the parameter λ = 1 at one site, and the hooks that apply λ."""
     module, read, scope = model.get_submodule(site.write.module), site.read, site.scope

@@ -18,7 +18,7 @@ from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
 from rankwise.measures import token_spread
-from rankwise.skips.add import check_finite, check_traceable
+from rankwise.skips.add import check_finite, check_traceable, check_values
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
 from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, sites_in
@@ -87,8 +87,7 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     """Return the certificate for chosen sites (λ-skips or plain residual connections) of a model."""
     check_tokens(batch)
     lambdas = lambdas_of(model, sites)
-    for name, value in lambdas.items():
-        check_finite(f"λ of {name!r}", value, "Set it, or fit it again with a lower learning rate.")
+    check_values(lambdas, "", "Set it, or fit it again with a lower learning rate.")
     mixers: list[MixerSite] = []
     states: list[StateSite] = []
     # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.

@@ -26,7 +26,7 @@ from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX, LossBatch
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.skips.add import add_lambda_skip, check_finite, skips_of
+from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
 from rankwise.skips.locate import check_module
 from rankwise.skips.observe import TRIED, raise_lambdas
 
@@ -96,8 +96,7 @@ def fit_skips(
                 loss = _finite_loss(model, batch, mask_token, step)
                 loss.backward()
                 optimizer.step()
-                for name, value in skips.items():
-                    check_finite(f"λ of {name!r} after step {step + 1}", value.detach(), LOWER)
+                check_values(skips, f" after step {step + 1}", LOWER)
                 kept = [parameter.detach().clone() for parameter in group["params"]]
                 losses.append(loss.item())
                 if on_step is not None:

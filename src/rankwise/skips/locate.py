@@ -103,10 +103,10 @@ def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[s
         residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:
-        sum_, drops = residual.sum, False
+        sum_ = residual.sum
         way = _as_argument(residual, record) or _as_sum(residual, record) or _as_branch(residual, record)
-        if way is None:
-            way, drops = _as_branch(residual, record, drops=True), True
+        drops = way is None
+        way = way or _as_branch(residual, record, drops=True)
         if way is None:
             missed.append(sum_.name[0] or "the model itself")
             continue

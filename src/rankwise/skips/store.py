@@ -2,7 +2,6 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -11,17 +10,18 @@ import torch
 from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import nn
 
 from rankwise._internals.files import parse_json, write_file
 from rankwise._internals.forward import Batch
 from rankwise._internals.torch_private import original_name
 from rankwise.errors import SkipError, first_line, instance_of
-from rankwise.skips.add import Skips, add_lambda_skip, check_finite, check_skips, remove_lambda_skip, skips_of
+from rankwise.skips.add import Skips, add_lambda_skip, check_skips, check_values, remove_lambda_skip, skips_of
 from rankwise.skips.locate import PARAMETER, skip_sites
 from rankwise.tracing.model_checks import is_distributed, is_of
 
 NUMBERS, FACTS = "skips.safetensors", "skips.json"
+LOWER = "Fit them again with a lower learning rate."
 OWN_MODEL = "Load them into the model they were saved from, or one of its configuration."
 
 
@@ -74,8 +74,11 @@ def save_skips(
     model = _unwrapped(model)
     skips = skips_of(model)
     named = dict(zip(_names(model), skips, strict=True))
-    numbers = {name: _whole(skips[own].detach()).cpu().clone().contiguous() for name, own in named.items()}
-    _check_finite(numbers, type(model).__name__)
+    split: dict[str, Any] = {name: skips[own].detach() for name, own in named.items()}
+    # FSDP2 splits λ over processes
+    whole = {name: one.full_tensor() if is_distributed(one) else one for name, one in split.items()}
+    numbers = {name: one.cpu().clone().contiguous() for name, one in whole.items()}
+    check_values(numbers, f" in {type(model).__name__}", LOWER)
     learns = [name for name, own in named.items() if any(one.requires_grad for one in skips.parameters(own))]
     facts = SkipFacts(
         model_class=_class(model), parameters=_digest(model), fitted=fitted or {}, learnable=bool(learns),
@@ -139,7 +142,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
             for name, parameter in skips.items():
                 parameter.copy_(numbers[name])
                 parameter.requires_grad_(facts.learnable and name not in facts.frozen)
-        _check_finite(skips, str(folder))  # a finite float64 value may be infinite in the dtype of λ
+        check_values(skips, f" in {folder}", LOWER)  # a float64 value may be infinite in the dtype of λ
     except BaseException:
         remove_lambda_skip(model)
         raise
@@ -188,12 +191,6 @@ def _names(model: nn.Module) -> list[str]:
     return [original_name(site.write.module) + site.parameter.removeprefix(PARAMETER) for site in sites]
 
 
-def _check_finite(numbers: Mapping[str, Tensor], where: str) -> None:
-    for name, value in numbers.items():
-        fix = "Fit them again with a lower learning rate."
-        check_finite(f"λ of {name!r} in {where}", value.detach(), fix)
-
-
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of all parameters except λ, including tied parameters."""
     scales = {id(parameter) for parameter in skips_of(model).parameters()}
@@ -201,12 +198,6 @@ def _digest(model: nn.Module) -> str:
     others = [(original_name(name), one) for name, one in named if id(one) not in scales]
     shapes = sorted((name, *parameter.shape) for name, parameter in others)
     return hashlib.sha256(repr(shapes).encode()).hexdigest()
-
-
-def _whole(value: Tensor) -> Tensor:
-    """Return a λ that FSDP2 has split over processes, gathered from all of them; any other λ unchanged."""
-    whole: Any = value
-    return whole.full_tensor() if is_distributed(value) else value
 
 
 def _another(model: nn.Module, folder: Path, got: str, fix: str = OWN_MODEL) -> SkipError:
