@@ -19,11 +19,7 @@ MISSING = "–"
 """Text for a number that is not finite; not "0", because an unknown number is not a small number."""
 
 
-def _nan_from_null(value: object) -> object:
-    return math.nan if value is None else value
-
-
-Number = Annotated[float, BeforeValidator(_nan_from_null)]
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """Float field; NaN and infinity are written as null in JSON, and null is read as NaN."""
 
 

@@ -329,7 +329,7 @@ def check_traceable(model: Any) -> None:
     raise SkipError(f"model {type(model).__name__}", expected=expected, got=got, fix=fix)
 
 
-def example_for(model: nn.Module) -> Batch:
+def example_for(model: Any) -> Batch:
     """Return a small batch for a model of transformers (token ids or a noise image); raise for others."""
     config: Any = getattr(model, "config", None)
     reads, device = getattr(model, "main_input_name", None), device_of(model)
@@ -343,8 +343,7 @@ def example_for(model: nn.Module) -> Batch:
         sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         shape = (1, config_value(config, "num_channels", default=3), *sides)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        return {"pixel_values": noise.to(device, next(dtypes, torch.float32))}
+        return {"pixel_values": noise.to(device, model.dtype)}
     text = getattr(config, "get_text_config", lambda: config)()
     most = min(config_value(text, "vocab_size") or 64, 64)
     special = {config_value(text, f"{name}_token_id") for name in ("pad", "bos", "eos", "mask", "image")}

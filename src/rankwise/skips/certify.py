@@ -25,7 +25,7 @@ from rankwise.skips.observe import ObservedSkip, as_batch, lambdas_of, observe, 
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 from rankwise.theory.paper_bound import check_share
 from rankwise.theory.skip_bounds import Norm as NormKind
-from rankwise.tracing import MixerSite, RecordedCall, StateSite, capture, record_calls
+from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.module_calls import holds
 from rankwise.tracing.projections import Projection, each_once, find_projection
 
@@ -88,13 +88,10 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
     check_tokens(batch)
     lambdas = lambdas_of(model, sites)
     check_values(lambdas, "", "Set it, or fit it again with a lower learning rate.")
-    mixers: list[MixerSite] = []
-    states: list[StateSite] = []
     # Outputs are copied: otherwise, a gate or a gain applied in place would look like a part of the weights.
     recording = record_calls(model, lambda _, module: _weight(module) is not None, copy=True)
     # `capture` raises at the end if it found no mixer; the measured numbers need none.
-    capturing = capture(model, on_mixer=mixers.append, on_state=states.append, values=True)
-    with suppress(CaptureError), recording as calls, capturing:
+    with suppress(CaptureError), recording as calls, capture(model, values=True) as trace:
         seen = observe(model, batch, sites, lambdas)
     _check_several(any(bool((added.mask.sum(-1) > 1).any()) for added in seen))
     fix = "Look for it in the weights or the batch; in float16, try bfloat16 or float32."
@@ -102,10 +99,10 @@ def certify_sites(model: nn.Module, batch: Batch, sites: Sequence[SkipSite], a: 
         for what, value in (("residual", added.x), ("output of the mixer", added.branch)):
             check_finite(f"states at {added.site.name!r}", value[added.mask], fix, f" in the {what}")
     layers, unlike = [], {}
-    for added, mixing in zip(seen, _mixings(seen, sites, mixers, calls), strict=True):
+    for added, mixing in zip(seen, _mixings(seen, sites, trace.mixers, calls), strict=True):
         layer, unlike[added.site.name] = _layer(added, lambdas[added.site.name], mixing, a)
         layers.append(layer)
-    stacks = _stacks(seen, layers, {state.name: state.stack for state in states})
+    stacks = _stacks(seen, layers, {state.name: state.stack for state in trace.states})
     notes = _notes(layers, stacks, seen, unlike)
     for name, value in tensors_of(batch).items():
         # padding masks of torch's own layers are not read, because their names and signs vary
