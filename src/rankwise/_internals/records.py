@@ -112,10 +112,10 @@ def load_record(
     except ValueError as error:
         fix = f"The file is cut short or of another kind; {again}"
         raise refused("JSON", _shortened(str(error)), fix) from None
-    if unmarked and isinstance(content, dict):
+    content = content if isinstance(content, dict) else {}
+    if unmarked and content:
         content = {"format": file_format, "schema_version": 1} | content
-    stated = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(content, dict) or stated != file_format:
+    if (stated := content.get("format")) != file_format:
         got = "other JSON" if stated is None else _shortened(f'"format": {stated!r}')
         raise refused(f'an object with "format": "{file_format}"', got, f"Pass a file with a saved {noun}.")
     found = content.get("schema_version")

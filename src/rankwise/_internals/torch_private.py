@@ -132,9 +132,7 @@ def is_zero_tensor(tensor: Tensor) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return True if a module was compiled by `torch.compile` or `Module.compile`."""
-    return (
-        isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
-    )
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def original_of(module: nn.Module) -> nn.Module:
@@ -239,11 +237,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}  # a tensor with two names stays one
 
     def parts() -> int:
-        return sum(
-            part is not None
-            for one in modules
-            for part in (*one._parameters.values(), *one._modules.values())
-        )
+        return len([*model.modules(), *model.parameters()])
 
     before, others = parts(), [one._non_persistent_buffers_set for one in modules]
     kept = [(store, store.copy()) for store in stores + others]
