@@ -12,7 +12,7 @@ from typing import Any, TypeVar, no_type_check
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -28,26 +28,22 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 def pop_mode(mode: TorchFunctionMode) -> int | None:
     """Remove a function mode from torch's stack; return the number of modes below it, None if not found."""
-    above: list[Any] = []
-    found = None
-    while torch._C._len_torch_function_stack():
-        top = _pop_mode()
-        if top is mode:
-            found = torch._C._len_torch_function_stack()
-            break
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
+    modes = _get_current_function_mode_stack()
+    found = max((at for at, other in enumerate(modes) if other is mode), default=None)
+    if found is not None:
+        for _ in modes[found:]:
+            _pop_mode()
+        for other in modes[found + 1 :]:
+            _push_mode(other)
     return found
 
 
 def push_mode(mode: TorchFunctionMode, depth: int) -> None:
     """Insert a function mode into torch's stack of active modes, above ``depth`` other modes."""
-    above = []
-    while torch._C._len_torch_function_stack() > depth:
-        above.append(_pop_mode())
-    _push_mode(mode)
-    for other in reversed(above):
+    above = _get_current_function_mode_stack()[depth:]
+    for _ in above:
+        _pop_mode()
+    for other in (mode, *above):
         _push_mode(other)
 
 

@@ -69,9 +69,8 @@ class Skips(Mapping[str, Tensor]):
             if is_parametrized(module, site.parameter):
                 found |= dict.fromkeys(module.parametrizations[site.parameter].parameters())
             else:
-                own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-                names = [site.parameter + end for end in COMPUTED_FROM]
-                found |= {own[one]: None for one in names if one in own}
+                values = (getattr(module, site.parameter + end, None) for end in COMPUTED_FROM)
+                found |= {one: None for one in values if isinstance(one, nn.Parameter)}
         return list(found)
 
     def __iter__(self) -> Iterator[str]:

@@ -409,10 +409,9 @@ def _mixed_axis(
             weights = torch.zeros_like(like, requires_grad=True)
             (back,) = torch.autograd.grad([operand], [x], [weights], create_graph=True)
             (gradient,) = torch.autograd.grad(back, weights, gradient)
-        moved = (gradient != 0).any(-1)
-        for axis in reversed(range(moved.dim())):
-            others = tuple(other for other in range(moved.dim()) if other != axis)
-            if int((moved.any(others) if others else moved).sum()) > 1:
+        places = (gradient != 0).any(-1).nonzero()
+        for axis in reversed(range(places.shape[1])):
+            if len(places[:, axis].unique()) > 1:
                 return axis
     return None
 

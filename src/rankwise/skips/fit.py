@@ -146,9 +146,9 @@ def skip_parameter_groups(
     skips = skips_of(model)
     scales = [parameter for parameter in skips.parameters() if parameter.requires_grad]
     if not scales:
-        got = f"{len(skips)} frozen ones" if skips else "none"
-        fix = "Add them by `rw.add_lambda_skip(model, learnable=True)`."
+        got, fix = "none", "Add them by `rw.add_lambda_skip(model, learnable=True)`."
         if skips:
+            got = f"{len(skips)} frozen ones"
             fix = "Run `for one in rw.skips.skips_of(model).parameters(): one.requires_grad_(True)`."
         raise SkipError(f"model {type(model).__name__}", expected="λ-skips that can learn", got=got, fix=fix)
     rate = {} if lr is None else {"lr": lr}
