@@ -14,6 +14,7 @@ from tests.support.modules import Block, CausalAverage, kind
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rankwise.errors import SkipError
 from rankwise.measures import token_spread
 from rankwise.skips import LayerCertificate, SkipCertificate, add_lambda_skip, certify_skip, skips_of
 from rankwise.skips.observe import Norm, ObservedSkip, observe, read_norm
@@ -74,6 +75,25 @@ def test_sites_are_found_in_a_larger_model_and_in_a_part() -> None:
     (site,) = skips_of(copy.deepcopy(model.encoder.layer[1])).sites.values()
     assert len(skips_of(model)) == BERT["num_hidden_layers"]
     assert (site.block, site.norm) == ("attention.output", "attention.output.LayerNorm")
+
+
+@pytest.mark.parametrize("change", ["block left out", "other tokens added"])
+def test_a_batch_with_other_sums_than_the_example_is_refused(change: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer, self.out = CausalAverage(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            branch = self.mixer(x)
+            if len(x) == 1:
+                return self.out(x + branch)
+            return self.out(branch if change == "block left out" else x + branch[:1])
+
+    model = Changing().eval()
+    sites = list(add_lambda_skip(model, example=torch.randn(1, TOKENS, WIDTH)).sites.values())
+    with pytest.raises(SkipError, match="site 'mixer': expected a batch with the sums of the example"):
+        observe(model, torch.randn(2, TOKENS, WIDTH), sites, {})
 
 
 # --- norms -----------------------------------------------------------------------------------------------

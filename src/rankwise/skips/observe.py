@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, Change, batch_errors, run_model, tensors_of
+from rankwise._internals.forward import Batch, Change, batch_errors, run_model, tensors_in, tensors_of
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
@@ -75,12 +75,12 @@ def observe(
 ) -> list[ObservedSkip]:
     """Run a batch with the given λ; return every sum of the sites, in the order of the forward pass."""
     seen: list[ObservedSkip] = []
+    unlike: set[str] = set()
 
     def note(site: SkipSite, x: Tensor, branch: Tensor, total: Tensor) -> None:
         if x.shape != branch.shape or x.shape[-1] != site.width:
-            expected = "a batch with the same sums as the example that the skips were added with"
-            fix = "Pass `example=` a batch of this kind to `add_lambda_skip`."
-            raise SkipError(f"site {site.name!r}", expected=expected, got="other sums", fix=fix)
+            unlike.add(site.name)
+            return
         home = float64_device(x.device)  # all numbers are computed in float64
         x, branch, total = (as_batch(value, site.axis).to(home) for value in (x, branch, total))
         decodes = "decoder" in site.name.split(".") and "decoder_input_ids" in tensors_of(batch)
@@ -92,10 +92,10 @@ def observe(
     with batch_errors(model, batch), scaled, recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
     by_site = grouped(seen, lambda added: added.site.name)
-    if missing := {site.name for site in sites} - set(by_site):
-        expected, got = "a batch on which every residual mixer runs", "one on which it does not"
-        fix = "Pass a batch of the kind the skips were added with."
-        raise SkipError(f"site {min(missing)!r}", expected=expected, got=got, fix=fix)
+    if missing := unlike | {site.name for site in sites} - set(by_site):
+        expected = "a batch with the sums of the example that the skips were added with"
+        fix = "Pass a batch of that kind, or one of this kind as `example=` to `add_lambda_skip`."
+        raise SkipError(f"site {min(missing)!r}", expected=expected, got="one without this sum", fix=fix)
     for several in by_site.values():
         found = [_norm_behind(added, calls) for added in several]
         # one unknown norm makes the norm of the site unknown
@@ -205,15 +205,13 @@ def _norm_behind(added: ObservedSkip, calls: Sequence[RecordedCall]) -> Norm:
         return Norm("unknown", reason=f"the function {site.read_by} reads the sum outside of any module")
     if not site.norm:
         return Norm("none")
-    total = total.transpose(0, 1) if site.axis == 0 and total.dim() == 3 else total
-    wanted = as_float64(total).nan_to_num(0.0, 0.0, 0.0)
+    total = total.transpose(0, 1) if site.axis == 0 else total
     for call in (call for call in calls if call.name == site.norm):
-        for value in (*call.args, *call.kwargs.values()):
-            alike = isinstance(value, Tensor) and value.numel() == total.numel()
-            if not alike or value.shape[-1:] != total.shape[-1:]:
-                continue
-            if torch.equal(as_float64(value.reshape(total.shape)).nan_to_num(0.0, 0.0, 0.0), wanted):
-                return read_norm(call.module, total, call.output)
+        for value in tensors_in((call.args, call.kwargs)):
+            if value.numel() == total.numel() and value.shape[-1:] == total.shape[-1:]:
+                pair = as_float64(value.reshape(total.shape)), as_float64(total)
+                if torch.allclose(*pair, rtol=0, atol=0, equal_nan=True):
+                    return read_norm(call.module, total, call.output)
     return Norm("unknown", reason=f"{site.norm} does not receive the sum itself")
 
 
@@ -225,11 +223,9 @@ def read_norm(module: nn.Module, rows: Tensor, output: Any) -> Norm:
     rows. Any other norm is unknown.
     """
     output = output[0] if isinstance(output, tuple) and output else output
-    gain, shift = as_float64(rows.new_ones(rows.shape[-1])), as_float64(rows.new_zeros(rows.shape[-1]))
-    if isinstance(weight := getattr(module, "weight", None), Tensor):
-        gain = as_float64(weight.detach())
-    if isinstance(bias := getattr(module, "bias", None), Tensor):
-        shift = as_float64(bias.detach())
+    weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+    gain = as_float64(weight.detach() if isinstance(weight, Tensor) else rows.new_ones(rows.shape[-1]))
+    shift = as_float64(bias.detach() if isinstance(bias, Tensor) else rows.new_zeros(rows.shape[-1]))
     fits = gain.shape == shift.shape == rows.shape[-1:]
     known: list[tuple[float, Norm]] = []
     if fits and isinstance(output, Tensor) and output.numel() == rows.numel():
