@@ -17,7 +17,7 @@ import rankwise as rw
 from rankwise.cli.load_model import demo_model
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
 ROWS = [("To be, or not to", " be"), ("Now is the winter of our", " discontent"), ("O Romeo,", " Romeo")]
 TASK = """
 task: local_lines
@@ -68,9 +68,9 @@ def test_the_harness_finds_the_likelihoods_of_the_model(make: Any, tmp_path: Pat
     rows.write_text("".join(json.dumps({"context": c, "target": t}) + "\n" for c, t in ROWS))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local.yaml").write_text(TASK.format(rows=rows))
-    script = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert script is not None
-    (tmp_path / "harness.py").write_text(script[1])
+    scripts = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (script,) = (one for one in scripts if "cli_evaluate" in one)
+    (tmp_path / "harness.py").write_text(script)
     done = subprocess.run(
         [
             sys.executable, "harness.py", "--model", "hf", "--device", "cpu", "--batch_size", "2",

@@ -1,4 +1,4 @@
-"""The scripts of docs/how-to/train.md train a ToST, and resume from the newest whole checkpoint."""
+"""The scripts of docs/how-to/train.md train a ToST, resume from the newest whole checkpoint, and generate."""
 
 import json
 import os
@@ -14,7 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train.md"
 SCRIPTS = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def run(script: str, folder: Path) -> None:
+def run(script: str, folder: Path) -> str:
+    """Run a script in a folder and return its output."""
     (folder / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=folder,
@@ -22,6 +23,7 @@ def run(script: str, folder: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def train_and_resume(script: str, size: str, folder: Path, out: Path) -> None:
@@ -48,19 +50,12 @@ def train_and_resume(script: str, size: str, folder: Path, out: Path) -> None:
     assert sorted(path.name for path in (out / "rank").glob("step-*")) == ["step-0", "step-2", "step-4"]
 
 
-def test_the_script_of_a_language_model_trains_and_resumes(tmp_path: Path) -> None:
+def test_the_script_of_a_language_model_trains_resumes_and_generates(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
     train_and_resume(SCRIPTS[0], "16", tmp_path, tmp_path / "tost")
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import rankwise.models  # noqa: F401  (AutoModel reads ToST)
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tost" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tost" / "model")
-    ids = tokenizer("to be", add_special_tokens=False).input_ids
-    with torch.no_grad():
-        assert model(torch.tensor([ids])).logits.isfinite().all()
+    small = SCRIPTS[1].replace("max_new_tokens=120", "max_new_tokens=5")
+    assert small != SCRIPTS[1]
+    assert run(small, tmp_path).startswith("ROMEO:")
 
 
 def test_the_script_of_a_classifier_of_images_trains_and_resumes(tmp_path: Path) -> None:
@@ -69,7 +64,7 @@ def test_the_script_of_a_classifier_of_images_trains_and_resumes(tmp_path: Path)
         (tmp_path / "pictures" / name).mkdir(parents=True)
         for at in range(20):
             image.new("RGB", (20, 24), (shade + at,) * 3).save(tmp_path / "pictures" / name / f"{at}.png")
-    train_and_resume(SCRIPTS[1], "8", tmp_path, tmp_path / "tost-images")
+    train_and_resume(SCRIPTS[2], "8", tmp_path, tmp_path / "tost-images")
 
     from transformers import AutoModelForImageClassification
 
@@ -82,5 +77,4 @@ def test_the_script_of_a_classifier_of_images_trains_and_resumes(tmp_path: Path)
 
 
 def test_both_models_have_a_script() -> None:
-    assert ["ToSTForCausalLM" in SCRIPTS[0], "ToSTForImageClassification" in SCRIPTS[1]] == [True, True]
-    assert len(SCRIPTS) == 2
+    assert ["ToSTForCausalLM" in SCRIPTS[0], "ToSTForImageClassification" in SCRIPTS[2]] == [True, True]
