@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from importance_cases import CHEAP, Classifier, Heads, bert, encoder, ids, language_model, measure, t5
+from tests.support.modules import kind
 from tests.support.records import RemovableSet
 from tests.support.records import importance as importance_record
 from torch import nn
@@ -39,6 +40,25 @@ def test_labels_that_are_not_classes_are_refused_by_their_batch(wrong, said):
     assert "importance=ImportanceSettings(loss=…)" in str(refused.value)
     with pytest.raises(AuditError, match="labels of batch 1"):
         rw.audit(Classifier(), labelled(wrong), importance=ImportanceSettings(loss="labels"))
+
+
+Narrow = kind(
+    lambda self, input_ids=None, decoder_input_ids=None: self.inner(
+        self.words(decoder_input_ids if input_ids is None else input_ids)
+    ),
+    "Narrow", inner=lambda: Heads(2), words=lambda: nn.Embedding(24, 4),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [("causal", "input_ids"), ("masked", "input_ids"), ("encoder-decoder", "decoder_input_ids")],
+)
+def test_token_ids_that_are_not_classes_are_refused_by_their_batch(loss, name):
+    settings = replace(CHEAP, loss=loss, mask_token=0)
+    batches = [{name: torch.full((3, 10), 3)}, {name: torch.full((3, 10), 9)}]
+    with pytest.raises(InputError, match=r"labels of batch 2: expected whole numbers from 0 to 3.*got 9"):
+        measure(Narrow().eval(), batches, settings)
 
 
 X, NUMBERS = torch.randn(4, 6, 4), torch.tensor([0, 1, 0])

@@ -188,18 +188,17 @@ class LabelLoss(ProbedLoss):
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:
         """Raise if only some batches have labels, or a label is not a class of the logits."""
-        if self.given is None:
-            return
-        first, classes = self.given(batches[0]), logits_of(output).shape[-1]
+        first, classes = self.given and self.given(batches[0]), logits_of(output).shape[-1]
         for batch in batches:
-            labels = self.given(batch)
-            if (labels is None) != (first is None):
-                some, none = ("1", batch.number + 1) if labels is None else (batch.number + 1, "1")
+            given = self.given and self.given(batch)
+            if (given is None) != (first is None):
+                some, none = ("1", batch.number + 1) if given is None else (batch.number + 1, "1")
                 raise InputError(
                     f"batch {batch.number + 1}", expected="labels in all batches, or in none",
                     got=f"some in batch {some}, none in batch {none}",
                     fix="Give every batch its labels as a tensor, or leave them out everywhere.",
                 )  # fmt: skip
+            labels = self.labels(batch) if given is None else given  # token ids may be labels
             wrong = "" if labels is None else invalid_label(labels, classes)
             if wrong:
                 raise InputError(
