@@ -43,6 +43,8 @@ VARIANTS = {
     "tssa": ("tssa", True),
 }
 """By name in tables: the mixer, and whether it is causal."""
+DRAWN = ("softmax", "linear", "s4d", "mamba", "tssa")
+"""Mixers of the figure; the others differ little from one of them."""
 COLORS = {0.0: "#111111", -2.0: "#b2182b", -1.0: "#ef8a62", 0.5: "#92c5de", 1.0: "#2166ac", 2.0: "#1b7837"}
 """Colors of the lines by λ; 0 means without a skip."""
 NORMS = {"none": "no norm", "pre": "pre-norm", "post": "post-norm"}
@@ -273,12 +275,11 @@ def skip_name(skip: float) -> str:
 
 
 def figures(report: Report) -> dict[str, str]:
-    """Return panels of norms by mixers: μ/‖Y‖ over depth for each λ, gate off."""
-    mixers = list(dict.fromkeys(one["setting"]["mixer"] for one in report["curves"]))
-    width, height = 100 + 132 * len(mixers), 426
+    """Return panels of norms by `DRAWN`: μ/‖Y‖ over depth for each λ, gate off."""
+    width, height = 100 + 132 * len(DRAWN), 426
     end = len(report["layers"]) - 1
     parts = []
-    for (column, mixer), (row, norm) in product(enumerate(mixers), enumerate(NORMS)):
+    for (column, mixer), (row, norm) in product(enumerate(DRAWN), enumerate(NORMS)):
         panel = Panel(
             (0, end), (FLOOR, 0), left=100 + 132 * column, top=44 + 114 * row, width=118, height=100
         )
@@ -294,7 +295,7 @@ def figures(report: Report) -> dict[str, str]:
             shares = [share for share in one["share"] if share is not None]  # a line ends at infinite states
             points = [(at, math.log10(max(share, 10**FLOOR))) for at, share in enumerate(shares)]
             parts.append(panel.line(points, COLORS[one["setting"]["skip"]]))
-    legend = Panel((0, 5), (0, 1), left=100, top=12, width=600, height=height - 22)
+    legend = Panel((0, 5), (0, 1), left=100, top=12, width=520, height=height - 22)
     for at, (skip, color) in enumerate(COLORS.items()):
         parts += [legend.dot(at, 1, color), legend.text(at, 1, skip_name(skip), "start", right=10, down=5)]
     depth = f"μ/‖Y‖ (log scale) at layers 0, 1, 2, 4 … {report['layers'][-1]}, left to right"
