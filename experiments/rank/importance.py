@@ -170,7 +170,7 @@ def tables(report: Report) -> dict[str, str]:
 
 
 def figure_name(model: Report) -> str:
-    return "worth-" + ("demo" if "demo" in model["model"] else "minilm") + ".svg"
+    return "importance-" + ("demo" if "demo" in model["model"] else "minilm") + ".svg"
 
 
 def model_parts(model: Report) -> Iterable[str]:

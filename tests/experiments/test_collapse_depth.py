@@ -116,7 +116,7 @@ def test_a_small_run_is_shown() -> None:
     assert "post-norm, gate on, layer 2" in "".join(experiment.grid_tables(report))
     root = ElementTree.fromstring(experiment.figures(report)["collapse-depth.svg"])
     lines = [one for one in root.iter() if one.tag.endswith("polyline")]
-    assert len(lines) == 2 * 3 * (1 + len(COLORS))  # a frame, and a line for each λ
+    assert len(lines) == 3 * (len(experiment.DRAWN) + 2 * len(COLORS))  # frames, and a line for each λ
 
 
 def last(**wanted) -> dict[str, float | None]:
