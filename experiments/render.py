@@ -140,6 +140,6 @@ def origin(experiment: Experiment, table: Table) -> str:
 
 def data_of(run: Run) -> str:
     about, chance = run["values"]["data"], run["values"]["chance"]
-    examples = f"{about['train']:,} examples to draw from, {evaluated_examples(run):,} to judge by"
-    common = "" if chance is None else f" (always the most common answer: {chance:.3f})"
+    examples = f"{about['train']:,} training examples, {evaluated_examples(run):,} for evaluation"
+    common = "" if chance is None else f" (the most common answer is right in {chance:.3f})"
     return f"{about['source']}, {examples}{common}"

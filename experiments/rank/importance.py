@@ -180,13 +180,10 @@ def model_parts(model: Report) -> Iterable[str]:
     yield f"{model['data']}; {len(model['heads'])} heads; loss: {model['loss']}, {model['unit']}.{whole}"
     found = model["correlations"]
     yield "Spearman with the exact costs, by split:\n\n" + correlation_table(found, COMPARED)
-    yield (
-        "The estimate as a share of the exact cost, over heads whose removal costs anything:\n\n"
-        + size_table(model)
-    )
+    yield ("The estimate as a share of the exact cost, over heads with a cost:\n\n" + size_table(model))
     yield "Rank and other measures against the exact costs:\n\n" + correlation_table(found, RANKS)
     yield f"![Cost of removal against numerical rank](../images/{figure_name(model)})"
-    yield "Heads that can go together at 1 %:\n\n" + set_table(model["sets"])
+    yield "Heads that can be removed together at 1 %:\n\n" + set_table(model["sets"])
 
 
 def by_split(splits: int, rows: Iterable[Sequence[str]]) -> str:
@@ -212,7 +209,7 @@ def size_table(model: Report) -> str:
     known = [found for found in agreements if found is not None]
     medians = ["median of heads", *(f"{found.median:.2f}" for found in known)]
     return by_split(
-        len(known), [medians, ["the costliest head", *(f"{found.costliest:.2f}" for found in known)]]
+        len(known), [medians, ["the most important head", *(f"{found.costliest:.2f}" for found in known)]]
     )
 
 
@@ -233,10 +230,10 @@ def set_table(sets: Sequence[Report]) -> str:
     head = (
         "chosen on",
         "sorted by",
-        "in their place",
+        "replacement",
         "heads",
-        "cost there",
-        "cost on the others",
+        "cost, same split",
+        "cost, other splits",
         "layer.head",
     )
     return markdown_table(head, rows)

@@ -88,7 +88,7 @@ def test_pages_put_first_what_does_not_hold(tmp_path: Path) -> None:
     assert "| tost | 1.500 | 0.500 |" in page, "no spread of one seed"
     command_told = "`python -m experiments run language --data DATA`: 600 steps of 8. On a processor"
     assert command_told in page
-    assert "Data: a text, 1,000 examples to draw from, 20 to judge by." in page
+    assert "Data: a text, 1,000 training examples, 20 for evaluation." in page
 
 
 DECIMAL = re.compile(r"(?<![\d.,])\d+\.\d+")
