@@ -483,6 +483,24 @@ def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
     assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
+def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
+    states = [layer(at, 0.9 if at < 3 else math.nan, nonfinite=2 * (at > 2)) for at in range(5)]
+    assert audit([], layers=states).verdict.sentence == "Not healthy: NaN or infinity in layers 2, 3."
+    head_and_state = audit(heads({"nonfinite": 1}), layers=[layer(0, 0.9), layer(1, math.nan, nonfinite=1)])
+    assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
+    embedding = audit([], layers=[layer(0, math.nan, nonfinite=1)])
+    assert embedding.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
+
+
+@pytest.mark.parametrize("found", [audit([], layers=layers(0.9, 0.02)), audit(heads({"nonfinite": 1}))])
+def test_a_smaller_model_is_no_action_against_errors(found: Audit) -> None:
+    narrow = audit(heads(NARROW))
+    assert narrow.verdict.actions == (narrow.findings[0].remedy,)
+    both = changed(found, findings=[*found.findings, *narrow.findings, *removable((0, 1)).findings])
+    assert {"OVERSIZED_HEADS", "REMOVABLE"} <= {finding.code for finding in both.findings}
+    assert len(both.verdict.actions) == 1
+
+
 def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.02))
     verdict = found.verdict

@@ -1,8 +1,10 @@
 """Remedies of findings work: commands and calls are run, advice in words is followed."""
 
+import json
 import math
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
@@ -91,16 +93,6 @@ def contribution(model: Stack, head: int) -> Tensor:
 
 
 @torch.no_grad()
-def without_head(finding: Finding) -> None:
-    model, head = designed(), finding.where.head
-    assert head in (SINK, CONSTANT)
-    before, lost = model(tokens()), contribution(model, head)
-    read_by_output(model.blocks[0].mixer, head).zero_()
-    torch.testing.assert_close(model(tokens()), before - lost)
-    assert (lost - lost.mean(1, keepdim=True)).norm() < 0.3 * lost.norm()  # nearly equal for all tokens
-
-
-@torch.no_grad()
 def folded(finding: Finding) -> None:
     model = designed()
     assert finding.where.head == IDENTITY
@@ -161,7 +153,6 @@ def compared(finding: Finding) -> None:
 
 
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
-    "set the weights of the output projection that read such a head to 0, and compare the loss": without_head,
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
     "give both the query and key weights of one of them, and compare the loss": merged,
@@ -179,9 +170,10 @@ LEADS = (
     "see what training did: ",
     "see what the model loses without it: ",
     "remove heads one by one, ",
-    "if queries and keys come from nn.Linear, ",
     "nothing: that is too little to notice; to do it anyway, ",
-    ", which chooses heads again",
+    " (it chooses heads again)",
+    " (it chooses heads again), if heads come from nn.Linear",
+    ", if heads come from nn.Linear",
 )
 """Words around commands and calls."""
 
@@ -393,7 +385,7 @@ def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> N
     (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
     audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
     finding, model = of(case.split()[0], audit), CASES[case][0]()
-    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "NONFINITE", "estimated")
+    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "NONFINITE", "SINK", "CONSTANT")
     assert ("rankwise " in finding.remedy) == ("unnamed" not in case and any(map(case.count, shell)))
     follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "adapter": adapter})
 
@@ -409,6 +401,92 @@ def test_every_remedy_of_a_folder_can_be_followed(case: str, folder: Path) -> No
     assert shlex.quote(MODEL) in finding.remedy or case == "RANDOM_WEIGHTS"
     assert "  " not in finding.remedy
     follow(finding, {"model": CASES[case][0]()})
+
+
+def vision(kind: str) -> nn.Module:
+    """Return a model of pictures with a head that nothing reads: ViT, a tower of CLIP, or all of CLIP."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes |= {"image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{kind}Config")
+    made = config(vision_config=sizes) if kind == "CLIP" else config(**sizes)
+    model = getattr(transformers, f"{kind}Model")(made).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if re.search(r"layers\.1\..*(o_proj|out_proj)\.weight", name) and "text" not in name:
+                weight[:, :8] = 0
+    return model
+
+
+def photos(folder: Path) -> str:
+    image = pytest.importorskip("PIL.Image")
+    (folder / "my photos").mkdir()
+    for at in range(4):
+        image.effect_noise((40, 50), 60 + at).convert("RGB").save(folder / "my photos" / f"{at}.png")
+    return "my photos"
+
+
+def rows(folder: Path) -> str:
+    (folder / "my rows.jsonl").write_text("\n".join(json.dumps({"line": TEXT[at:]}) for at in range(8)))
+    return "my rows.jsonl:train:line"
+
+
+def of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Save a model as version v1 of a model of the Hub that was downloaded before; return its name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
+    save(redundant())
+    home = folder / "hub" / "models--some--net"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "v1").write_text("0" * 40)
+    shutil.copytree(MODEL, home / "snapshots" / ("0" * 40))
+    return "some/net"
+
+
+@pytest.mark.parametrize("option", ["--images", "--dataset", "--device", "--revision"])
+def test_commands_repeat_where_model_and_data_are(
+    option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = MODEL, ["--text", FILE, "--tokens", "40", "--sequences", "4", "--importance"]
+    if option == "--revision":
+        model, value = of_the_hub(folder, monkeypatch), "v1"
+        given += [option, value]
+    elif option == "--images":
+        vision("ViT").save_pretrained(MODEL)
+        given = [option, (value := photos(folder)), "--importance"]
+    else:
+        save(redundant())
+        value = "cpu:0" if option == "--device" else rows(folder)
+        given = [*(given if option == "--device" else given[2:]), option, value]
+    finding = of("REMOVABLE", audited(model, *given))
+    assert shlex.join([option, value]) in finding.remedy
+    follow(finding, {})
+
+
+@pytest.mark.parametrize("kind", ["a tower", "both towers"])
+def test_the_remedy_for_a_tower_of_clip_can_be_followed(kind: str, folder: Path) -> None:
+    """A command changes a tower that a factory returns; a tower of a model is changed by Python code."""
+    batches = [{"pixel_values": torch.randn(2, 3, 32, 32)}]
+    if kind == "a tower":
+        code = "import torch\nfrom tests.auditing.test_remedies import vision\ntorch.manual_seed(0)\n"
+        code += "def build():\n    return vision('CLIPVision'), [torch.randn(4, 3, 32, 32)] * 2\n"
+        (folder / "net.py").write_text(code)
+        finding = of("REMOVABLE", audited("net.py:build", "--importance"))
+        assert "`rankwise compress net.py:build" in finding.remedy
+        follow(finding, {})
+        return
+    vision("CLIP").save_pretrained(MODEL)
+    finding = of("REMOVABLE", audited(MODEL, "--images", photos(folder), "--importance"))
+    assert "rankwise " not in finding.remedy
+    follow(finding, {"rw": rw, "model": vision("CLIP").vision_model, "batches": batches})
+
+
+def test_a_folder_with_skips_has_no_command_that_compress_refuses(folder: Path) -> None:
+    save(with_skips())
+    audit = audited(MODEL, "--text", FILE, "--tokens", "40", "--sequences", "4", "--importance", "exact")
+    assert {"REMOVABLE", "OVERSIZED_HEADS"} <= {*codes(audit)}
+    assert "`rankwise compress" not in " ".join(finding.remedy for finding in audit.findings)
 
 
 def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
@@ -430,6 +508,70 @@ def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     again = eval(finding.remedy, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
     assert "NOT_CAPTURED" not in codes(again)
     assert finding.where.site in {head.site for head in again.heads}
+
+
+def torch_layers() -> nn.Module:
+    """Return layers of PyTorch with a head that nothing reads, and a head with two channels of queries."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        for attention in (one.self_attn for one in model.layers):
+            attention.in_proj_weight[:64] *= 3
+            attention.in_proj_weight[2:8] = 0
+            attention.out_proj.weight[:, 8:16] = 0
+    return model
+
+
+def both() -> nn.Module:
+    model = over_wide()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.output.dense.weight[:, 8:16] = 0
+    return model
+
+
+def with_skips() -> nn.Module:
+    model = both()
+    rw.add_lambda_skip(model, init=1.0)
+    return model
+
+
+def compressed() -> nn.Module:
+    """Return a BERT that has one head less, and needs neither all heads nor all channels of queries."""
+    model = both()
+    rw.compress(model, [ids()], keep={"heads": 0.9})
+    with torch.no_grad():
+        model.bert.encoder.layer[2].attention.output.dense.weight[:, :8] = 0
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "layers of PyTorch": (torch_layers, "from parameters of its own, not from an nn.Linear"),
+    "λ-skips": (with_skips, "it has λ-skips"),
+    "compressed": (compressed, "it is compressed already"),
+}
+"""Models that `rankwise compress` refuses, and the reason."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_no_command_is_printed_that_compress_refuses(case: str, folder: Path) -> None:
+    made, reason = REFUSED[case]
+    inputs = "torch.randn(4, 64, 32)" if case == "layers of PyTorch" else "test_remedies.ids()"
+    code = "import torch\nfrom tests.auditing import test_remedies\ntorch.manual_seed(0)\n"
+    code += f"def build():\n    return test_remedies.{made.__name__}(), [{inputs} for _ in range(2)]\n"
+    (folder / "net.py").write_text(code)
+    audit = audited("net.py:build", "--importance", "exact")
+    for number, (name, parts) in enumerate({"REMOVABLE": "heads", "OVERSIZED_HEADS": "qk,rotary"}.items()):
+        finding = of(name, audit)
+        assert finding.remedy.startswith("nothing: rankwise compress refuses this model, because ")
+        assert "`" not in finding.remedy
+        assert finding.remedy not in audit.verdict.actions
+        words = ("compress", "net.py:build", "--parts", parts, "--tolerance", "0.01", "--out", str(number))
+        assert CliRunner().invoke(app, words).exit_code != 0
+    assert reason in of("OVERSIZED_HEADS", audit).remedy
+    other = audit.provenance.model_copy(update={"parts": ["other"]})
+    merged = rw.Audit.merge([audit, audit.model_copy(update={"provenance": other})])
+    assert merged.provenance.refused == audit.provenance.refused
 
 
 class Outcome(NamedTuple):

@@ -140,6 +140,9 @@ CUT_OFF = """() => [...document.querySelectorAll('.plot .main-svg')].flatMap((pl
   }).map((text) => text.textContent);
 })"""
 """Labels of figures that are not completely inside the figure."""
+CLIPPED = """[...document.querySelectorAll(".static")].map((table) => table.scrollWidth - table.clientWidth)
+  .filter((hidden) => 0 < hidden && hidden < 24)"""
+"""Pixels of tables that are hidden, if so few that nobody scrolls to see them."""
 
 
 @pytest.mark.parametrize("name", [*records.ALL, *(f"{kind} page" for kind in documents.DOCUMENTS)])
@@ -148,7 +151,7 @@ def test_every_page_fits_phones_and_screens_without_console_messages(
 ) -> None:
     visit = Visit(browser, reports[name], width=390, scheme="dark")
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert visit.page.evaluate(CUT_OFF) == []
+    assert visit.page.evaluate(CUT_OFF) == visit.page.evaluate(CLIPPED) == []
     visit.page.set_viewport_size({"width": 1400, "height": 900})
     visit.page.emulate_media(color_scheme="light")
     settle(visit.page)
@@ -157,6 +160,11 @@ def test_every_page_fits_phones_and_screens_without_console_messages(
     assert visit.complaints == []
     assert visit.asked() == [reports[name]]
     visit.page.close()
+
+
+def test_the_list_of_actions_has_a_title(encoder: Page) -> None:
+    assert encoder.get_by_role("heading", name="What to do").count() == 1
+    assert encoder.get_by_role("list", name="What to do").locator("li").count() == 3
 
 
 def test_there_is_a_picture_in_every_plot(encoder: Page) -> None:

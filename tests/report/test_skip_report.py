@@ -40,20 +40,21 @@ def stack(**fields: float | None) -> StackCertificate:
 
 
 @pytest.mark.parametrize(
-    ("kept", "words"),
+    ("kept", "words", "proved", "bound"),
     [
-        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch."),
-        (None, "h: nothing to keep, its tokens are all equal where it starts."),
+        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch.", 2.5, "|λ| ≥ 2.5"),
+        (None, "h: nothing to keep, its tokens are all equal where it starts.", 4e7, "none below 1,000"),
+        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch.", math.inf, "none below 1,000"),
     ],
 )
 def test_a_certificate_names_the_kept_spread_and_explains_larger_scales(
-    kept: float | None, words: str
+    kept: float | None, words: str, proved: float, bound: str
 ) -> None:
-    only = stack(kept=kept, min_lambda_proved=2.5)
+    only = stack(kept=kept, min_lambda_proved=proved)
     document = certificate_document(SkipCertificate(a=0.5, sequences=1, layers=[], stacks=[only]))
     assert document.verdict.sentence == words
     ((_, least, use),) = document.sections[0].tables[0].rows
-    assert least == "|λ| ≥ 2.5"
+    assert least == bound
     assert "proved for this batch" in str(use)
 
 
@@ -78,4 +79,7 @@ def test_every_number_of_a_certificate_is_under_its_name() -> None:
     }
     assert cells(least) == {"h.0": {column: f"{values[name]:.3g}" for column, name in names.items()}}
     assert "√a = 0.50" in least.note
+    large = layer.model_copy(update=dict.fromkeys(names.values(), 4e7))
+    document = certificate_document(SkipCertificate(a=0.25, sequences=1, layers=[large], stacks=[]))
+    assert cells(document.sections[0].tables[1]) == {"h.0": dict.fromkeys(names, ">1,000")}
     assert [row[:2] for row in uses.tables[0].rows] == [["h", "|λ| ≥ 0.8"]]

@@ -59,8 +59,10 @@ OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
-# Libraries name the output projection differently, so this remedy describes it instead of naming it.
-WITHOUT_HEAD = "set the weights of the output projection that read such a head to 0, and compare the loss"
+WITHOUT_IT = (
+    "see what the model loses without it: `{audit --importance --out NAME-importance | "
+    "rw.audit(model, batches, importance=True)}`"
+)
 
 Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]
@@ -95,9 +97,9 @@ class Rule:
     """Names of the record's fields that are copied to the evidence, separated by spaces."""
     shown_by: str = ""
     """Measure whose map or curve shows the finding."""
-    remedy: str
-    """Next step for the reader, with code in backticks, placeholders in braces, and a command and Python code
-    for the same step in double braces, of which `runnable` chooses one."""
+    remedy: str = ""
+    """Next step for the reader, with code in backticks, and a command and Python code for the same step in
+    braces, of which `runnable` chooses one; empty if the function states it."""
     names: str = ""
     """What the sentence of a verdict calls its findings, in the plural; empty if it does not name them."""
     causes_action: bool = True
@@ -153,41 +155,39 @@ def check_codes(codes: Sequence[str]) -> list[str]:
     return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
 
 
-@rule(
-    "REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost",
-    remedy="{why}`{{compress --parts heads --tolerance {tolerance:g} --out NAME-heads | rw.compress(model, "
-    'batches, parts="heads", tolerance={tolerance:g})}}`, which chooses heads again',
-)  # fmt: skip
+@rule("REMOVABLE", about="model", decided_by="heads", worse="neither", shown_by="removal_cost")
 def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
-    found = None if importance is None else importance.removable
-    if importance is not None and found is not None and found.heads:
-        first, *others = found.heads
+    if importance is not None and (found := importance.removable) is not None and found.heads:
         saved = saved_share(found.heads, measured.heads, measured.layers, measured.provenance)
         numbers = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
         evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
-        words, place = describe_removable(importance, found, saved), HeadId() if others else first
-        yield _finding("REMOVABLE", place, evidence, words, tolerance=found.tolerance, why=too_little(saved))
+        words = describe_removable(importance, found, saved)
+        place = HeadId() if len(found.heads) > 1 else found.heads[0]
+        remedy = (
+            f"`{{compress --parts heads --tolerance {found.tolerance:g} --out NAME-heads | rw.compress("
+            f'model, batches, parts="heads", tolerance={found.tolerance:g})}}` (it chooses heads again)'
+        )
+        yield _finding("REMOVABLE", place, evidence, words, remedy=too_little(saved) + remedy)
 
 
-@rule(
-    "RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher",
-    remedy="see which names the checkpoint has instead, `{look}`, and save it under the names of the model",
-)  # fmt: skip
+@rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher")
 def random_weights(measured: Measured) -> Iterator[Finding]:
     """Find weights of blocks and embeddings that the checkpoint does not have."""
     about = measured.provenance
     if about is not None and (names := about.random_weights):
         words = f"{len(names)} weights are random, because the checkpoint lacks them, such as {names[0]}."
         evidence = {"weights": len(names)}
-        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", look=loading_command(about))
+        remedy = f"see which names the checkpoint has instead, `{loading_command(about)}`, and save it under "
+        remedy += "the names of the model"
+        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", remedy=remedy)
 
 
 @rule(
     "NONFINITE", about="mixer", names="NaN or infinity", decided_by="heads", worse="higher",
-    remedy="see whether half precision overflowed, `{{audit --dtype float32 --out NAME-float32 | "
-    "rw.audit(model.float(), batches)}}`; if it did not, the cause is in the inputs or the weights, `[name "
+    remedy="see whether half precision overflowed, `{audit --dtype float32 --out NAME-float32 | "
+    "rw.audit(model.float(), batches)}`; if it did not, the cause is in the inputs or the weights, `[name "
     "for name, weight in model.named_parameters() if not weight.isfinite().all()]`",
 )  # fmt: skip
 def nonfinite(measured: Measured) -> Iterator[Finding]:
@@ -222,10 +222,9 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
         evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
         words = (
-            f"Tokens become equal: after {start.layer} blocks the token spread μ/‖Y‖ is "
-            f"{start.relative_spread:.2g}, at the input of the first block {first:.2g}, at the lowest "
-            f"{lowest:.2g}. In experiments {COLLAPSED_FAILED} of {COLLAPSED_RUNS} trainings with a value "
-            f"below {COLLAPSE_SPREAD:g} halfway did not learn."
+            f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.relative_spread:.2g} "
+            f"after {start.layer} blocks, {lowest:.2g} at the lowest. In experiments {COLLAPSED_FAILED} of "
+            f"{COLLAPSED_RUNS} trainings with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
         yield _finding("COLLAPSE", start, evidence, words, "error")
 
@@ -233,8 +232,8 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 @rule(
     "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
     evidence="relative_update norm",
-    remedy="see how much mixing its λ-skip or LayerScale leaves, `{{skip --certify | "
-    "rw.certify_skip(model, batch)}}`; or {change} and compare the loss",
+    remedy="see how much mixing its λ-skip or LayerScale leaves, `{skip --certify | "
+    "rw.certify_skip(model, batch)}`; or take the block out of its list and compare the loss",
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, because a λ, a LayerScale or a gate suppresses the rest."""
@@ -244,13 +243,12 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
                 f"Block {layer.layer - 1} barely changes its tokens: only {layer.relative_update:.1g} of its "
                 "output is not a multiple of its input."
             )
-            change = "take the block out of its list"
-            yield _finding("INACTIVE_BLOCK", layer, {}, words, "warning", change=change)
+            yield _finding("INACTIVE_BLOCK", layer, {}, words, "warning")
 
 
 @rule(
     "SINK", about="head", names="attention sinks", decided_by="max_token_mass", worse="higher",
-    shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_HEAD,
+    shown_by="max_token_mass", evidence="max_token_mass first_token_mass row_entropy", remedy=WITHOUT_IT,
     with_costs=True,
 )  # fmt: skip
 def sink(head: HeadRecord) -> Iterator[Finding]:
@@ -262,7 +260,7 @@ def sink(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "CONSTANT", about="head", names="constant heads", decided_by="row_distance", worse="lower",
-    shown_by="row_distance", evidence="stable_rank row_distance", remedy=WITHOUT_HEAD, with_costs=True,
+    shown_by="row_distance", evidence="stable_rank row_distance", remedy=WITHOUT_IT, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
@@ -287,7 +285,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
-    shown_by="nearest_distance", remedy="give {which} of one of them, and compare the loss", with_costs=True,
+    shown_by="nearest_distance", with_costs=True,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
@@ -317,13 +315,13 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
             which = "both the" if len(group) == 2 else "all the"
             which += " query and key weights" if mixer[0].kind in ("softmax", "linear") else " weights"
-            yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, which=which)
+            remedy = f"give {which} of one of them, and compare the loss"
+            yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, remedy=remedy)
 
 
 @rule(
     "HIGH_RANK", "LOW_RANK", about="mixer", decided_by="heads", worse="higher", shown_by="numerical_rank",
-    remedy="see what {question}: `{{audit --{option} --out NAME-{option} | rw.audit(model, batches, "
-    "{option}=True)}}`", with_costs=True, causes_action=False,
+    with_costs=True, causes_action=False,
 )  # fmt: skip
 def unusual_rank(measured: Measured) -> Iterator[Finding]:
     """Find heads whose rank differs from initialization; without a baseline, from every reference rank."""
@@ -341,8 +339,8 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
     """Return one finding on all heads ``found``, at the head that is farthest from its nearest reference."""
 
     def distance(head: HeadRecord) -> float:
-        rank = head.middle_rank
-        return min(abs(math.log((rank + 1) / (reference + 1))) for reference in _references(head))
+        ratios = ((head.middle_rank + 1) / (reference + 1) for reference in _references(head))
+        return min(abs(math.log(ratio)) for ratio in ratios)
 
     head = max(found, key=distance)
     rank, baseline, references = head.middle_rank, _baseline(head), _middle(head.band).nulls
@@ -354,7 +352,8 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
         listed = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
         words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
-        question, option = "training did", "baseline"
+        remedy = "see what training did: `{audit --baseline --out NAME-baseline | "
+        remedy += "rw.audit(model, batches, baseline=True)}`"
     else:
         at, (initial,) = _middle(baseline.band), _references(head)
         evidence |= {
@@ -367,9 +366,9 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
             f"{head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over sequences and "
             f"seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
         )
-        question, option = "the model loses without it", "importance"
+        remedy = WITHOUT_IT
     evidence |= references | deltas
-    return _finding(code, head, evidence, words, heads=found, question=question, option=option)
+    return _finding(code, head, evidence, words, heads=found, remedy=remedy)
 
 
 def _baseline(head: HeadRecord) -> Baseline | None:
@@ -405,8 +404,8 @@ def _middle(band: Sequence[R]) -> R:
 
 @rule(
     "OVERSIZED_HEADS", about="mixer", decided_by="heads", worse="neither", shown_by="required_head_dim",
-    remedy="if queries and keys come from nn.Linear, `{{compress --parts qk,rotary --tolerance {tolerance:g} "
-    '--out NAME-narrow | rw.compress(model, batches, parts=("qk", "rotary"), tolerance={tolerance:g})}}`',
+    remedy=f"`{{compress --parts qk,rotary --tolerance {WIDTH_TOLERANCE:g} --out NAME-narrow | rw.compress("
+    f'model, batches, parts=("qk", "rotary"), tolerance={WIDTH_TOLERANCE:g})}}`',
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
@@ -427,7 +426,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
                 f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
                 f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
             )
-            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, tolerance=WIDTH_TOLERANCE)
+            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found)
 
 
 def _determines_width(head: HeadRecord) -> bool:
@@ -440,7 +439,6 @@ def _determines_width(head: HeadRecord) -> bool:
 @rule(
     "NOT_CAPTURED", about="modules", names="modules that were not captured", decided_by="modules",
     worse="higher",
-    remedy="rw.audit(model, batches, sites={{{name!r}: adapter}})",
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
@@ -449,7 +447,8 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
-        yield _finding("NOT_CAPTURED", HeadId(site=name), evidence, words, severity, name=name)
+        remedy = f"rw.audit(model, batches, sites={{{name!r}: adapter}})"
+        yield _finding("NOT_CAPTURED", HeadId(site=name), evidence, words, severity, remedy=remedy)
 
 
 def place_of(record: HeadRecord | LayerRecord) -> HeadId:
@@ -464,14 +463,14 @@ def _finding(
     meaning: str,
     severity: Severity = "info",
     heads: Sequence[HeadRecord] = (),
-    **fields: str | float,
+    remedy: str = "",
 ) -> Finding:
-    """Return a finding, with the remedy and the evidence that the rule of its code defines."""
+    """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
     rule, place = RULES[code], where if isinstance(where, HeadId) else place_of(where)
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,
-        remedy=rule.remedy.format(**fields), heads=[head.head for head in heads],
+        remedy=remedy or rule.remedy, heads=[head.head for head in heads],
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from rankwise._internals.records import format_number, grouped
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance
+from rankwise.auditing.records import NOTHING, Finding, HeadRecord, LayerRecord, Provenance
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
 from rankwise.tracing.head_id import HeadId
 
@@ -17,8 +17,6 @@ CAUTION = "sort heads and can fall far short of large costs"
 HEAD_CAUTION = f"estimates of second order {CAUTION}"
 BLOCK_CAUTION = "an order at most: removing a block is a large change, and estimates can fall far short of it"
 ENTROPY = "the entropy of the predictions"
-NOTHING = "nothing"
-"""First word of remedies that cause no action."""
 WORTH = 0.05
 """Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
 TOLERANCE = 0.01
@@ -63,11 +61,11 @@ def _with_removal_cost(
     if about == "group":
         remedy = finding.remedy
     elif about == "head" and math.isnan(importance.share(low)):
-        remedy = f"{NOTHING} follows: {importance.reference_name}, which costs are compared with, is 0"
+        remedy = f"{NOTHING} {importance.reference_name}, which costs are compared with, is 0"
     elif about == "head" and exact:
-        remedy = "take it out" if within else f"{NOTHING}: the model needs this head"
+        remedy = "take it out" if within else f"{NOTHING} the model needs this head"
     elif exact:
-        remedy = f"{NOTHING}: the rank is not a fault, and its price is known"
+        remedy = f"{NOTHING} the rank is not a fault, and its price is known"
     price = {"least_removal_cost": low, "most_removal_cost": high}
     price = {"removal_cost": low} if about == "head" else price
     meaning, evidence = f"{finding.meaning} {words}.", finding.evidence | price
@@ -106,7 +104,7 @@ def saved_share(
 
 def too_little(saved: float) -> str:
     """Return the beginning of a remedy that is no action, if a saving is too small to be noticed."""
-    return f"{NOTHING}: that is too little to notice; to do it anyway, " if saved < WORTH else ""
+    return f"{NOTHING} that is too little to notice; to do it anyway, " if saved < WORTH else ""
 
 
 def cheapest_words(

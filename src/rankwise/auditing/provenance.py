@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rankwise._internals.files import folder_name
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
-from rankwise.auditing.records import HeadRecord, Provenance, Unseen
+from rankwise.auditing.records import NOTHING, HeadRecord, Provenance, Unseen
 from rankwise.errors import InputError, RecordError, did_you_mean
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--devic
 """Options of this kind that other commands lack."""
 COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+)\}")
 """Command without "rankwise", and Python code for the same step."""
+LINEAR = ", if heads come from nn.Linear"
 LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits", "seconds")
 SAME_MODEL = "Merge audits of the same model and settings only, each of other sequences."
@@ -93,12 +94,18 @@ def runnable(remedy: str, about: Provenance | None) -> str:
     """Return a remedy with one of the two forms of a step that it has as {command | code}.
 
     The command repeats the arguments of the audit that select model, data and device; NAME becomes a name for
-    folders. Without such arguments, or with one that the command lacks, the step is Python code.
+    folders. Without such arguments, or with one that the command lacks, the step is Python code. If
+    ``rankwise compress`` refuses the model, the remedy is the reason; if that is unknown, it has a condition.
     """
     given, found = [] if about is None else about.arguments, COMMAND_OR_CODE.search(remedy)
     if found is None:
         return remedy
     verb, *options = shlex.split(found["command"])
+    if verb == "compress":
+        reason = None if about is None else about.refused.get(options[1])
+        if reason:
+            return f"{NOTHING} rankwise compress refuses this model, because {reason}"
+        remedy += "" if reason == "" else LINEAR
     if not given or any(option in LACKING[verb].split() for option, *_ in given):
         return remedy.replace(found[0], found["code"])
     model, name = given[0][0], folder_name(Path(given[0][0]).name)
@@ -225,7 +232,7 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     libraries = _distinct(name for about in both for name in about.versions)
     versions = {name: _joined([about.versions.get(name, "") for about in both], ", ") for name in libraries}
     fields: dict[str, Any] = {
-        "advised": False, "sources": {}, "versions": versions,
+        "advised": False, "sources": {}, "versions": versions, "refused": first.refused | second.refused,
         "parts": sorted(part for about in both for part in about.parts),
     }  # fmt: skip
     for name in ("notes", "random_weights"):

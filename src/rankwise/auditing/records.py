@@ -39,6 +39,8 @@ PEAK_MASS = 0.5
 each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
+NOTHING = "nothing:"
+"""First word of remedies that cause no action."""
 
 
 def thresholds(delta: float) -> tuple[float, ...]:
@@ -448,6 +450,8 @@ class Provenance(Record):
     """Arguments of ``rankwise audit``, which commands of remedies repeat: [model], then [option, value] or
     [flag]. Empty if Python code made the audit, and in older files."""
     versions: dict[str, str] = Field(default_factory=dict)
+    refused: dict[str, str] = Field(default_factory=dict)
+    """Reason why ``rankwise compress`` refuses the model, by value of ``--parts``; empty if it does not."""
     advised: bool = False
     """True if `rankwise.skips.recommend` has examined the skip connections."""
     notes: list[str] = Field(default_factory=list)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import MIN_TOKENS, RULES
-from rankwise.auditing.importance_findings import NOTHING, cheapest_words
-from rankwise.auditing.records import Finding, Verdict
+from rankwise.auditing.importance_findings import cheapest_words
+from rankwise.auditing.records import NOTHING, Finding, Verdict
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -24,15 +24,16 @@ def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
-    the remedies of the most severe findings, one per code. A remedy that begins with "nothing" is no action;
-    without actions, `no_action` says what the cheapest removal of a head would bring.
+    the remedies of the most severe findings, one per code. A remedy that begins with "nothing:" is no action,
+    and with errors no remedy that only makes the model smaller; without actions, `no_action` says what the
+    cheapest removal of a head would bring.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
     several = len({head.stack for head in audit.heads} | {layer.stack for layer in audit.layers}) > 1
     severe = {code: own for code, own in named.items() if own[0].severity != "info"}
+    errors = any(own[0].severity == "error" for own in severe.values())
     if severe:
-        errors = any(own[0].severity == "error" for own in severe.values())
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
     elif not audit.heads and not audit.layers:
         sentence = "Nothing was measured: no mixing operator and no token states were captured"
@@ -41,7 +42,8 @@ def verdict_of(audit: "Audit") -> Verdict:
     sentences = [f"{sentence}.", *([] if audit.complete else [STOPPED])]
     actions: dict[str, str] = {}
     for finding in audit.findings:
-        acts = finding.code not in RULES or RULES[finding.code].causes_action
+        rule = RULES.get(finding.code)
+        acts = rule is None or (rule.causes_action and not (errors and rule.worse == "neither"))
         if acts and not finding.remedy.startswith(NOTHING):
             actions.setdefault(finding.code, finding.remedy)
     no_action = ""
@@ -77,11 +79,15 @@ def _phrase(code: str, findings: Sequence[Finding], several: bool) -> str:
     if rule.about in ("model", "modules"):
         return rule.names
     for stack, own in grouped(findings, lambda finding: finding.where.stack).items():
-        layers = [finding.where.layer for finding in own if finding.where.layer is not None]
-        # the address of a block's output has the number of blocks passed: the block is the one before
-        words = number_words("layer", [layer - (rule.about == "layer") for layer in layers])
+        # the address of token states has the number of blocks passed: the last of them wrote the states
+        layers = [
+            max(layer - (finding.where.head is None), 0)
+            for finding in own
+            if (layer := finding.where.layer) is not None
+        ]
+        words = number_words("layer", layers)
         if rule.about == "stack" and layers:
-            words = "after 1 block" if layers == [1] else f"after {layers[0]} blocks"
+            words = "after 1 block" if layers == [0] else f"after {layers[0] + 1} blocks"
         where.append(words + (f" of {stack}" if several and stack else ""))
     link = " " if rule.about == "stack" else " in "
     return f"{rule.names}{link}{' and '.join(where)}"

@@ -1,6 +1,7 @@
 """Describe one audit as a job (model, data and settings); load and run the job, in one process or several."""
 
 import hashlib
+import re
 import shlex
 import sys
 import tempfile
@@ -202,7 +203,6 @@ def run(
         "revision": model.revision,
         "data": loaded.data.data.replace(str(demo_text()), "the bundled text"),
         "command": job.command,
-        "arguments": job.arguments,
         "notes": [*model.notes, *loaded.data.notes],
         "weights": weights_digest(model.model, model.random_weights),
         "random_weights": model.random_blocks,
@@ -225,13 +225,23 @@ def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Aud
     """Return the audit with recommended λ, and True if Ctrl-C stopped the audit or the recommendation.
 
     An incomplete audit has no recommendation. If the recommendation fails, a note of the audit says why.
+    Commands against oversized and removable heads are tried up to the first change of the model.
     """
     from rankwise.auditing.run import build_audit
+    from rankwise.cli.compress import refusal
 
-    audit = build_audit(statistics, chosen_heads(loaded.job.matrices))
+    job, maps = loaded.job, chosen_heads(loaded.job.matrices)
+    arguments = [] if loaded.model.is_part else job.arguments
+    statistics.provenance = statistics.provenance.model_copy(update={"arguments": arguments})
+    audit = build_audit(statistics, maps)
     if not audit.complete:
         return audit, True
     try:
+        remedies = " ".join(finding.remedy for finding in audit.findings)
+        if parts := re.findall(r"rankwise compress .*? --parts (\S+)", remedies):
+            refused = {part: refusal(loaded.model.model, loaded.first[0], part) for part in set(parts)}
+            statistics.provenance = statistics.provenance.model_copy(update={"refused": refused})
+            audit = build_audit(statistics, maps)
         return recommend(audit, loaded.model.model, loaded.first[0]), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
@@ -284,12 +294,12 @@ def audit_shards(
     """
     loaded = _load_shard(job, processes)
     with show_progress() as say:
-        # a process has a device of its own, and keeps maps of its own
-        result = _measure(loaded, processes, {"arguments": job.arguments, **provenance}, say)
+        result = _measure(loaded, processes, provenance, say)
         if processes.several:
             result = _gather_shards(result, out, processes)
         if result.statistics is None:
             raise result.error or KeyboardInterrupt
+        # a process has a device of its own, and keeps maps of its own
         audit, interrupted = build(loaded._replace(job=job), result.statistics, say)
     write_report(audit, out, verbose=verbose)
     if result.error is None and interrupted:

@@ -8,14 +8,17 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import PARTS
-from rankwise.errors import INTERRUPTED, CompressionError, InputError
+from rankwise.errors import INTERRUPTED, CompressionError, InputError, RankwiseError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -138,6 +141,30 @@ def command(
         output.print_results(compression_document(record), written)
         if not record.complete:
             raise typer.Exit(INTERRUPTED)
+
+
+def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
+    """Return why this command refuses the parts of a model; an empty string if it changes some layers."""
+    from rankwise.compression.heads_find import find_removable_heads
+    from rankwise.compression.qk_find import find_query_key_layers
+    from rankwise.compression.rotary_find import find_rotary_layers
+    from rankwise.compression.save import check_saveable, structure_of
+    from rankwise.skips import skips_of
+
+    if skips_of(model):
+        return "it has λ-skips"
+    if structure_of(model).changes:
+        return "it is compressed already"
+    finds = {"heads": find_removable_heads, "qk": find_query_key_layers, "rotary": find_rotary_layers}
+    reason = ""
+    for part in parts.split(","):
+        try:
+            check_saveable(model)
+            finds[part](model, batch)
+            return ""
+        except Exception as error:  # the command reports it in the same words
+            reason = error.got if isinstance(error, RankwiseError) else f"{type(error).__name__}: {error}"
+    return reason
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:

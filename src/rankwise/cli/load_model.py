@@ -62,6 +62,8 @@ class LoadedModel:
     """Names of weights that are not in the checkpoint, and therefore random at each start."""
     random_blocks: list[str] = field(default_factory=list)
     """Those of them that are in blocks or embeddings."""
+    is_part: bool = False
+    """True if the rest of the model was left out, as commands cannot do."""
     use_cache: bool | None = None
     """Setting of the checkpoint; `load_model` turns the cache off."""
 
@@ -84,7 +86,8 @@ class LoadedModel:
         note = f"only {name} of {type(self.model).__name__} was audited: the part that reads this data"
         missing = tuple(weight.removeprefix(f"{name}.") for weight in self.random_weights)
         part = self.model.get_submodule(name)
-        return replace(self, model=part, notes=[*self.notes, note], random_weights=missing)
+        notes = [*self.notes, note]
+        return replace(self, model=part, notes=notes, random_weights=missing, is_part=True)
 
 
 def load_model(

@@ -97,7 +97,7 @@ def random_bases(layer: Projections) -> Factors:
     return Factors(bases.repeat_interleave(layer.groups, 0), bases, kept)
 
 
-def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Tensor]]:
+def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Any]]:
     """Return the outputs of modules by name, in the order of their calls."""
     by_name = grouped(calls, attrgetter("name"))
     return {name: [call.output for call in own] for name, own in by_name.items()}

@@ -34,8 +34,8 @@ LEAST_MAP_BYTES = 30_000
 """Bytes that attention maps may always take, even on a page that is too large without them."""
 FEW_POINTS = 32
 """Number of points per spectrum on a page that is too large with more points."""
-MOST_LAYERS = 16
-"""Maximum number of layers on the first screen."""
+MOST_LAYERS, FEW_LAYERS = 16, 5
+"""Maximum number of layers on the first screen, without and with errors."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
@@ -157,7 +157,7 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     every = rows.values()
     names = [name for name in next(iter(every), {}) if any(row[name] != MISSING for row in every)]
     listed = [[layer, *(row[name] for name in names)] for layer, row in rows.items()]
-    step = math.ceil(len(listed) / MOST_LAYERS)
+    step = math.ceil(len(listed) / (FEW_LAYERS if _has_errors(audit) else MOST_LAYERS))
     shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
     lengths = {format_number(head.tokens, 0) for head in audit.heads}
     of = f"{lengths.pop()} tokens" if len(lengths) == 1 else "the tokens"
@@ -185,7 +185,7 @@ def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
 
 
 def _hints(audit: Audit) -> list[str]:
-    """Return how to read the table of the first screen, and how to measure what is not in it."""
+    """Return how to read the table of the first screen, and, without errors, how to measure the rest."""
     has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
     reference = "" if audit.importance is None else audit.importance.reference_name
     columns = (
@@ -203,11 +203,15 @@ def _hints(audit: Audit) -> list[str]:
     missing = [
         f"{what}, `{f'--{option}' if by_command else f'{option}=True'}` ({price})"
         for known, what, option, price in options
-        if audit.heads and not known
+        if audit.heads and not known and not _has_errors(audit)
     ]
     read = [words for known, words in columns if known]
     lines = {"How to read this": read, "Not measured": missing}
     return [f"{name}: {'; '.join(words)}." for name, words in lines.items() if words]
+
+
+def _has_errors(audit: Audit) -> bool:
+    return any(finding.severity == "error" for finding in audit.findings)
 
 
 def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:

@@ -64,14 +64,14 @@ def print_document(document: Document, console: Console | None = None, *, verbos
 
 
 def _print_first(document: Document, console: Console) -> None:
-    """Print what is on the first screen below the verdict."""
+    """Print what is on the first screen below the verdict, such as findings of the worst severity."""
     entries = [entry for section in document.sections for own in section.lists for entry in own.entries]
-    severe = [item for item, _ in entries if item.severity != "info"]
-    for item in severe:
+    worst = [item for item, _ in entries if item.severity == entries[0][0].severity != "info"]
+    for item in worst:
         head = (SEVERITIES[item.severity][0], STYLES[item.severity]), (item.code, "bold")
         words = item.meaning.partition(". ")[0].removesuffix(".")
         console.print(line(*head, item.place, f"{words}.", separator="  "), overflow="fold")
-    if severe:
+    if worst:
         console.print()
     for table in document.first:
         _print_table(table, console)

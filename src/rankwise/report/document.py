@@ -15,7 +15,7 @@ MOST_PLACES = 12
 TO_DO = "what to do"
 _LONGEST_NAME = 24
 """Number of characters above which a table cell counts as a sentence, which may be wrapped."""
-_NUMBER = re.compile(r"[≈+\-−–<|]?\s?[\d–]")
+_NUMBER = re.compile(r"[≈+\-−–<>|]?\s?[\d–]")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ from typing import Any
 from rankwise._internals.records import format_number
 from rankwise.auditing.records import Verdict
 from rankwise.report.document import Document, Section, Table, nonempty
-from rankwise.skips.certificate import LambdaChoice, SkipCertificate, StackCertificate
+from rankwise.skips.certificate import (
+    MOST_LAMBDA,
+    LambdaChoice,
+    SkipCertificate,
+    StackCertificate,
+    lambda_words,
+)
 
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
@@ -64,8 +70,8 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
     measured = "lambda_value", "norm", "kept", "kept_lower_bound", "mixing_share", "mixing_norm", "value_norm"
     least = "min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"
     rows = [
-        [[layer.site, *(_cell(getattr(layer, name)) for name in names)] for layer in certificate.layers]
-        for names in (measured, least)
+        [[layer.site, *(_cell(getattr(layer, name), most) for name in names)] for layer in certificate.layers]
+        for names, most in ((measured, None), (least, MOST_LAMBDA))
     ]
     advised = [
         [choice.stack or "model", "none" if choice.value is None else f"|λ| ≥ {choice.value:g}",
@@ -111,10 +117,10 @@ def _uses(stack: StackCertificate, root: str) -> list[tuple[str, str]]:
         (stack.min_lambda_any_mixing, "proved for the tokens of this batch and any attention weights"),
         (stack.min_lambda_paper, "required by both hypotheses of the paper's theorem, for comparison"),
     )  # fmt: skip
-    return [(f"|λ| ≥ {_cell(least)}", use) for least, use in uses if least is not None]
+    return [(lambda_words(least), use) for least, use in uses if least is not None]
 
 
-def _cell(value: float | str | None) -> str:
+def _cell(value: float | str | None, most: int | None) -> str:
     if isinstance(value, str):
         return value
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None else f">{most:,}" if most and value > most else f"{value:.3g}"

@@ -22,6 +22,8 @@ RENAMED = {
     "paper_scale_with_floor": "min_lambda_paper",
 }
 """Current names of fields of layers and stacks, by their names in files of version 1."""
+MOST_LAMBDA = 1000
+"""Larger |λ| suppress all mixers: they are not told apart in words."""
 
 
 class _Numbers(Record):
@@ -120,6 +122,11 @@ class SkipCertificate(_Numbers):
         from rankwise.report.skip_report import certificate_document
 
         return write_page(certificate_document(self), Path(path))
+
+
+def lambda_words(least: float) -> str:
+    """Return a least |λ| in words."""
+    return f"|λ| ≥ {least:.3g}" if least <= MOST_LAMBDA else f"none below {MOST_LAMBDA:,}"
 
 
 class LambdaChoice(Record):

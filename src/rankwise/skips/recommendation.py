@@ -20,7 +20,7 @@ from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, instance_of, one_of
 from rankwise.skips.add import check_traceable, skips_of
-from rankwise.skips.certificate import LambdaChoice
+from rankwise.skips.certificate import LambdaChoice, lambda_words
 from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
 from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
@@ -157,7 +157,7 @@ def _choose(
         told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
     elif all(bool((own.abs() >= best).all()) for own in current.values()):
         told = "no COLLAPSE"
-    bound = "none is known" if proved is None else f"|λ| ≥ {proved:.3g}"
+    bound = "none is known" if proved is None else lambda_words(proved)
     statement = f"{TOLD.lstrip()}{told}. Proved to keep half of μ² per layer: {bound}."
     return LambdaChoice(
         stack=stack, sites=names, value=best if named else None, removes_collapse=removed, tried=tried,
@@ -240,10 +240,10 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
                 continue
             effect = f"its output is {share:.1g} of the sum with its skip connection"
             meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
-            change = "set the weights of its output projection to 0"
+            block, mixer = "take the block out of its list", "set the weights of its output projection to 0"
             suppressed = Finding(
                 code="INACTIVE_BLOCK", severity="warning", where=HeadId(site=site), meaning=meaning,
-                evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.format(change=change),
+                evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
             )  # fmt: skip
             found.append(suppressed)
     if collapsed:
