@@ -7,9 +7,13 @@ from typing import Any
 from typer.main import get_command
 
 from experiments.render import fill_page, markdown_table
+from rankwise import measures
 from rankwise.auditing import findings, frames
 from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
 from rankwise.cli import app
+
+FUNCTIONS = {*measures.__all__} - {"coding_rate"}
+"""Functions with the names of measures; `coding_rate` is another number for token states than for heads."""
 
 
 def pages() -> dict[str, str]:
@@ -48,14 +52,15 @@ def _parameter(names: str, words: str) -> list[str]:
     meaning, _, default = words.replace("\\[", "[").partition("  [")
     names = re.sub(r"list\[(\w+)\]| range", r"\1", names)
     meaning = re.sub(r"([\[\]])", r"\\\1", meaning)
-    return _cells(f"`{names}`", meaning, default.removesuffix("]"))
+    return _cells(f"`{names}`", meaning, default.replace("default: ", "").removesuffix("]"))
 
 
 def _rule(code: str) -> str:
     """Return what the table of rules says of a finding."""
     rule = findings.RULES[code]
-    worse = "" if rule.worse == "neither" else f", {rule.worse} is worse"
-    return f"Subject: {rule.about}. Deciding number: `{rule.decided_by}`{worse}."
+    worse = "neither direction" if rule.worse == "neither" else rule.worse
+    decides = f"In a [comparison](../how-to/compare.md), `{rule.decided_by}` decides: {worse} is worse."
+    return f"Subject: {rule.about}. {decides}"
 
 
 def _measures(shown: Sequence[Measure], prefix: str = "") -> str:
@@ -65,10 +70,10 @@ def _measures(shown: Sequence[Measure], prefix: str = "") -> str:
     for heading, one in zip(headings, shown, strict=True):
         name = f"[`{one.name}`](#{heading.replace(': ', '-')})" + (f", {one.symbol}" if one.symbol else "")
         rows.append(_cells(name, one.range.text, one.low, one.high))
-        function = one.name if one.function is None else one.function
+        function = one.function or one.name
         link = f"\n- Function: [`rw.measures.{function}`](python.md#rankwise.measures.{function})"
         title = f"{one.title}. {one.meaning}".strip()
-        about = f"- Formula: {one.formula}\n- Cost: {one.cost}" + (link if function else "")
+        about = f"- Formula: {one.formula}\n- Cost: {one.cost}" + (link if function in FUNCTIONS else "")
         sections.append(f"### {heading}\n\n{title}\n\n{about}")
     table = markdown_table(("measure", "range", "low", "high"), rows)
     return "\n\n".join([table, *sections])

@@ -59,7 +59,7 @@ def command(
     batch_size: options.BatchSize = 4,
     delta: Annotated[float, typer.Option(help="Count singular values above this threshold as rank.")] = 1e-2,
     method: Annotated[
-        str, typer.Option(help="Compute ranks by exact, estimate, or auto (exact up to 8,192 tokens).")
+        str, typer.Option(help="Method for ranks: exact, estimate, or auto (exact up to 8,192 tokens).")
     ] = "auto",
     matrices: Annotated[
         str | None,
@@ -83,7 +83,7 @@ def command(
     importance_loss: Annotated[
         str,
         typer.Option(
-            help="auto, causal, masked, encoder-decoder, labels, own, or output (change of outputs)."
+            help="Loss: auto, causal, masked, encoder-decoder, labels, own, output (change of outputs)."
         ),
     ] = "auto",
     loss: Annotated[
@@ -91,7 +91,7 @@ def command(
     ] = False,
     baseline: Annotated[
         bool,
-        typer.Option("--baseline", help="Also audit the architecture at initialization, as for the demo."),
+        typer.Option("--baseline", help="Also audit the model at initialization; always for the demo."),
     ] = False,
     baseline_seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --baseline.")

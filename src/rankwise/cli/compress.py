@@ -50,20 +50,20 @@ def command(
     dataset: options.Dataset = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="Share to keep, such as 0.5 (default); or one per part, such as kv=0.5, repeated."),
+        typer.Option(help="Fraction to keep, such as 0.5 (default), or kv=0.5 for a part; can be repeated."),
     ] = None,
     tolerance: Annotated[
         list[str] | None,
         typer.Option(
-            help="Or the largest cost, written in the same way: for qk and rotary, attention KL in nats; for "
-            "kv, KL of the outputs in nats; for heads, a share of the loss."
+            help="Or largest cost, also per part: for qk and rotary, attention KL in nats; for kv, KL of the "
+            "outputs in nats; for heads, a share of the loss."
         ),
     ] = None,
     parts: Annotated[
         str | None,
-        typer.Option(help=f"Parts for one number: {', '.join(PARTS)}, with commas between. By default qk."),
+        typer.Option(help=f"Parts to compress: {', '.join(PARTS)}, separated by commas; by default qk."),
     ] = None,
-    calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer of qk and rotary.")] = 0,
+    calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for qk and rotary.")] = 0,
     tokens: options.Tokens = 256,
     sequences: Annotated[int, typer.Option(min=1, help="Calibrate on this many, and hold out as many.")] = 32,
     batch_size: options.BatchSize = 8,

@@ -47,7 +47,7 @@ def command(
     mask: Annotated[
         str | None, typer.Option(help="Mask: full or causal; by default full, or as in the model.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Minimum gain in rank/T per unit of width.")] = 0.01,
+    tolerance: Annotated[float, typer.Option(help="Smallest gain in rank/T per unit of width.")] = 0.01,
     model: Annotated[
         str | None,
         typer.Option(help="Use the token states and heads of this model: name, folder or factory."),
@@ -60,9 +60,9 @@ def command(
     temperature: Annotated[
         float, typer.Option(help="Temperature of softmax in units of √K; 0 counts hardmax winners.")
     ] = 0.0,
-    heads: Annotated[int | None, typer.Option(min=1, help="Present number of heads, for the costs.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Present number of key heads.")] = None,
-    trials: Annotated[int, typer.Option(help="Number of draws of the weights.")] = 10,
+    heads: Annotated[int | None, typer.Option(min=1, help="Current number of heads, for the costs.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Current number of key heads.")] = None,
+    trials: Annotated[int, typer.Option(help="Number of random draws of the weights.")] = 10,
     sequences: Sequences = 8,
     seed: Seed = 0,
     device: Device = None,
