@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import statistics
 from pathlib import Path
 
 import benchmarks.__main__ as command
@@ -231,32 +230,20 @@ def of_rank(rows):
 
 
 def of_estimate(rows):
-    near, many, cost = (
-        [row for row in rows if row["part"] == part] for part in ("accuracy", "coverage", "cost")
-    )
-    for name in ("effective_rank", "stable_rank"):
-        errors = [abs(row[f"{name}_error"]) for row in near]
-        worst = f"{max(errors):.2%}".replace("%", " %") if max(errors) > 1e-6 else f"{max(errors):.0e}"
-        yield f"| {sum(one <= 0.02 for one in errors)} of {len(near)}, worst {worst} |"
-    held = [sum(row[f"{name}_held"] for row in near) for name in ("effective_rank", "stable_rank")]
-    counts = [count for row in near for count in row["counts"]]
-    yield (
-        f"effective rank {held[0]} of {len(near)}, stable rank {held[1]} of {len(near)}, "
-        f"counts {sum(count['held'] for count in counts)} of {len(counts)} |"
-    )
-    yield f"| {sum(count['value'] is not None for count in counts)} of {len(counts)} |"
-    shares = [statistics.fmean(row[name] for row in many) for name in ("effective_rank", "stable_rank")]
-    of_counts = statistics.fmean(share for row in many for share in row["counts"])
-    yield f"effective rank {shares[0]:.0%}, stable rank {shares[1]:.0%}, counts {of_counts:.1%}".replace(
-        "%", " %"
-    )
-    size, seconds, mib = ([row[name] for row in cost] for name in ("tokens", "core_seconds", "mib"))
+    near, cost = ([row for row in rows if row["part"] == part] for part in ("accuracy", "cost"))
+    names = ("effective_rank", "stable_rank")
+    worst = [max(abs(row[f"{name}_error"]) for row in near) for name in names]
+    yield f"effective rank is within {100 * worst[0]:.2f} % of"
+    yield f"stable rank within {worst[1]:.0e}"
+    held = [sum(row[f"{name}_held"] for row in near) for name in names]
+    yield f"effective rank of {held[0]} of {len(near)} heads, the stable rank of {held[1]} of {len(near)},"
+    counts = [count["held"] for row in near for count in row["counts"]]
+    yield f"{sum(counts)} of {len(counts)} counts"
+    size, seconds = ([row[name] for row in cost] for name in ("tokens", "core_seconds"))
     for row in cost:
         matrix = 8 * row["tokens"] ** 2 / 2**20
         yield f"| {row['tokens']:,} | {row['core_seconds']:,.0f} | {row['mib']:.0f} | {matrix:,.0f} |"
-    slope, constant = np.polyfit(size, mib, 1)
     yield f"T^{np.polyfit(np.log(size), np.log(seconds), 1)[0]:.2f}"
-    yield f"{constant:.0f} MiB and {slope * 2**10:.1f} KiB a token"
 
 
 def of_ways(rows):
@@ -271,8 +258,8 @@ PAGES = {
     "skip": ("how-to/skip", of_skip),
     "tssa": ("how-to/tost", of_tssa),
     "rank_1024": ("decisions/004-fast-ranks", of_rank),
-    "estimate": ("how-to/long-contexts", of_estimate),
-    "estimate_4096": ("how-to/long-contexts", of_ways),
+    "estimate": ("how-to/scale", of_estimate),
+    "estimate_4096": ("how-to/scale", of_ways),
 }
 
 

@@ -27,7 +27,7 @@ from rankwise.tracing import MixerSite, StateSite
 EXACT_BYTES = 2**29
 """Maximum bytes of a float64 matrix with exact ranks: 512 MiB, T = S = 8,192. Its decomposition takes four
 times as much memory. The limit is memory, not time: up to this size exact ranks are also faster than
-estimates (docs/how-to/long-contexts.md)."""
+estimates (docs/how-to/scale.md)."""
 MATRIX_BYTES = 2**28
 """Bytes of float64 matrices formed at once (256 MiB); a larger matrix is formed alone."""
 SPECTRUM_POINTS = 64
