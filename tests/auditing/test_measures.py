@@ -107,10 +107,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")  # other programs may run on the machine
 from tests.measures import test_every_measure
-from experiments.measures import tables
+from experiments.reference import pages
 assert attention_distance in test_every_measure.OF_MATRICES  # the laws of all measures include it
 test_every_measure.test_matrices_of_a_batch_are_measured_alone(attention_distance)
-assert "::: rankwise.measures.attention_distance" in tables()["functions"]
+assert "python.md#rankwise.measures.attention_distance" in pages()["measures"]
 
 again = rw.Audit.load(audit.save(Path("audit.json")))
 assert [head.attention_distance for head in again.heads] == got
