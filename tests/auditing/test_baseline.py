@@ -112,7 +112,7 @@ def test_a_trained_model_above_its_baseline_is_a_finding() -> None:
     assert finding.evidence["margin"] == at.margin < finding.evidence["difference"]
     assert finding.evidence["difference"] == pytest.approx(head.numerical_rank - head.init_numerical_rank)
     assert finding.evidence["pairs"] == 4 * 3
-    assert "fresh weights" in finding.meaning
+    assert "at initialization" in finding.meaning
     exec(finding.remedy.split("`")[1], {"rw": rw, "model": trained(), "batches": batches()})
 
 
@@ -138,7 +138,7 @@ def test_too_few_seeds_or_sequences_are_not_judged(sequences: int, seeds: int, j
     assert {head.baseline.judged for head in audit.heads} == {judged}
     assert audit.heads[0].baseline.seeds == seeds
     if not judged:
-        assert all("fresh weights" not in finding.meaning for finding in audit.findings)
+        assert all("at initialization" not in finding.meaning for finding in audit.findings)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -48,7 +48,7 @@ def test_a_baseline_is_shown_next_to_the_model(run: Run, tiny: Path, tmp_path: P
     assert audit.baseline.seeds == [0, 1]
     assert all(head.baseline.judged for head in audit.heads)
     said = " ".join(result.output.split())
-    assert "at fresh weights, built from its configuration, on the same data, seeds 0, 1" in said
+    assert "at initialization, built from its configuration, on the same data, seeds 0, 1" in said
 
 
 def test_merging_joins_measurements_and_refuses_options_of_an_audit(

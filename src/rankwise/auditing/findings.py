@@ -362,9 +362,9 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
             "pairs": at.pairs, "seeds": baseline.seeds,
         }  # fmt: skip
         words += (
-            f" {'more' if high else 'less'} rank than the same heads at fresh weights on the same data: head "
-            f"{head.head} has {rank:.0f} of {head.smaller:.0f}, fresh {initial:.0f}; over sequences and "
-            f"seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
+            f" {'more' if high else 'less'} rank than the same heads at initialization on the same data: "
+            f"head {head.head} has {rank:.0f} of {head.smaller:.0f}, initially {initial:.0f}; over sequences "
+            f"and seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
         )
         remedy = WITHOUT_IT
     evidence |= references | deltas

@@ -201,11 +201,11 @@ class HeadMeasures(Record):
         low="no direction", high="full rank", digits=2, cost="included in the numerical rank", function="",
     )] = math.nan
     init_numerical_rank: Annotated[Number, HeadMeasure(
-        title="Rank share at fresh weights", short="Fresh rank share", symbol="rank at fresh weights",
+        title="Rank share at initialization", short="Initial rank share", symbol="rank at initialization",
         formula="#{i : σ_i ≥ δ} (for mixers with signs σ_i ≥ δ σ_1) of the same head, mean over copies of "
-        "the model at fresh weights; NaN without a baseline",
+        "the model at initialization; NaN without a baseline",
         range=RANK, share=True, low="no direction", high="full rank", digits=2, cost="one audit per seed",
-        known_only=True, console="fresh\nshare", function="", late=True,
+        known_only=True, console="init\nshare", function="", late=True,
     )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range=DIRECTIONS,
@@ -215,12 +215,12 @@ class HeadMeasures(Record):
         "over which the spectrum is spread.",
     )]
     init_effective_rank: Annotated[Number, HeadMeasure(
-        title="Effective rank at fresh weights", short="Fresh effective rank",
-        symbol="effective rank at fresh weights",
-        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the same head, mean over copies of the model at fresh "
-        "weights; NaN without a baseline",
+        title="Effective rank at initialization", short="Initial effective rank",
+        symbol="effective rank at initialization",
+        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the same head, mean over copies of the model at "
+        "initialization; NaN without a baseline",
         range=DIRECTIONS, low="few directions", high="many directions", digits=1, cost="one audit per seed",
-        known_only=True, console="fresh\neffective", function="", late=True,
+        known_only=True, console="init\neffective", function="", late=True,
     )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
         title="Stable rank", formula="‖M‖_F²/σ_1²", range=DIRECTIONS, low="σ₁ dominates",

@@ -124,7 +124,7 @@ class BaselineRecord(Record):
         seeds = ", ".join(map(str, self.seeds))
         name = "seeds" if len(self.seeds) > 1 else "seed"
         built = strip_control(self.built)
-        return f"the same architecture at fresh weights, built {built}, on the same data, {name} {seeds}"
+        return f"the same architecture at initialization, built {built}, on the same data, {name} {seeds}"
 
 
 class AttentionMap(Record):
