@@ -63,6 +63,15 @@ def test_skips_act_in_every_family(name: str) -> None:
     assert state_of(model) == state
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["ViT", "T5", "Llama"])
+def test_an_example_is_made_for_images_and_texts(name: str, dtype: torch.dtype) -> None:
+    (model, batch), (other, _) = (FOUND[name][0]() for _ in range(2))
+    sites = add_lambda_skip(model.to(dtype)).sites
+    assert list(sites) == list(add_lambda_skip(other, example=batch))
+    assert {site.dtype for site in sites.values()} == {dtype}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "FalconMamba"])
 def test_a_residual_in_float32_is_the_state_that_it_was_cast_from(name: str, dtype: torch.dtype) -> None:
