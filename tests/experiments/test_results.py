@@ -95,7 +95,7 @@ DECIMAL = re.compile(r"(?<![\d.,])\d+\.\d+")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_numbers_of_conclusions_are_those_of_the_tables(name: str) -> None:
+def test_numbers_of_conclusions_are_in_the_tables(name: str) -> None:
     """Each is a number of the verdicts, runs or tables below it, or one of them rounded."""
     _, page = render.pages([EXPERIMENTS[name]]).values()
     conclusions, tables = page.split("## Verdicts")
