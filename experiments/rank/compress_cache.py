@@ -138,7 +138,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         for keep in keeps
         for one in splits[0]["keeps"][keep]["milliseconds"]
     ]
-    budget = "share of cache", "bytes a token", "loss", "loss added", "predicted", "parameters"
+    budget = "share of cache", "bytes per token", "loss", "loss added", "predicted", "parameters"
     turns = "share of the cache", "phase", "tokens", "before, ms", "after, ms", "after/before"
     return {
         "loss": markdown_table((*budget, "ranks, split 0"), losses),
