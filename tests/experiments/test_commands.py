@@ -33,7 +33,7 @@ def wrong_commands(text: str) -> Iterator[str]:
                 first == "run" and second in {*EXPERIMENTS, *STUDIES, *ANY}
             )
         elif module == "benchmarks":
-            known = first in {*NAMES, *ANY}
+            known = first in {None, *NAMES, *ANY}  # alone it prints its help
         else:
             known = find_spec(module) is not None
         if not known:
