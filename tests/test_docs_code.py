@@ -23,6 +23,10 @@ CONTEXT = {"rw": rw}
 PRINTED = {
     "README.md": 3,
     "docs/how-to/audit.md": 1,
+    "docs/how-to/compress.md": 1,
+    "docs/how-to/plan.md": 1,
+    "docs/how-to/scale.md": 1,
+    "docs/how-to/skip.md": 1,
     "docs/how-to/capture.md": 3,
     "docs/how-to/compare.md": 2,
     "docs/how-to/importance.md": 1,
