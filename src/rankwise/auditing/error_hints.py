@@ -27,7 +27,9 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
     """Return the last sentences of an error message: how to fix a batch on which a model raised ``error``."""
     names = argument_names(model)
     model = original_of(model)
-    if isinstance(error, NotImplementedError) and _has_no_forward(model):
+    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
+    only_raises = owner is nn.Module or owner.__name__ == "LightningModule"
+    if isinstance(error, NotImplementedError) and only_raises and "forward" not in vars(model):
         lists = (nn.ModuleList, nn.ModuleDict)
         name = next((at for at, inner in model.named_children() if not isinstance(inner, lists)), "inner")
         return (
@@ -35,7 +37,9 @@ def fix_hint(model: nn.Module, batch: Any, error: Exception) -> str:
             f"`def forward(self, x): return self.{name}(x)`, or audit the inner module that has it, such as "
             f"`model.{name}`."
         )
-    if _fast_path_fails(model, error):
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer))
+    quantized = any(callable(getattr(layer.linear1, "weight", None)) for layer in layers)  # it is a method
+    if quantized and "'function' object has no attribute 'device'" in str(error):
         switch = "`torch.backends.mha.set_fastpath_enabled(False)`"
         return f"The fast path of TransformerEncoderLayer fails on quantized layers. Turn it off: {switch}."
     if isinstance(batch, Mapping):
@@ -93,24 +97,6 @@ def label_error(model: nn.Module, batch: Any, number: int, error: Exception) -> 
             subject = f"{name} of batch {number}"
             return InputError(subject, expected=expected, got=wrong, fix=fix)
     return None
-
-
-def _has_no_forward(model: nn.Module) -> bool:
-    """Return True if ``forward`` is inherited from torch or Lightning, where it only raises."""
-    owner = next(base for base in type(model).__mro__ if "forward" in vars(base))
-    return "forward" not in vars(model) and (owner is nn.Module or owner.__name__ == "LightningModule")
-
-
-def _fast_path_fails(model: nn.Module, error: Exception) -> bool:
-    """Return True if PyTorch's fast path failed on a quantized layer, whose ``weight`` is a method."""
-    return (
-        isinstance(error, AttributeError)
-        and "'function' object has no attribute 'device'" in str(error)
-        and any(
-            isinstance(layer, nn.TransformerEncoderLayer) and callable(getattr(layer.linear1, "weight", None))
-            for layer in model.modules()
-        )
-    )
 
 
 def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:

@@ -80,7 +80,9 @@ def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved:
         f"layer {layer}: {', '.join(str(one.head) for one in own)}" for (_, layer), own in layers.items()
     )
     heads, them = ("this head", "it") if count == 1 else (f"these {count} heads together", "them")
-    cost = share_words(importance, found.cost)
+    verb = "lowers the loss by" if found.cost < 0 else "costs"
+    cost = f"{verb} {abs(importance.share(found.cost)):.2%}{_of(importance)}"
+    cost += f" ({_change(importance, found.cost)})"
     gain = "" if math.isnan(saved) else f" It saves at most {saved:.1%} of the parameters."
     return f"Removing {heads} {cost}, by a run without {them} on this audit's batches ({where}).{gain}"
 
@@ -125,12 +127,6 @@ def cheapest_words(
         costs_it += f" of {importance.reference_name}"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
     return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
-
-
-def share_words(importance: ImportanceRecord, cost: float) -> str:
-    """Describe the effect of a removal: verb, share of the loss, and the loss before and after."""
-    verb = "lowers the loss by" if cost < 0 else "costs"
-    return f"{verb} {abs(importance.share(cost)):.2%}{_of(importance)} ({_change(importance, cost)})"
 
 
 def whole_words(importance: ImportanceRecord) -> str:

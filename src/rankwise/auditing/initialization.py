@@ -17,7 +17,10 @@ RESET_METHODS = ("reset_parameters", RESET, "init_weights", "_init_weights", "in
 """Names of methods that draw the weights of a module, in PyTorch and in common model code."""
 TRANSFORMERS_FLAG = "_is_hf_initialized"
 """Attribute that transformers sets on drawn or loaded modules and weights, so ``init_weights`` skips them."""
-BY_HAND = "Give a function without arguments that builds the model at initialization: `factory=build`."
+BY_HAND = (
+    "Give a function that builds the model at initialization: `factory=build` without arguments, or to an "
+    "audit `baseline=build` of a seed."
+)
 
 
 class InitializationError(RankwiseError):
@@ -103,13 +106,7 @@ class InitialCopies:
 
     def _copy(self, seed: int) -> nn.Module:
         build = self.settings.build
-        try:
-            return reinitialized(self.model, seed, None if build is None else lambda: build(seed))
-        except InitializationError as error:
-            fix = "Audit without a baseline, or pass a function of a seed that builds it, `baseline=build`."
-            raise InitializationError(
-                error.subject, expected=error.expected, got=error.got, fix=fix
-            ) from error
+        return reinitialized(self.model, seed, None if build is None else lambda: build(seed))
 
 
 def _check_floating_point(model: nn.Module) -> None:

@@ -121,7 +121,10 @@ def model_batches(
     if limit is not None and tokens > limit:
         notes.append(f"sequences cut from {tokens} to {limit} tokens, the longest the model takes")
         tokens = limit
-    alone = not _takes_mask(model)
+    parameters = inspect.signature(model.forward).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    is_wrapper = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
+    alone = not (is_wrapper or {"input_ids", "attention_mask"} <= set(parameters))
     size = 1 if alone else batch_size
     batches: Iterator[Any] = text_batches(
         texts, tokenizer, tokens=tokens, sequences=sequences, batch_size=size, shard=shard
@@ -154,14 +157,6 @@ def positions_of(config: Any) -> int | None:
         return positions if positions > 0 else None
     inner = [one for one in getattr(config, "__dict__", {}).values() if hasattr(one, "vocab_size")]
     return min((known for one in inner if (known := positions_of(one)) is not None), default=None)
-
-
-def _takes_mask(model: nn.Module) -> bool:
-    """Return True if ``forward`` accepts ids and ``attention_mask``, or any arguments (a wrapper)."""
-    parameters = inspect.signature(model.forward).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    named = {"input_ids", "attention_mask"} <= set(parameters)
-    return named or {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} == kinds
 
 
 def _with_decoder(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -316,11 +316,15 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
     whole = whole_words(importance)
     known = [one for head in audit.heads if (one := head.importance) is not None and not one.why_not]
     methods = " and ".join(sorted({one.method for one in known})) or "not known"
+    removable, found = "", importance.removable
+    if found is not None:
+        removable = f"none was found at {found.tolerance:.2%} of {importance.reference_name}"
+        removable = describe_removable(importance, found, math.nan) if found.heads else removable
     facts = [
         ("Loss", f"{importance.loss}: {whole}" if whole else importance.loss),
         ("Costs of heads", f"{methods}; {importance.ablation} in a head's place"),
         *estimate_words([head.importance for head in audit.heads], importance.blocks),
-        *(("Heads that can be removed together", words) for words in _removable(importance)),
+        *([("Heads that can be removed together", removable)] if removable else []),
         *(("Note", note) for note in importance.notes),
     ]
     blocks = Table(
@@ -341,15 +345,6 @@ def _importance(audit: Audit, *, has_scatter: bool) -> Section:
         tables=[blocks],
         include="importance.html" if has_scatter else "",
     )
-
-
-def _removable(importance: ImportanceRecord) -> list[str]:
-    found = importance.removable
-    if found is None:
-        return []
-    if not found.heads:
-        return [f"none was found at {found.tolerance:.2%} of {importance.reference_name}"]
-    return [describe_removable(importance, found, math.nan)]
 
 
 def _cost(importance: ImportanceRecord, cost: float) -> str:

@@ -47,7 +47,10 @@ def print_document(document: Document, console: Console | None = None, *, verbos
         out.print()
         out.print(line((document.verdict.sentence, "bold")), overflow="fold")
         for action in document.verdict.actions:
-            _print_remedy(action, out)
+            whole = is_command(action) or "`" in action  # code stays in one piece, so that it can be copied
+            words = line("→ ", (action, "cyan" if is_command(action) else ""), separator="")
+            # with soft_wrap, a given overflow would cut the line off
+            out.print(words, overflow=None if whole else "fold", soft_wrap=whole)
         if document.verdict.no_action:
             out.print(line(document.verdict.no_action), overflow="fold")
         out.print()
@@ -150,14 +153,6 @@ def _print_item(item: Item, console: Console) -> None:
         if text:
             console.print(Padding(text, (0, 0, 0, INDENT), expand=False), overflow="fold")
     console.print()
-
-
-def _print_remedy(remedy: str, console: Console) -> None:
-    arrow = line("→ ", separator="")
-    style = "cyan" if is_command(remedy) else ""
-    if remedy:  # code is not wrapped, so that it can be copied in one piece
-        whole = bool(style) or "`" in remedy  # with soft_wrap, a given overflow would cut the line off
-        console.print(arrow + line((remedy, style)), overflow=None if whole else "fold", soft_wrap=whole)
 
 
 def _print_table(table: Table, console: Console) -> None:

@@ -60,15 +60,10 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
         return Target("states", stack=where.stack, layer=where.layer)
     if not heads:
         return Target("provenance")
-    subject = _subject(finding, heads)
+    subject = ""  # the card of a head names the heads of a finding if there are several
+    if about(finding.code) != "group" and len(heads) > 1:
+        subject = f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, subject)
-
-
-def _subject(finding: Finding, heads: Sequence[int]) -> str:
-    """Return the name of the heads of a finding if there are several: the page's card shows only one head."""
-    if about(finding.code) == "group" or len(heads) < 2:
-        return ""
-    return f"the set of {len(heads)} heads" if finding.code == "REMOVABLE" else _place(finding)
 
 
 def _place(finding: Finding, target: Target = Target("heads")) -> str:

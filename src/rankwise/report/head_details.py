@@ -45,13 +45,10 @@ def _codes(spectrum: Sequence[float], most: int) -> list[int]:
         return []
     count = min(most, len(spectrum))
     places = [round(at * (len(spectrum) - 1) / max(count - 1, 1)) for at in range(count)]
-    return [_code(spectrum[at] / largest) for at in places]
-
-
-def _code(share: float) -> int:
-    if not (math.isfinite(share) and share >= SMALLEST):
-        return NONE
-    return round(min(max(-math.log10(share), 0.0), 12.0) / 12 * (NONE - 1))
+    shares = np.array(spectrum, dtype=np.float64)[places] / largest
+    known = np.isfinite(shares) & (shares >= SMALLEST)
+    steps = np.clip(-np.log10(shares, where=known, out=np.zeros_like(shares)), 0.0, 12.0) / 12
+    return np.where(known, np.round(steps * (NONE - 1)), NONE).astype(int).tolist()
 
 
 def pack_attention_maps(

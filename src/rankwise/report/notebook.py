@@ -1,6 +1,5 @@
 """Show audits in notebooks: as HTML without scripts, and as Plotly figures."""
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,10 +12,10 @@ from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, one_of, strip_control
 from rankwise.report.document import Figure
 from rankwise.report.figures import depth_curves, heat_map
-from rankwise.report.format import RANK, count, model_name
+from rankwise.report.format import RANK, count, model_name, round_for_page
 from rankwise.report.head_columns import measure_column
-from rankwise.report.heatmap_grid import Grid, Row, grids_of
-from rankwise.report.page import without_nan
+from rankwise.report.heatmap_grid import Grid, grids_of
+from rankwise.report.page import environment, without_nan
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -31,7 +30,6 @@ _TALLEST = 1400
 """Maximum height of a figure in pixels."""
 _COLUMNS = ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass")
 _MEASURES = [measure for measure in HEAD_MEASURES if measure.name in _COLUMNS]
-_CELL = "padding:0 .3em;text-align:right"
 
 
 def notebook_html(audit: Audit) -> str:
@@ -52,56 +50,40 @@ def notebook_html(audit: Audit) -> str:
         audit.verdict.sentence,
         *([] if audit.complete else ["incomplete"]),
     ]
-    title = f"<strong>Rankwise audit</strong> {escape(model_name(about.model))}"
-    grids = "".join(_grid(grid, audit.heads) for grid in grids_of(audit.heads))
-    return strip_control(f"<div>{title}<br>{escape(' · '.join(facts))}{grids}</div>")
+    text = (
+        environment()
+        .get_template("notebook.html")
+        .render(
+            title=model_name(about.model),
+            facts=facts,
+            columns=["layer", *(measure.head for measure in _MEASURES)],
+            rank=RANK.head,
+            grids=[_grid(grid, audit.heads) for grid in grids_of(audit.heads)],
+        )
+    )
+    return strip_control(text)
 
 
-def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> str:
+def _grid(grid: Grid, heads: Sequence[HeadRecord]) -> dict[str, Any]:
+    """Return the rows of a grid: numbers of the layer, and a pair (rank, title) per head."""
     rows, columns = grid.rows[:MOST_ROWS], grid.columns[:MOST_COLUMNS]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ["layer", *(m.head for m in _MEASURES)])
-    body = "".join(_row(row, columns, heads) for row in rows)
+    drawn = []
+    for row in rows:
+        own = {number: heads[index] for number, index in row.cells.items()}
+        numbers = [format_number(mean(map(m.value, own.values())), m.digits) for m in _MEASURES]
+        blocks = [
+            (round_for_page(RANK.value(own[at])), f"head {at}: {RANK.formatted(own[at])}")
+            if at in own
+            else (None, "")
+            for at in columns
+        ]
+        drawn.append({"site": row.site, "layer": row.layer, "numbers": numbers, "blocks": blocks})
     more = [
         f"{len(whole) - len(part)} more {words}"
         for words, whole, part in (("layers", grid.rows, rows), ("heads", grid.columns, columns))
         if len(whole) > len(part)
     ]
-    rest = f"<div>… and {' and '.join(more)} not shown</div>" if more else ""
-    legend = f"{RANK.head} of each head, from {_block(0.0)} 0 to {_block(1.0)} 1"
-    return (
-        "<div style='overflow-x:auto'><table>"
-        f"<caption style='text-align:left'>{escape(grid.title)}</caption>"
-        f"<thead><tr>{head}<th style='text-align:left'>{legend}</th></tr></thead>"
-        f"<tbody>{body}</tbody></table>"
-        f"{rest}</div>"
-    )
-
-
-def _row(row: Row, columns: Sequence[int], heads: Sequence[HeadRecord]) -> str:
-    mine = [heads[index] for index in row.cells.values()]
-    numbers = "".join(
-        f"<td style='{_CELL}'>{format_number(mean(map(m.value, mine)), m.digits)}</td>" for m in _MEASURES
-    )
-    drawn = [None if (index := row.cells.get(number)) is None else heads[index] for number in columns]
-    cells = "".join(
-        _block(RANK.value(head), f"head {head.head}: {RANK.formatted(head)}") if head else _block(math.nan)
-        for head in drawn
-    )
-    return (
-        f"<tr><th title='{escape(row.site)}'>{row.layer}</th>{numbers}"
-        f"<td style='text-align:left;white-space:nowrap'>{cells}</td></tr>"
-    )
-
-
-def _block(value: float, title: str = "") -> str:
-    """Return a small square as HTML, darker for a larger value; an empty outline if the value is NaN."""
-    known = math.isfinite(value)
-    depth = min(max(value, 0.0), 1.0) if known else 0.0
-    color = f"hsl(215,60%,{92 - 62 * depth:.0f}%)" if known else "transparent"
-    style = (
-        f"display:inline-block;width:.9em;height:.9em;margin:1px;border:1px solid #8884;background:{color}"
-    )
-    return f"<span style='{style}' title='{escape(title)}'></span>"
+    return {"title": grid.title, "rows": drawn, "more": more}
 
 
 def plot_heads(audit: Audit, measure: str) -> "go.Figure":

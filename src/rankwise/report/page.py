@@ -54,7 +54,7 @@ def _page_text(document: Document, data: Mapping[str, Any]) -> str:
     )
     drawn = [{"name": x.name, "data": x.data, "layout": x.layout} for x in figures]
     return (
-        _environment()
+        environment()
         .get_template("page.html")
         .render(
             document=document,
@@ -71,7 +71,8 @@ def _page_text(document: Document, data: Mapping[str, Any]) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the templates of this package, which escape all text that is not marked as safe."""
     return Environment(
         loader=PackageLoader("rankwise.report"),
         autoescape=True,
