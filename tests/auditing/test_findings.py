@@ -483,6 +483,17 @@ def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
     assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
+def test_the_place_of_token_states_is_the_number_of_blocks_passed() -> None:
+    """The layer in the address of token states is one above that of the block that wrote them."""
+    before, after = audit([], layers=layers(0.9, 0.8)), audit([], layers=layers(0.9, 0.02))
+    [finding] = after.findings
+    assert finding.place == "h after 1 block"
+    assert "'h after 1 block'" in repr(finding)
+    [[item]] = [listed.items for listed in finding_lists(compare(before, after))]
+    assert item.place == "h after 1 block"
+    assert only(head(**CONSTANT)).place == "h layer 0 head 0"
+
+
 def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
     states = [layer(at, 0.9 if at < 3 else math.nan, nonfinite=2 * (at > 2)) for at in range(5)]
     assert audit([], layers=states).verdict.sentence == "Not healthy: NaN or infinity in layers 2, 3."

@@ -267,9 +267,9 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
             monitor.step(model, step)
     [line] = [record.getMessage() for record in caplog.records]
     stop = monitor.stopped_by
-    assert all(words in line for words in (str(stop.where), stop.meaning, stop.remedy))
+    assert all(words in line for words in (f"at {stop.place}:", stop.meaning, stop.remedy))
+    assert stop.place.endswith(f"after {stop.where.layer} blocks")
     assert f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}" in line
-    assert f"after {stop.where.layer} blocks" in line
     assert f"at the lowest {stop.evidence['relative_spread_lowest']:.2g}" in line
 
 
@@ -289,8 +289,8 @@ def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):
         monitor.step(collapsing(), 0)
     assert found == many
     assert [record.getMessage() for record in caplog.records] == [
-        f"step 0: COLLAPSE at {one.where} and 1 more: {one.meaning}",
-        f"step 0: SINK at {one.where} and 2 more: {one.meaning}",
+        f"step 0: COLLAPSE at {one.place} and 1 more: {one.meaning}",
+        f"step 0: SINK at {one.place} and 2 more: {one.meaning}",
     ]
 
 

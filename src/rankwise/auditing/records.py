@@ -392,8 +392,16 @@ class Finding(Record):
     heads: list[Count] = Field(default_factory=list)
     """Indices of all heads of the site that the finding concerns, if several; they include ``where.head``."""
 
+    @property
+    def place(self) -> str:
+        """Address of a head, or of token states, where `layer` is the number of blocks passed."""
+        if self.where.head is not None or self.where.layer is None:
+            return str(self.where)
+        passed = f"after {self.where.layer} block{'s' * (self.where.layer != 1)}"
+        return f"{strip_control(self.where.stack)} {passed}".strip()
+
     def __repr__(self) -> str:
-        return f"Finding({strip_control(self.code)}, {self.severity}, {str(self.where)!r}: {self.meaning!r})"
+        return f"Finding({strip_control(self.code)}, {self.severity}, {self.place!r}: {self.meaning!r})"
 
 
 class Verdict(Record):

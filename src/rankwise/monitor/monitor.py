@@ -312,7 +312,7 @@ class RankMonitor:
         for code, (first, *others) in grouped(new, lambda finding: finding.code).items():
             if first.severity != "info" or code in self.stop_on:
                 more = f" and {len(others)} more" if others else ""
-                logger.warning("step %d: %s at %s%s: %s", step, code, first.where, more, first.meaning)
+                logger.warning("step %d: %s at %s%s: %s", step, code, first.place, more, first.meaning)
         if stops_now and self.stopped_by is not None:
             where = ""
             if self._audit_folder is not None:
@@ -321,7 +321,7 @@ class RankMonitor:
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
             stop = self.stopped_by
             rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}." if stop.code == "COLLAPSE" else ""
-            words = f"at {stop.where}:{rule} {stop.meaning} {stop.remedy}"
+            words = f"at {stop.place}:{rule} {stop.meaning} {stop.remedy}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:

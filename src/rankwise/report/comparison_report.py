@@ -143,7 +143,7 @@ def _finding_item(change: FindingChange) -> Item:
         name, before, after = change.numbers
         was = f"{format_number(before)} → " if old and new else ""
         facts.append((title(name), was + format_number(after if new else before)))
-    place = "" if about(finding.code) == "model" else str(finding.where)
+    place = "" if about(finding.code) == "model" else finding.place
     return Item(finding.severity, finding.code, place, facts, finding.meaning)
 
 

@@ -11,7 +11,7 @@ from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import number_words
 from rankwise.report.document import Item
-from rankwise.report.format import count, title
+from rankwise.report.format import title
 from rankwise.report.heatmap_grid import Grid, HeadIndex
 
 _HEAD_NAMES = {measure.name for measure in PICTURED}
@@ -66,12 +66,10 @@ def _target(finding: Finding, audit: Audit, layers: HeadIndex) -> Target:
     return Target("heads", tuple(heads), _measure(finding), where.stack, where.layer, subject)
 
 
-def _place(finding: Finding, target: Target = Target("heads")) -> str:
+def _place(finding: Finding) -> str:
     """Return the address of a finding: after some blocks, or at a head or several."""
-    if target.section == "states" and finding.where.layer is not None:
-        return f"{finding.where.stack} after {count(finding.where.layer, 'block')}".strip()
     if len(finding.heads) < 2:
-        return str(finding.where)
+        return finding.place
     return f"{finding.where.at(None)} {number_words('head', finding.heads)}"
 
 
@@ -100,7 +98,7 @@ def finding_items(
         Item(
             finding.severity,
             finding.code,
-            _place(finding, target),
+            _place(finding),
             [(title(name), format_number(value)) for name, value in finding.evidence.items()],
             finding.meaning,
             finding.remedy,
