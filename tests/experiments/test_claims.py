@@ -17,6 +17,7 @@ from experiments.skips import bound_search
 from experiments.tost import train_demo
 from tests.support.documents import plan_document
 
+from rankwise.auditing.findings import COLLAPSED_FAILED, COLLAPSED_RUNS
 from rankwise.plan import plan_head_dim
 
 ROOT = Path(__file__).parents[2]
