@@ -12,7 +12,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="rankwise",
-    help="Measure, keep and spend the rank of sequence models.",
+    help="Measure, preserve and use the rank of sequence models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
