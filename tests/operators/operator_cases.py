@@ -59,22 +59,23 @@ KINDS |= {f"softmax, causal, {mask}": softmax_of(mask, causal=True) for mask in 
 KINDS |= {f"softmax, grouped, {mask}": softmax_of(mask, groups=3) for mask in ("none", "bool", "bias")}
 KINDS |= {"softmax, scaled": softmax_of(scale=-1.7), "softmax, scale 0": softmax_of(scale=0.0)}
 KINDS |= {name: case.make for name, case in LINEAR_TIME.items()}
-TRANSPOSED = (
+WHOLE = (
     "dense with a mask",
-    "softmax, bool",
     "softmax, causal, none",
     "softmax, grouped, bias",
-    *LINEAR_TIME,
+    "linear, causal, normalized",
+    "toeplitz",
+    "semiseparable, grouped, stepped",
+    "product",
 )
+"""Kinds whose transposes and parts are kinds, too: both are computed from the whole in the same way."""
 
 
 def transposed(make: Make) -> Make:
     return lambda *size: make(*size).mT
 
 
-KINDS |= {f"{name}, transposed": transposed(KINDS[name]) for name in TRANSPOSED}
-
-PARTS = ("dense with a mask", "softmax, causal, none", "softmax, grouped, bias", *LINEAR_TIME)
+KINDS |= {f"{name}, transposed": transposed(KINDS[name]) for name in WHOLE}
 
 
 def part_of(make: Make) -> Make:
@@ -90,7 +91,7 @@ def part_of(make: Make) -> Make:
     return picked
 
 
-KINDS |= {f"part of {name}": part_of(KINDS[name]) for name in PARTS}
+KINDS |= {f"part of {name}": part_of(KINDS[name]) for name in WHOLE}
 
 
 def case_id(kind: str) -> str:

@@ -59,6 +59,7 @@ def test_rows_are_rows_of_the_dense_matrix(kind, size, data):
     stop = data.draw(st.integers(start + 1, op.shape[-2]))
     assert (op.rows(start, stop) - op.dense()[..., start:stop, :]).abs().max() < TIGHT
     assert torch.equal(op.support_rows(start, stop), op.support()[..., start:stop, :])
+    assert op.rows(start, start).shape == (*op.shape[:-2], 0, op.shape[-1])
 
 
 INDICES = [
@@ -96,33 +97,21 @@ def test_indexing_commutes_with_forming(kind):
         torch.testing.assert_close(got @ values[place], applied[place], rtol=1e-12, atol=1e-12)
         assert torch.equal(got.support(), support[place]), index
     torch.testing.assert_close(op[0][1].dense(), op[0, 1].dense(), rtol=0, atol=0)
-
-
-@every_kind
-def test_too_many_indices_are_an_error(kind):
     with pytest.raises(IndexError, match="too many indices"):
-        KINDS[kind](2, 2, 4, 5, 3)[0, 0, 0]
+        op[0, 0, 0]
 
 
 @every_kind
 @some
 @given(size=sizes)
-def test_entries_outside_the_support_are_zero(kind, size):
+def test_entries_outside_the_support_are_zero_and_no_mask_leaves_no_column_outside(kind, size):
     op = KINDS[kind](*size)
     if "dense with a mask" in kind:
         return  # its mask is metadata: entries are as given
     assert op.support().dtype == torch.bool
     assert op.support().shape == op.shape
     assert (op.dense()[~op.support()] == 0).all() or "-1e9" in kind
-
-
-@every_kind
-@some
-@given(size=sizes)
-def test_without_a_mask_every_column_is_seen(kind, size):
-    """A causal operator aside that has more columns than rows."""
-    op = KINDS[kind](*size)
-    if not op.may_hide_columns and op.shape[-2] >= op.shape[-1]:
+    if not op.may_hide_columns and op.shape[-2] >= op.shape[-1]:  # a causal operator may have more columns
         assert bool(op.support().any(-2).all())
 
 
@@ -141,7 +130,7 @@ def test_rows_of_a_softmax_are_distributions_or_zero(kind, size):
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_another_dtype_it_is_the_operator_of_the_rounded_inputs(kind, dtype):
     op = KINDS[kind](2, 2, 5, 6, 4)
     cast = op.to(dtype)
@@ -186,18 +175,20 @@ def test_longer_than_one_block_of_rows(kind, monkeypatch):
 
 
 @every_kind
-def test_values_may_be_shared_by_sequences_and_heads(kind):
+def test_values_may_be_shared_by_sequences_and_heads_and_have_no_width(kind):
     op = KINDS[kind](2, 2, 4, 5, 3)
     for leading in ((), (1, op.shape[1]), (2, 1)):
         values, rows = normal(*leading, op.shape[-1], 2), normal(*leading, op.shape[-2], 2)
         assert (op @ values - op.dense() @ values).abs().max() < TIGHT
         assert (op.apply_transposed(rows) - op.dense().mT @ rows).abs().max() < TIGHT
+        assert (op @ values[..., :0]).shape == (*op.shape[:-1], 0)
+        assert op.apply_transposed(rows[..., :0]).shape == (*op.mT.shape[:-1], 0)
 
 
-@every_kind
-def test_it_shows_its_shape(kind):
-    op = KINDS[kind](2, 1, 4, 5, 3)
-    assert f"shape={tuple(op.shape)}, dtype=torch.float64, device=cpu" in repr(op)
+def test_it_shows_its_shape():
+    for kind in ("dense", "softmax, bool", "product", "part of toeplitz"):
+        op = KINDS[kind](2, 1, 4, 5, 3)
+        assert f"shape={tuple(op.shape)}, dtype=torch.float64, device=cpu" in repr(op)
 
 
 @pytest.mark.parametrize("kind", ["dense", "softmax, none", "softmax, causal, bool (T, S)"])
@@ -232,10 +223,13 @@ formed_by_hand = pytest.mark.parametrize(
 
 
 @formed_by_hand
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 131])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [*((tokens, torch.float64) for tokens in (63, 64, 65, 131)), (131, torch.float32)],
+    ids=str,
+)
 def test_it_is_the_matrix_formed_by_hand(kind, tokens, dtype):
-    """One token, both sides of a chunk, and a few chunks with a rest."""
+    """Both sides of a chunk, and a few chunks with a rest; fewer tokens are in the test below."""
     case = LINEAR_TIME[kind]
     check(case.make(2, 2, tokens, tokens, 3).to(dtype), case.by_hand)
 
@@ -303,8 +297,8 @@ def test_half_precision_is_summed_in_float32(kind):
 
 
 @linear_time
-@pytest.mark.parametrize("tokens", [300, 2000])
-def test_no_matrix_is_formed(kind, tokens):
+def test_no_matrix_is_formed(kind):
+    tokens = 400
     op = KINDS[kind](1, 1, tokens, tokens, 4)
     heads, v = op.shape[:-2].numel(), normal(*op.shape[:-2], tokens, 3)
     for work in (lambda: op @ v, lambda: op.mT @ v):
@@ -313,7 +307,8 @@ def test_no_matrix_is_formed(kind, tokens):
 
 
 @every_kind
-def test_values_of_other_tokens_are_refused(kind):
+def test_whole_numbers_and_values_of_other_tokens_are_refused(kind):
+    """A row of fractions times whole numbers would be cut off to whole numbers."""
     op = KINDS[kind](2, 2, 4, 5, 3)
     for product, name, tokens in (
         (op.__matmul__, "M @ values", op.shape[-1]),
@@ -324,28 +319,8 @@ def test_values_of_other_tokens_are_refused(kind):
         for shape in ((tokens + 1, 2), (*op.shape[:-2], tokens + 1, 2), (tokens,), (5, 1, tokens, 2)):
             with unchecked(), pytest.raises(ShapeError, match=expected):
                 product(torch.zeros(shape, dtype=torch.float64))
-
-
-@every_kind
-def test_whole_numbers_are_refused_as_values(kind):
-    """A row of fractions times whole numbers would be cut off to whole numbers."""
-    op = KINDS[kind](1, 2, 3, 3, 2)
-    for product, tokens in ((op.__matmul__, op.shape[-1]), (op.apply_transposed, op.shape[-2])):
         with unchecked(), pytest.raises(ShapeError, match=r"floating type, got torch\.int64"):
             product(torch.ones(tokens, 1, dtype=torch.int64))
-
-
-@every_kind
-def test_values_of_no_width_stay_empty(kind):
-    op = KINDS[kind](2, 2, 4, 5, 3)
-    assert (op @ torch.ones(op.shape[-1], 0).double()).shape == (*op.shape[:-1], 0)
-    assert op.apply_transposed(torch.ones(op.shape[-2], 0).double()).shape == (*op.mT.shape[:-1], 0)
-
-
-@every_kind
-def test_no_rows_are_an_empty_matrix(kind):
-    op = KINDS[kind](1, 2, 3, 4, 2)
-    assert op.rows(1, 1).shape == (*op.shape[:-2], 0, op.shape[-1])
 
 
 def test_kinds_are_named_as_records_name_them():
