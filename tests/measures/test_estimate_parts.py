@@ -43,12 +43,12 @@ def check_gram(gram, dense, rtol):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("entries", [1, 100, 10**6])
-def test_gram_is_the_product_with_the_dense_gram_matrix(kind, entries, monkeypatch):
+def test_gram_is_the_product_with_the_dense_gram_matrix(kind, monkeypatch):
     """Sums of T·T terms for any block size; the rows are from the float64 matrix."""
-    monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", entries)
     operator = head(kind, 23)
-    check_gram(Gram(operator), operator.dense(torch.float64), sum_tolerance(23 * 23))
+    for entries in (1, 100, 10**6):
+        monkeypatch.setitem(krylov.BLOCK_ENTRIES, "cpu", entries)
+        check_gram(Gram(operator), operator.dense(torch.float64), sum_tolerance(23 * 23))
 
 
 @given(
@@ -137,19 +137,19 @@ def test_an_exhausted_space_is_invariant(values, dims):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [2, 5])
-def test_the_two_rules_enclose_the_square_root(kind, steps):
+def test_the_two_rules_enclose_the_square_root(kind):
     dense = head(kind, 80, seed=2).dense(torch.float64)
     x = signs(80, 4, 7)
     _, sigma, vectors = torch.linalg.svd(dense)
     truth = sigma @ (vectors @ x).square()
     gram = Gram(DenseMixing(dense))
-    lower, upper, _ = rules(block_lanczos(gram, x, steps, ROUNDING * gram.energy), ROUNDING * gram.energy)
-    low, high = (gram.scale * rule.values.sqrt() @ rule.weights for rule in (lower, upper))
     slack = 1e-6 * truth  # σ below 1e-8·‖M‖_F, squared, are rounding
-    assert (low <= truth + slack).all()
-    assert (truth <= high + slack).all()
-    assert ((high - low) < truth).all()
+    for steps in (2, 5):
+        lower, upper, _ = rules(block_lanczos(gram, x, steps, ROUNDING * gram.energy), ROUNDING * gram.energy)
+        low, high = (gram.scale * rule.values.sqrt() @ rule.weights for rule in (lower, upper))
+        assert (low <= truth + slack).all()
+        assert (truth <= high + slack).all()
+        assert ((high - low) < truth).all()
 
 
 def test_more_steps_bring_the_rules_together():

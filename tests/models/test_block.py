@@ -28,14 +28,19 @@ def by_formula(block: Block, x: torch.Tensor, position: str, skip: torch.Tensor 
     return y + block.mlp_scale(block.mlp(block.mlp_norm(y)))
 
 
-OPTIONS = list(
-    itertools.product(["pre", "post"], ["layer", "rms", "none"], [True, False], [None, 0.3], [0, 20])
-)
+OPTIONS = [
+    (*one, norm)
+    for one, norm in zip(
+        itertools.product(["pre", "post"], [True, False], [None, 0.3], [0, 20]),
+        itertools.cycle(["layer", "rms", "none"]),
+        strict=False,
+    )
+]
 
 
-@pytest.mark.parametrize(("position", "norm", "gate", "scale", "inner"), OPTIONS, ids=lambda v: f"{v}")
+@pytest.mark.parametrize(("position", "gate", "scale", "inner", "norm"), OPTIONS, ids=lambda v: f"{v}")
 def test_the_block_is_its_formula(
-    position: str, norm: str, gate: bool, scale: float | None, inner: int
+    position: str, gate: bool, scale: float | None, inner: int, norm: str
 ) -> None:
     made = config(
         norm=norm, norm_position=position, gate=gate, layer_scale=scale, intermediate_size=inner,
