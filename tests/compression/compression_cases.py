@@ -7,6 +7,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from rankwise.compression.kv_modules import LatentLayer
+from rankwise.compression.save import structure_of
+
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -182,6 +185,11 @@ def in_steps(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
             found.append(out.logits)
             cache, at = out.past_key_values, end
     return torch.cat(found, 1), cache
+
+
+def latent_layers(model: nn.Module) -> list[LatentLayer]:
+    """Records of the attention layers of a model that have a latent."""
+    return [change for change in structure_of(model).changes if isinstance(change, LatentLayer)]
 
 
 def cache_bytes(cache: Any) -> int:

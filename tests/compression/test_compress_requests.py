@@ -16,6 +16,7 @@ from tests.compression.compression_cases import (
     deberta,
     gpt2,
     ids,
+    latent_layers,
     llama,
     made,
     mpnet,
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 import rankwise as rw
 from rankwise.auditing.text_inputs import longest_sequence
 from rankwise.compression import Latency, evaluate
-from rankwise.compression.kv_modules import LatentCache, latent_layers
+from rankwise.compression.kv_modules import LatentCache
 from rankwise.compression.run import slower
 from rankwise.errors import CompressionError, InputError
 

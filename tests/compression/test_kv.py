@@ -19,6 +19,7 @@ from tests.compression.compression_cases import (
     gpt2,
     ids,
     in_steps,
+    latent_layers,
     llama,
     made,
     neox,
@@ -36,7 +37,6 @@ from rankwise.compression.kv_modules import (
     LatentLayer,
     LatentProjection,
     LatentState,
-    latent_layers,
 )
 from rankwise.compression.kv_solve import collect_moments, ranks_for_keep, ranks_for_tolerance, weighted_svd
 from rankwise.compression.part import Job, solve_part

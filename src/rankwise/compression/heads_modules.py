@@ -6,14 +6,19 @@ needs no weights, so that masks, caches and the layer's code still work.
 
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float
 from pydantic import BaseModel
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression.qk_modules import ReplacedLinear, Runs, channel_index, find_module, other_module
-from rankwise.tracing.projections import linear_parts
+from rankwise.compression.qk_modules import (
+    ReplacedLinear,
+    Runs,
+    channels_of,
+    find_module,
+    linear_of,
+    weights_of,
+)
 
 RECORD = "_removed_heads"
 """Attribute of an attention layer with removed heads: its `RemovedHeads`."""
@@ -43,15 +48,6 @@ class RemovedHeads(BaseModel, extra="forbid"):
     config: dict[str, int]
     """Fields of the configuration that the layer's code reads; the configuration of the model stays."""
 
-    def renamed(self, module: str) -> "RemovedHeads":
-        """Return the same change under another module name, for a model put into or out of another one."""
-        before = self.module.removesuffix(module) if self.module.endswith(module) else ""
-        after = module.removesuffix(self.module) if module.endswith(self.module) else ""
-        cuts = [
-            cut.model_copy(update={"module": after + cut.module.removeprefix(before)}) for cut in self.cuts
-        ]
-        return self.model_copy(update={"module": module, "cuts": cuts})
-
 
 class EmptyLinear(ReplacedLinear):
     """Linear layer without inputs or without outputs: it returns its bias, or zeros."""
@@ -59,10 +55,10 @@ class EmptyLinear(ReplacedLinear):
     reason = "from which all heads were removed"
     """Why it cannot be changed as a linear layer."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, **options: Any) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, **options)) if bias else None)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
         self.set_guard()
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
@@ -104,34 +100,18 @@ def build(model: nn.Module, *changes: RemovedHeads) -> Change:
 
 def cut_linear(module: nn.Module, cut: CutLinear) -> nn.Module:
     """Return a smaller layer of the same class with the remaining weights; raise if the size is different."""
-    parts, axis = linear_parts(module), 0 if cut.side == "out" else 1
-    if parts is None or parts[0].shape[axis] != cut.size:
-        raise other_module(cut.module, f"a linear layer with {cut.size} channels ({cut.side})", module)
-    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
-    options: Any = {"device": weight.device, "dtype": weight.dtype}
+    axis, expected = 0 if cut.side == "out" else 1, f"a linear layer with {cut.size} channels ({cut.side})"
+    weight, bias = weights_of(cut.module, module, expected, lambda size: size[axis] == cut.size)
     small: Any
-    with torch.no_grad():
-        if cut.runs:
-            kept = channel_index(cut.runs, weight.device)
-            weight = weight.index_select(axis, kept)
-            bias = bias if bias is None or axis else bias[kept]
-            if isinstance(module, nn.Linear):
-                small = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, **options)
-            else:  # Conv1D, which has a bias
-                small = type(module)(*weight.shape).to(**options)
-            linear_parts(small)[0].copy_(weight)  # type: ignore[index]
-        else:
-            outputs, inputs = (weight.shape[0], cut.slot) if axis else (cut.slot, weight.shape[1])
-            bias = bias if axis else None
-            small = EmptyLinear(inputs, outputs, bias is not None, **options)
-        if bias is not None:
-            small.bias.copy_(bias)
+    if cut.runs:
+        kept = channels_of(cut.runs)
+        small = linear_of(weight[:, kept], bias) if axis else linear_of(weight, bias, kept)
+        if not isinstance(module, nn.Linear):  # Conv1D, whose weight is transposed
+            linear, small = small, type(module)(*small.weight.shape)
+            small.weight, small.bias = nn.Parameter(linear.weight.mT.contiguous()), linear.bias
+    else:
+        outputs, inputs = (weight.shape[0], cut.slot) if axis else (cut.slot, weight.shape[1])
+        small = EmptyLinear(inputs, outputs, bias if axis else None).to(weight.device)
     small.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
-    trained: nn.Module = small.to(weight.device).train(module.training)
+    trained: nn.Module = small.train(module.training)
     return trained
-
-
-def removed_heads(model: nn.Module) -> list[RemovedHeads]:
-    """Return the records of the attention layers of a model with removed heads, by their current names."""
-    named = [(name, vars(module).get(RECORD)) for name, module in model.named_modules()]
-    return [change.renamed(name) for name, change in named if change is not None]

@@ -19,12 +19,12 @@ from rankwise.compression.qk_modules import (
     channels_of,
     fill_zeros,
     find_module,
-    other_module,
+    linear_of,
     replace_cache_layer,
     runs_of,
+    weights_of,
 )
 from rankwise.errors import CompressionError
-from rankwise.tracing.projections import linear_parts
 
 RECORD = "_latent_layer"
 """Attribute of an attention layer that has a latent: its `LatentLayer`."""
@@ -258,7 +258,7 @@ class LatentCache(DynamicLayer):
 
 
 def build(model: nn.Module, layer: LatentLayer) -> Change:
-    """Build the change that a record describes; `down` and `up` have no weights yet."""
+    """Build the change that a record describes; the weights of `down` and `up` are zero."""
     norm = find_module(model, layer.path(layer.norm)) if layer.norm else None
     state = LatentState(layer, norm, find_module(model, layer.rotary) if layer.rotary else None)
     modules: dict[str, nn.Module] = {}
@@ -275,23 +275,13 @@ def build(model: nn.Module, layer: LatentLayer) -> Change:
 def _projection(
     module: nn.Module, name: str, state: LatentState, channels: list[int], owns: bool
 ) -> LatentProjection:
-    parts = linear_parts(module)
-    if parts is None or parts[0].shape[0] <= max(channels):
-        raise other_module(name, f"a linear layer with at least {max(channels) + 1} channels", module)
-    weight, bias = parts[0].detach(), None if parts[1] is None else parts[1].detach()
-    outputs, inputs = weight.shape
-    options: Any = {"device": weight.device, "dtype": weight.dtype}
-    down = nn.Linear(inputs, state.layer.rank, False, **options) if owns else None
-    up = nn.Linear(state.layer.rank, len(channels), bias is not None, **options)
+    expected = f"a linear layer with at least {max(channels) + 1} channels"
+    weight, bias = weights_of(name, module, expected, lambda size: size[0] > max(channels))
+    (outputs, inputs), rank = weight.shape, state.layer.rank
+    down = linear_of(weight.new_zeros(rank, inputs), None) if owns else None
+    up = linear_of(weight.new_zeros(outputs, rank), bias, channels)
     others = sorted(set(range(outputs)) - set(channels))
-    rest = nn.Linear(inputs, len(others), bias is not None, **options) if others else None
-    with torch.no_grad():
-        if bias is not None:
-            up.bias.copy_(bias[channels])
-        if rest is not None:
-            rest.weight.copy_(weight[others])
-            if bias is not None:
-                rest.bias.copy_(bias[others])
+    rest = linear_of(weight, bias, others) if others else None
     place = {channel: at for at, channel in enumerate(others + channels)}
     projection = LatentProjection(state, down, up, rest, runs_of([place[at] for at in range(outputs)]))
     projection.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
@@ -315,17 +305,3 @@ def latent_change(
         change.attributes |= own.attributes
         change.hooks += own.hooks
     return change
-
-
-def latent_layers(model: nn.Module) -> list[LatentLayer]:
-    """Return the records of the attention layers of a model that have a latent."""
-    modules = dict(model.named_modules())
-    found = []
-    for name, module in modules.items():
-        layer = vars(module).get(RECORD)
-        if layer is not None:
-            # The rotary module has a shorter name in a model that was compressed inside another module.
-            suffixes = [own for own in modules if f".{layer.rotary}".endswith(f".{own}")]
-            rotary = max(suffixes, key=len, default=layer.rotary)
-            found.append(layer.model_copy(update={"module": name, "rotary": rotary}))
-    return found

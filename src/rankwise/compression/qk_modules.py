@@ -19,7 +19,9 @@ from rankwise.tracing.projections import linear_parts
 Runs = list[tuple[int, int]]
 """Runs of consecutive channels, each as (first, count)."""
 RECORD = "_narrow_keys"
-"""Attribute of an attention layer whose cache keeps narrow keys: their channels, counted over all heads."""
+"""Attribute of an attention layer whose cache keeps narrow keys: its `NarrowedKeys`."""
+NARROWED = "_narrowed_linear"
+"""Attribute of a `NarrowProjection`: its `NarrowedLinear`."""
 
 
 def runs_of(channels: Sequence[int]) -> Runs:
@@ -84,6 +86,8 @@ class NarrowProjection(ReplacedLinear):
         self.narrow = narrow  # a linear layer; the part kv may replace it by a reader of latents
         self.runs: Runs = [(int(first), int(count)) for first, count in runs]
         self.in_features, self.out_features = narrow.in_features, out_features
+        # without a name, which is that of this module
+        self._narrowed_linear = NarrowedLinear(module="", out_features=out_features, runs=self.runs)
         self.set_guard()
         self.register_buffer("bias", None if narrow.bias is None else self.weight[0], persistent=False)
         self.register_buffer("channels", channel_index(self.runs, narrow.weight.device), persistent=False)
@@ -139,17 +143,13 @@ class NarrowKeys(DynamicLayer):
         return flat.unflatten(-1, (self.heads, self.width)).transpose(1, 2)
 
 
-def keep_narrow_keys(runs: Runs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook before an attention layer: an empty cache gets a layer that keeps narrow keys."""
-    replace_cache_layer(module, args, kwargs, lambda: NarrowKeys(runs))
-
-
 def replace_cache_layer(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[], Any]
 ) -> None:
-    """Replace the cache layer of an attention layer if it is exactly `DynamicLayer` and empty, or append one.
+    """Hook before an attention layer: replace its cache layer if it is exactly `DynamicLayer` and empty.
 
-    Caches of fixed size and windows keep keys in full, and still work.
+    A layer that the cache does not have yet is appended. Caches of fixed size and windows stay: they keep
+    keys in full, and still work.
     """
     cache = next((value for value in (*kwargs.values(), *args) if hasattr(value, "get_seq_length")), None)
     cache = getattr(cache, "self_attention_cache", cache)
@@ -182,43 +182,25 @@ class NarrowedKeys(BaseModel, extra="forbid"):
     kind: Literal["keys"] = "keys"
     module: str
     runs: Runs
+    """Channels of the keys, counted over all heads."""
 
 
-def build_keys(model: nn.Module, saved: NarrowedKeys) -> Change:
-    """Build the cache of narrow keys that a record describes."""
-    find_module(model, saved.module)
-    return _key_caches(model, {saved.module: saved.runs})
+def build_keys(model: nn.Module, *changes: NarrowedKeys) -> Change:
+    """Build the caches of narrow keys that records describe."""
+    hooks = [
+        AddedHook(own.module, "before", partial(replace_cache_layer, make=partial(NarrowKeys, own.runs)))
+        for own in changes
+    ]
+    return Change(model, attributes={own.module: {RECORD: own} for own in changes}, hooks=hooks)
 
 
 def build(model: nn.Module, saved: NarrowedLinear) -> Change:
-    """Build the narrow layer that a record describes; its weights have no values yet."""
+    """Build the narrow layer that a record describes, with weights that are replaced by loading."""
+    expected = f"a linear layer with {saved.out_features} channels"
     module = find_module(model, saved.module)
-    parts = linear_parts(module)
-    if parts is None or parts[0].shape[0] != saved.out_features:
-        raise other_module(saved.module, f"a linear layer with {saved.out_features} channels", module)
-    weight, bias = parts
-    options: Any = {"device": weight.device, "dtype": weight.dtype}
-    narrow = nn.Linear(weight.shape[1], len(channels_of(saved.runs)), bias is not None, **options)
+    weight, bias = weights_of(saved.module, module, expected, lambda size: size[0] == saved.out_features)
+    narrow = linear_of(weight, bias, channels_of(saved.runs))
     return Change(model, {saved.module: NarrowProjection(narrow, saved.runs, saved.out_features)})
-
-
-def _key_caches(model: nn.Module, runs: dict[str, Runs]) -> Change:
-    hooks = [AddedHook(name, "before", partial(keep_narrow_keys, own)) for name, own in runs.items()]
-    return Change(model, attributes={name: {RECORD: own} for name, own in runs.items()}, hooks=hooks)
-
-
-def narrow_records(model: nn.Module) -> list[NarrowedLinear]:
-    """Return the records of the narrow layers of a model."""
-    return [
-        NarrowedLinear(module=name, out_features=projection.out_features, runs=projection.runs)
-        for name, projection in narrow_projections(model)
-    ]
-
-
-def key_records(model: nn.Module) -> list[NarrowedKeys]:
-    """Return the records of the caches of narrow keys of a model."""
-    named = [(name, vars(module).get(RECORD)) for name, module in model.named_modules()]
-    return [NarrowedKeys(module=name, runs=runs) for name, runs in named if runs is not None]
 
 
 def find_module(model: nn.Module, name: str) -> nn.Module:
@@ -235,10 +217,27 @@ def find_module(model: nn.Module, name: str) -> nn.Module:
         ) from None
 
 
-def other_module(name: str, expected: str, got: nn.Module) -> CompressionError:
-    """Return the error for a module that is not as its record describes."""
-    fix = "Load it into the class it was saved from."
-    return CompressionError(f"module {name!r}", expected=expected, got=f"{got!r}", fix=fix)
+def weights_of(
+    name: str, module: nn.Module, expected: str, fits: Callable[[torch.Size], bool]
+) -> tuple[Float[Tensor, "O D"], Float[Tensor, "O"] | None]:
+    """Return weight and bias of a linear layer that a record names; raise if its sizes do not fit."""
+    parts = linear_parts(module)
+    if parts is None or not fits(parts[0].shape):
+        fix = "Load it into the class it was saved from."
+        raise CompressionError(f"module {name!r}", expected=expected, got=f"{module!r}", fix=fix)
+    return parts
+
+
+def linear_of(
+    weight: Float[Tensor, "O D"], bias: Float[Tensor, "O"] | None, rows: list[int] | slice = slice(None)
+) -> nn.Linear:
+    """Return a linear layer with a copy of some rows of a weight and a bias."""
+    weight = weight.detach()[rows].clone(memory_format=torch.contiguous_format)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach()[rows].clone())
+    return linear
 
 
 # --- narrow layers from factors --------------------------------------------------------------------------
@@ -263,11 +262,7 @@ def narrow_linear(
             wide = as_float64(before[channels])
             after[own] = (factor.to(wide.device).mT @ wide).to(before)
     rows = sorted(kept)
-    options: Any = {"device": old[0].device, "dtype": old[0].dtype}
-    narrow = nn.Linear(old[0].shape[1], len(rows), len(old) == 2, **options)
-    with torch.no_grad():
-        for parameter, after in zip((narrow.weight, narrow.bias), new, strict=False):
-            parameter.copy_(after[rows])
+    narrow = linear_of(new[0], new[1] if len(new) > 1 else None, rows)
     narrow.requires_grad_(any(parameter.requires_grad for parameter in module.parameters()))
     return NarrowProjection(narrow, runs_of(rows), len(old[0])).train(module.training)
 
@@ -282,11 +277,10 @@ def narrow_layers(
             for head, (channels, factor) in enumerate(zip(side.channels, own, strict=True)):
                 kept = factors.kept[head // groups]
                 heads.setdefault(side.module, []).append((channels, factor[:, kept], kept))
-    runs = {
-        found.name: runs_of([h * found.width + c for h, kept in enumerate(factors.kept) for c in kept])
-        for found, factors in plan
-        if cache
-    }
-    change = _key_caches(model, runs)
+    keys = []
+    for found, factors in plan if cache else ():
+        channels = [h * found.width + c for h, kept in enumerate(factors.kept) for c in kept]
+        keys.append(NarrowedKeys(module=found.name, runs=runs_of(channels)))
+    change = build_keys(model, *keys)
     change.modules = {name: narrow_linear(model.get_submodule(name), own) for name, own in heads.items()}
     return change

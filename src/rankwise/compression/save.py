@@ -60,14 +60,14 @@ KEY = "quantization_config"
 SavedChange = Annotated[
     RemovedHeads | NarrowedLinear | NarrowedKeys | LatentLayer, Field(discriminator="kind")
 ]
-KINDS: dict[str, tuple[Callable[[nn.Module], list[Any]], Callable[..., Change]]] = {
-    "heads": (heads_modules.removed_heads, heads_modules.build),  # the other records count remaining heads
-    "narrow": (qk_modules.narrow_records, qk_modules.build),
-    "keys": (qk_modules.key_records, qk_modules.build_keys),
-    "latent": (kv_modules.latent_layers, kv_modules.build),
+KINDS: dict[str, tuple[str, Callable[..., Change]]] = {
+    "heads": (heads_modules.RECORD, heads_modules.build),  # the other records count remaining heads
+    "narrow": (qk_modules.NARROWED, qk_modules.build),
+    "keys": (qk_modules.RECORD, qk_modules.build_keys),
+    "latent": (kv_modules.RECORD, kv_modules.build),
 }
-"""Function that reads the records of a model and function that builds the change of one record, by the `kind`
-of `SavedChange`, in the order in which changes are built."""
+"""Attribute of a module that is its record, and function that builds the change of a record, by the `kind` of
+`SavedChange`, in the order in which changes are built."""
 
 
 class Structure(BaseModel, extra="forbid"):
@@ -86,8 +86,29 @@ def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the changes of a model."""
-    return Structure(changes=[change for read, _ in KINDS.values() for change in read(model)])
+    """Return the changes of a model, read off its modules, by the names that these have now."""
+    named = [
+        (name, vars(module).get(record))
+        for record, _ in KINDS.values()
+        for name, module in model.named_modules()
+    ]
+    return Structure(changes=[_renamed(change, name) for name, change in named if change is not None])
+
+
+def _renamed(change: Any, module: str) -> Any:
+    """Return a change under another module name, for a model put into or out of another one."""
+    before = change.module.removesuffix(module) if change.module.endswith(module) else ""
+    after = module.removesuffix(change.module) if module.endswith(change.module) else ""
+
+    def moved(name: str) -> str:
+        return after + name.removeprefix(before)
+
+    update: dict[str, Any] = {"module": module}
+    if isinstance(change, LatentLayer) and change.rotary:
+        update["rotary"] = moved(change.rotary)
+    if isinstance(change, RemovedHeads):
+        update["cuts"] = [cut.model_copy(update={"module": moved(cut.module)}) for cut in change.cuts]
+    return change.model_copy(update=update)
 
 
 @contextmanager
@@ -435,20 +456,10 @@ class CompressionBuilder(HfQuantizer):
 def _named_for(model: nn.Module, structure: Structure) -> Structure:
     """Add or remove the prefix of module names that differs between models with and without a head."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    modules = {name for name, _ in model.named_modules()}
-
-    def name(old: str) -> str:
-        others = (old.removeprefix(prefix), prefix + old)
-        return old if old in modules else next((new for new in others if new in modules), old)
-
-    changes = [
-        change.renamed(name(change.module))
-        if isinstance(change, RemovedHeads)
-        else change.model_copy(
-            update={key: name(getattr(change, key)) for key in ("module", "rotary") if hasattr(change, key)}
-        )
-        for change in structure.changes
-    ]
+    modules, changes = {name for name, _ in model.named_modules()}, []
+    for change in structure.changes:
+        names = (change.module, change.module.removeprefix(prefix), prefix + change.module)
+        changes.append(_renamed(change, next((name for name in names if name in modules), change.module)))
     return structure.model_copy(update={"changes": changes})
 
 
