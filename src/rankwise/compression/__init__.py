@@ -40,17 +40,15 @@ class Part(NamedTuple):
 
     module: str
     """Its function `solve` takes a `Job`."""
-    unchanged: str = "nothing was narrowed"
-    """Note on a solution that removed nothing."""
     narrows: bool = False
     """True if it narrows queries and keys: a layer is left out if every such part skips it."""
 
 
 PARTS = {
-    "heads": Part("heads_solve", "no head was removed"),
+    "heads": Part("heads_solve"),
     "qk": Part("qk_solve", narrows=True),
     "rotary": Part("rotary_solve", narrows=True),
-    "kv": Part("kv_solve", "every latent has its full rank"),
+    "kv": Part("kv_solve"),
 }
 """Parts, in the order in which they are done."""
 

@@ -306,8 +306,6 @@ def _layer(site: MixerSite, inputs: dict[str, Tensor], near: Nearby) -> HeadProj
         return f"its mixing is {site.kind}: only heads of softmax attention are removed"
     if site.values is None or site.output is None:
         return "the outputs of its heads are not seen"
-    if not bool(site.output.isfinite().all()):
-        return "the outputs of its heads hold NaN or infinity"
     if adapted := [name for name in near.others if is_adapter(near.model, name)]:
         return f"it has {adapted[0]!r}, {not_linear(near.model, adapted[0])}"
     output = _reader(near, site.output, inputs)
@@ -322,8 +320,6 @@ def _layer(site: MixerSite, inputs: dict[str, Tensor], near: Nearby) -> HeadProj
     if value is None:
         return near.reason("values", values)
     heads, value_heads, width = site.output.shape[1], values.shape[1], values.shape[3]
-    if heads % value_heads:
-        return f"{heads} query heads do not share {value_heads} value heads evenly"
     sizes = {name: linear_parts(near.model.get_submodule(name))[0].shape[0] for name in linear}  # type: ignore[index]
     widths = {width} | (
         {site.operator.query.shape[-1]} if isinstance(site.operator, SoftmaxMixing) else set()

@@ -156,8 +156,6 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
     keys = cached.whole() if isinstance(cached, NarrowKeys) else keys
     if keys is None or values is None:
         return "its cache is empty"
-    if not bool(keys.isfinite().all() and values.isfinite().all()):
-        return "its keys or values hold NaN or infinity"
     if keys.shape[1] != values.shape[1]:
         return "it has different numbers of heads for keys and values"
     linear = {module: seen.outputs[module] for module in below if _is_linear(model, module)}

@@ -28,7 +28,7 @@ from rankwise._internals.forward import AddedHook, Change, device_of, run_model,
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.kv_find import find_latent_layers, layer_weight
 from rankwise.compression.kv_modules import LatentLayer, latent_change
-from rankwise.compression.layers import check_tokens, not_finite, rank_notes
+from rankwise.compression.layers import check_tokens, rank_notes
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import LatentRank
 from rankwise.errors import CompressionError
@@ -120,11 +120,9 @@ def collect_moments(
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-    for layer, moment in zip(layers, moments, strict=True):
+    for moment in moments:
         moment.tokens /= max(moment.count, 1)
         moment.gradients /= max(moment.count, 1)
-        if not bool(moment.tokens.isfinite().all() and moment.gradients.isfinite().all()):
-            raise not_finite(f"attention layer {layer.module!r}", "tokens and gradients")
     return moments
 
 
@@ -139,18 +137,9 @@ def _add_batch(
     hooks = [AddedHook(name, "after", _differentiable) for name in names]
     recording = record_calls(model, names, detach=False)
     with Change(model, hooks=hooks), recording as calls, torch.enable_grad():
-        logits = getattr(run_model(model, batch), "logits", None)
-        if logits is None or logits.dim() != 3:
-            raise CompressionError(
-                f"model {type(model).__name__}",
-                expected="logits (B, T, V), whose divergence is the cost of other keys and values",
-                got="none" if logits is None else f"logits of shape {tuple(logits.shape)}",
-                fix="Load it with its language-modelling head: AutoModelForCausalLM.",
-            )
+        logits = run_model(model, batch).logits
         real = real_tokens(batch, logits.shape[:2])
         probabilities = logits.detach()[real].float().softmax(-1)
-        if not bool(probabilities.isfinite().all()):
-            raise not_finite(f"model {type(model).__name__}", "logits")
         labels = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         loss = F.cross_entropy(logits[real].float(), labels, reduction="sum")
         outputs = {call.name: call.output for call in calls}

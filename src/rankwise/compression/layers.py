@@ -224,15 +224,11 @@ def equal_norms(heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Tensor]) 
 
 
 def _unfit(site: MixerSite) -> str:
-    """Return why a mixer is no attention with finite queries and keys of one sequence; "" if it is."""
+    """Return why a mixer is no attention of one sequence; "" if it is."""
     operator = site.operator
     if not isinstance(operator, DenseMixing | SoftmaxMixing):
         return f"its mixing is {operator.kind}, not softmax attention"
-    if site.cross:
-        return "its queries and keys come from different sequences"
-    read = [operator.matrix] if isinstance(operator, DenseMixing) else [operator.query, operator.key]
-    finite = all(bool(own.isfinite().all()) for own in read)
-    return "" if finite else "its attention, queries or keys hold NaN or infinity"
+    return "its queries and keys come from different sequences" if site.cross else ""
 
 
 def _same(first: Projections, other: Projections) -> bool:
@@ -341,12 +337,6 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
         fix=("Use float32" if low else "Check the batch")
         + ": `rankwise audit` shows where it begins. The model is unchanged.",
     )
-
-
-def not_finite(subject: str, what: str, got: str = "NaN or infinity") -> CompressionError:
-    """Return the error for queries, gradients or logits that are not finite."""
-    fix = "Fix the weights, or use float32: `rankwise audit` shows where it begins."
-    return CompressionError(subject, expected=f"finite {what}", got=got, fix=fix)
 
 
 class NoLayersError(CompressionError):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, check_tokens, not_finite, outputs_by_name
+from rankwise.compression.layers import Factors, Projections, Step, check_tokens, outputs_by_name
+from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
 from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
@@ -154,15 +155,14 @@ def usable_layers(
     Raises:
         CompressionError: if no layer is finite, or there are too few tokens.
     """
-    broken = {
-        layer.projections.name: f"NaN or infinity in head {min(layer.broken)}"
-        for layer in layers
-        if layer.broken
-    }
-    if len(broken) == len(layers):
-        name, reason = next(iter(broken.items()))
-        raise not_finite(f"attention layer {name!r}", "queries and keys", reason)
     finite = [layer for layer in layers if not layer.broken]
+    heads = {layer.projections.name: layer.broken for layer in layers if layer.broken}
+    broken = {name: f"NaN or infinity in head {min(own)}" for name, own in heads.items()}
+    if not finite:
+        name, reason = next(iter(broken.items()))
+        fix = "Fix the weights, or use float32: `rankwise audit` shows where it begins."
+        expected = "finite queries and keys"
+        raise CompressionError(f"attention layer {name!r}", expected=expected, got=reason, fix=fix)
     check_tokens(min(layer.tokens for layer in finite), max(layer.projections.width for layer in finite))
     return finite, skipped | broken
 

@@ -192,10 +192,10 @@ def part_targets(
 ) -> Targets:
     """Return the share to keep or the tolerance of each part, in the order of `PARTS`; by default 0.5."""
     keep = 0.5 if keep is None and tolerance is None else keep
-    given: dict[str, Any] = {"keep": keep, "tolerance": tolerance}
-    mappings = {name: dict(value) for name, value in given.items() if isinstance(value, Mapping)}
-    for name, value in given.items():
-        if mappings and value is not None and name not in mappings:
+    given: list[tuple[str, Any]] = [("keep", keep), ("tolerance", tolerance)]
+    mappings = [value for _, value in given if isinstance(value, Mapping)]
+    for name, value in given:
+        if mappings and not isinstance(value, Mapping | None):
             raise CompressionError(
                 f"`{name}`", expected="a mapping of parts, like the other target", got=repr(value),
                 fix='Name the parts: `{"heads": 0.9, "kv": 0.5}`.',
@@ -205,10 +205,11 @@ def part_targets(
             "`parts`", expected="None, because the targets name their parts", got=repr(parts), fix="Omit it."
         )
     if mappings:
-        names = [part for values in mappings.values() for part in values]
+        names = [part for mapping in mappings for part in mapping]
+    elif isinstance(parts, Sequence) and not isinstance(parts, str):
+        names = list(parts)
     else:
-        parts = "qk" if parts is None else parts
-        names = list(parts) if isinstance(parts, Sequence) and not isinstance(parts, str) else [parts]
+        names = ["qk" if parts is None else parts]
     if not names:
         raise CompressionError(
             "`parts`", expected="at least one part", got="none", fix=f"Known: {', '.join(PARTS)}."
@@ -221,7 +222,7 @@ def part_targets(
             )
     targets: Targets = {}
     for part in (part for part in PARTS if part in names):
-        own = {name: mappings[name].get(part) if name in mappings else value for name, value in given.items()}
+        own = {name: value.get(part) if isinstance(value, Mapping) else value for name, value in given}
         count = sum(value is not None for value in own.values())
         if count != 1:
             raise CompressionError(
@@ -294,11 +295,10 @@ def _record(
     ]
     narrowed = {head.site for head in heads if PARTS[head.part].narrows}
     notes = [note for solution in every for note in solution.notes]
-    notes += [note for name, solution in solutions.items() for note in _unchanged(name, solution)]
     alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
     for name, solution in solutions.items():
         measured = [evaluation.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
-        notes += _above(name, targets[name][1], solution, measured)
+        notes += _part_notes(name, targets[name][1], solution, measured)
     notes += [*_larger(evaluation.fields), *evaluation.notes]
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
@@ -326,23 +326,20 @@ def _record(
     )
 
 
-def _unchanged(part: str, solution: Solution) -> list[str]:
-    """Return a note if a part removed nothing."""
-    heads = bool(solution.heads) and all(head.width == head.before for head in solution.heads)
-    latents = bool(solution.latents) and all(latent.rank == latent.full for latent in solution.latents)
-    if not heads and not latents:
-        return []
-    return [f"{part}: {PARTS[part].unchanged}. Lower `keep` or raise the tolerance."]
-
-
-def _above(part: str, tolerance: float | int | None, solution: Solution, measured: list[float]) -> list[str]:
-    """Return a note if the cost of a part on all calibration data is above its tolerance."""
-    heads = [head.kl_calibrated for head in solution.heads]
-    nats = sum(latent.nats for latent in solution.latents)
-    cost = max(sum(heads) / max(len(heads), 1), nats, *measured)
-    if tolerance is None or part == "heads" or not cost > tolerance:
-        return []
-    return [f"{part}: the cost on the calibration data is {cost:.3g}, above the tolerance {tolerance:g}."]
+def _part_notes(
+    part: str, tolerance: float | int | None, solution: Solution, measured: list[float]
+) -> list[str]:
+    """Return notes if a part removed nothing, or costs more than its tolerance on all calibration data."""
+    heads, latents = solution.heads, solution.latents
+    removed = [*(x.width < x.before for x in heads), *(x.rank < x.full for x in latents)]
+    notes = [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."] if not any(removed) else []
+    attention = sum(head.kl_calibrated for head in heads) / max(len(heads), 1)
+    cost = max(attention, sum(latent.nats for latent in latents), *measured)
+    if tolerance is not None and part != "heads" and cost > tolerance:
+        notes.append(
+            f"{part}: the cost on the calibration data is {cost:.3g}, above the tolerance {tolerance:g}."
+        )
+    return notes
 
 
 def _larger(fields: dict[str, Any]) -> list[str]:
