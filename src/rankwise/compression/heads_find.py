@@ -51,6 +51,8 @@ from rankwise.tracing.projections import (
 
 SIZE_RULES = 4
 """Rules for what to change in a layer: 0 nothing, 1 counts of heads, 2 also widths, 3 also its config."""
+OTHER_COUNTS = ("dim", "size", "width", "group")
+"""Parts of names with ``head`` that contain no number of heads."""
 CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 Plan = Mapping[str, set[int]]
@@ -126,7 +128,7 @@ class HeadProjections:
         width = self.heads * self.value_width
         sizes: dict[str, int] = {}
         for name, value in numbers.items() if self.size_rule >= 1 else ():
-            if value in counts and _counts_heads(name):
+            if value in counts and "head" in name and not any(word in name for word in OTHER_COUNTS):
                 sizes[name] = counts[value]
             elif "group" in name and value == self.heads // self.value_heads:
                 sizes[name] = heads // value_heads
@@ -141,10 +143,6 @@ class HeadProjections:
         return sizes, config
 
 
-def _counts_heads(name: str) -> bool:
-    return "head" in name and not any(word in name for word in ("dim", "size", "width", "group"))
-
-
 def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProjections], dict[str, str]]:
     """Return the layers from which heads can be removed, and why each other layer is left out.
 
@@ -155,10 +153,9 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
     found, skipped = find_head_projections(model, short)
     if found or skipped:
         check_finite(model, main_output(model, short))
-    passed: dict[str, HeadProjections] = {}
-    while waiting := [layer for layer in found if layer.name not in passed and layer.name not in skipped]:
-        first, *others = waiting
-        reason = ""
+    layers: list[HeadProjections] = []
+    while found:
+        first, *found = found
         for rule in range(SIZE_RULES):
             layer = replace(first, size_rule=rule)
             if not (reason := trial(model, [layer], short)):
@@ -166,11 +163,10 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
         if reason:
             skipped[first.name] = f"its own code does not compute with fewer heads: {reason}"
             continue
-        passed[first.name] = layer
-        alike = [replace(other, size_rule=layer.size_rule) for other in others]
+        layers.append(layer)
+        alike = [replace(other, size_rule=layer.size_rule) for other in found]
         if alike and not trial(model, alike, short):
-            passed |= {other.name: other for other in alike}
-    layers = [passed[layer.name] for layer in found if layer.name in passed]
+            layers, found = layers + alike, []
     check_some(
         model,
         layers,

@@ -41,8 +41,6 @@ def solve(job: Job) -> Solution:
     gone = grouped((head for head in heads if not head.width), attrgetter("site"))
     listed = [f"{site} {', '.join(str(head.head) for head in own)}" for site, own in gone.items()]
     notes += [f"Removed heads: {'; '.join(listed)}."] if listed else []
-    if job.calibrate:
-        notes.append("Heads are removed whole: calibration is for qk and rotary alone.")
     return Solution(
         removal(job.model, layers, plan),
         heads=heads,

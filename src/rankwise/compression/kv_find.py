@@ -111,10 +111,8 @@ def _run_with_cache(model: nn.Module, batch: Any) -> tuple[_Observed, Any]:
         out = run_model(model, {**batch, "use_cache": True})
     seen = _observed(calls)
     cache = getattr(out, "past_key_values", None)
-    if not getattr(cache, "layers", None):
-        raise _no_cache(model, "a model whose outputs contain no such cache")
-    if not seen.attention:
-        raise _no_cache(model, "a model none of whose modules has a `layer_idx` and receives the cache")
+    if not getattr(cache, "layers", None) or not seen.attention:
+        raise _no_cache(model, "a model without such a cache, or without modules that get it by `layer_idx`")
     return seen, cache
 
 
@@ -256,9 +254,7 @@ def _key_sources(
 ) -> list[tuple[float, Projection, dict[str, str]]]:
     """Return linear layers that unrotated keys may come from: error, projection and fields of a norm."""
     direct = _fit(keys, linear)
-    sources: list[tuple[float, Projection, dict[str, str]]] = []
-    if direct is not None:
-        sources.append((*direct, {}))
+    sources: list[tuple[float, Projection, dict[str, str]]] = [] if direct is None else [(*direct, {})]
     batch, heads, tokens, width = keys.shape
     shapes: dict[Literal["flat", "tokens", "heads"], tuple[int, ...]] = {
         "flat": (batch, tokens, heads * width),

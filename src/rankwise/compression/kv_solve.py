@@ -49,10 +49,6 @@ def solve(job: Job) -> Solution:
     check_tokens(tokens, max(layer.rank for layer in layers))
     stacks = [matrix for moment in moments for matrix in (moment.tokens, moment.gradients)]
     notes = rank_notes(stacks, "tokens or gradients", tokens)
-    if job.calibrate:
-        notes.append(
-            "Keys and values are factored in closed form: steps of calibration are for qk and rotary alone."
-        )
     spectra: list[WeightedSVD] = []
     for layer, moment in zip(layers, moments, strict=True):
         job.on_step(f"factoring keys and values of {layer.module}")

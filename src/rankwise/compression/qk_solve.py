@@ -48,6 +48,8 @@ SHARES = (0.125, 0.25, 0.5, 0.75)
 """Shares of the full width at which the record lists attention KL."""
 Curve = tuple[list[int], list[float]]
 """Widths of a key head, ascending, and its attention KL at each."""
+Start = Callable[[QueryKeyStatistics, list[int]], Factors]
+"""Function from a layer and the widths of its key heads to factors before calibration."""
 
 
 def solve(job: Job) -> Solution:
@@ -100,7 +102,7 @@ def narrow_heads(
     job: Job,
     layers: list[QueryKeyStatistics],
     curves: list[list[Curve]],
-    start: Callable[[QueryKeyStatistics, list[int]], Factors],
+    start: Start,
     method: str,
 ) -> Solution:
     """Choose widths, calibrate the factors of `start`, measure them, and build the change.
@@ -148,18 +150,16 @@ def narrow_heads(
             for head, kept in enumerate(factors.kept)
         ]
     factors_of = {found.name: factors for found, factors in plan}
-    evaluated = collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step)
-    names = [own.projections.name for own in evaluated]
-    kl = [
-        0.0 if whole else float(layer_divergence(own.samples, factors_of[own.projections.name]).mean())
-        for own in evaluated
-    ]
+    kl: dict[str, float] = {}
+    for own in collect_statistics(job.model, [found for found, _ in plan], job.eval_batches, job.on_step):
+        name = own.projections.name
+        kl[name] = 0.0 if whole else float(layer_divergence(own.samples, factors_of[name]).mean())
     note = f"Calibration was stopped {stopped}. Earlier layers are calibrated, later layers are not."
     return Solution(
         narrow_layers(job.model, [] if whole else plan),
         heads,
         curves=[budget_curve(method, [*chain.from_iterable(curves)])],
-        kl=dict(zip(names, kl, strict=True)),
+        kl=kl,
         notes=[note] if stopped else [],
         complete=not stopped,
     )
@@ -182,11 +182,7 @@ def _calibrated(
     return (factors, after, stopped) if sum(after) < sum(before) else (start, before, stopped)
 
 
-def _measured(
-    layer: QueryKeyStatistics,
-    curves: list[Curve],
-    start: Callable[[QueryKeyStatistics, list[int]], Factors],
-) -> list[Curve]:
+def _measured(layer: QueryKeyStatistics, curves: list[Curve], start: Start) -> list[Curve]:
     """Return the curves of the key heads of a layer with attention KL on all calibration data."""
     widths = [own for own, _ in curves]
     losses = [_by_key(layer, start(layer, list(now))) for now in zip(*widths, strict=True)]
@@ -215,7 +211,11 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Fact
         to_q, to_k = (whitening(moments[head]) for moments in (layer.query_moments, layer.key_moments))
         members = torch.linalg.solve(to_q, start.query[head * groups : (head + 1) * groups])
         own = torch.linalg.solve(to_k, key)
-        balance = _balance(members, own, rotated)
+        # A times this number and B divided by it are equally large, per column; rotation mixes columns
+        size_q, size_k = members.square().sum(1).mean(0), own.square().sum(0)
+        if rotated:
+            size_q, size_k = size_q.sum(), size_k.sum()
+        balance = (size_k.clamp(min=1e-24) / size_q.clamp(min=1e-24)) ** 0.25
         white_q += [to_q] * groups
         white_k.append(to_k)
         start_q += list(members * balance)
@@ -250,17 +250,6 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Fact
     query[..., :wide] = ((to_q @ a) * kept_q).detach().cpu().double()
     key[..., :wide] = ((to_k @ b) * kept_k).detach().cpu().double()
     return Factors(query, key, start.kept), stopped
-
-
-def _balance(query: Float64[Tensor, "h K K"], key: Float64[Tensor, "K K"], rotated: bool) -> Tensor:
-    """Return one number per column: A times this number and B divided by it are equally large.
-
-    With rotation, which mixes columns, all columns share one number.
-    """
-    size_q, size_k = query.square().sum(1).mean(0), key.square().sum(0)
-    if rotated:
-        size_q, size_k = size_q.sum(), size_k.sum()
-    return (size_k.clamp(min=1e-24) / size_q.clamp(min=1e-24)) ** 0.25
 
 
 def _loss(sample: Sample, a: Float[Tensor, "H K r"], b: Float[Tensor, "G K r"]) -> Tensor:

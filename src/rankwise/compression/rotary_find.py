@@ -60,17 +60,12 @@ def _rotary_layer(site: MixerSite, near: Nearby) -> Projections | str:
 def _pairs(before: list[Tensor], after: list[Tensor], bound: float) -> Tensor | None:
     """Return the channels that rotate into each other: halves of the rotated channels, or neighbors."""
     width = before[0].shape[-1]
-    device = before[0].device
-    for rotated in range(width - width % 2, 1, -2):
-        dims = torch.arange(rotated, device=device)
-        for pairs in (dims.reshape(2, -1).T, dims.reshape(-1, 2)):
-            if fit_rotation(pairs, before, after)[1] <= bound:
-                return _moving(pairs, before, after)
-    return None
-
-
-def _moving(pairs: Tensor, before: list[Tensor], after: list[Tensor]) -> Tensor | None:
-    """Return the pairs that are rotated: two channels that attention reads bit by bit unchanged are not."""
+    prefixes = [torch.arange(end, device=before[0].device) for end in range(width - width % 2, 1, -2)]
+    layouts = (pairs for dims in prefixes for pairs in (dims.reshape(2, -1).T, dims.reshape(-1, 2)))
+    fitting = next((pairs for pairs in layouts if fit_rotation(pairs, before, after)[1] <= bound), None)
+    if fitting is None:
+        return None
+    # Two channels that attention reads bit by bit unchanged are no pair.
     same = torch.stack([(a == b).flatten(0, 2).all(0) for a, b in zip(before, after, strict=True)]).all(0)
-    turning = pairs[~same[pairs].all(1)]
+    turning = fitting[~same[fitting].all(1)]
     return turning if len(turning) else None

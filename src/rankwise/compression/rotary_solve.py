@@ -61,18 +61,16 @@ def solve(job: Job) -> Solution:
     found, skipped = find_rotary_layers(job.model, job.batches[0])
     statistics = collect_statistics(job.model, found, job.batches, job.on_step)
     layers, skipped = usable_layers(statistics, skipped)
-    wholes = [whole_factors(layer) for layer in layers]
-    orders: list[list[Order]] = []
-    for layer, whole in zip(layers, wholes, strict=True):
+    known: dict[str, tuple[Factors, list[Order]]] = {}
+    for layer in layers:
         job.on_step(f"comparing pairs of {layer.projections.name}")
-        orders.append(greedy_orders(layer, whole, job.seed))
-    at = {layer.projections.name: number for number, layer in enumerate(layers)}
+        whole = whole_factors(layer)
+        known[layer.projections.name] = whole, greedy_orders(layer, whole, job.seed)
 
     def start(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
-        number = at[layer.projections.name]
-        return kept_factors(layer, wholes[number], orders[number], widths)
+        return kept_factors(layer, *known[layer.projections.name], widths)
 
-    curves = [[order.curve for order in own] for own in orders]
+    curves = [[order.curve for order in orders] for _, orders in known.values()]
     method = "greedy by attention KL, widths per head"
     return replace(narrow_heads("rotary", job, layers, curves, start, method), skipped=skipped)
 

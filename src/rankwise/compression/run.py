@@ -178,11 +178,13 @@ def compress(
     for inner in pretrained_models(model):
         note_structure(inner)
     record = _record(model, data, tokens, targets, solutions, evaluation, held_out is not None, seed)
+    others = [name for name in solutions if calibrate and not PARTS[name].narrows]
+    plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
     unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
-    return record.model_copy(update={"notes": [*record.notes, *unused, *slow]})
+    return record.model_copy(update={"notes": [*record.notes, *plain, *unused, *slow]})
 
 
 def part_targets(
