@@ -66,11 +66,6 @@ class EmptyLinear(ReplacedLinear):
         zeros = tokens.new_zeros(*tokens.shape[:-1], self.out_features)
         return zeros if self.bias is None else zeros + self.bias
 
-    def extra_repr(self) -> str:
-        """Return the sizes as text, as `nn.Linear` does, for printing the module."""
-        bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
-
 
 class LayerConfig:
     """Configuration for one layer: some fields of its own, all others from the model's configuration."""

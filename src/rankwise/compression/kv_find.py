@@ -18,7 +18,7 @@ from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PAIRINGS, fits_layout, per_pair, undo_rope
 from rankwise.compression.kv_modules import LatentLayer, latent_change
 from rankwise.compression.layers import Nearby, at_once_and_in_halves, keep_passing, not_linear
-from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, runs_of
+from rankwise.compression.qk_modules import NarrowKeys, NarrowProjection, channels_of, runs_of
 from rankwise.errors import CompressionError
 from rankwise.tracing import RecordedCall, record_calls
 from rankwise.tracing.projections import Projection, find_projection, linear_parts
@@ -208,7 +208,7 @@ def _computed_channels(model: nn.Module, projection: Projection) -> tuple[str, l
     module = model.get_submodule(projection.module)
     if not isinstance(module, NarrowProjection):
         return projection.module, channels, list(range(len(channels)))
-    narrow = {channel: own for own, channel in enumerate(module.channels.tolist())}
+    narrow = {channel: own for own, channel in enumerate(channels_of(module.runs))}
     places = [place for place, channel in enumerate(channels) if channel in narrow]
     return f"{projection.module}.narrow", [narrow[channels[place]] for place in places], places
 

@@ -295,8 +295,7 @@ def at_once_and_in_halves(model: nn.Module, batch: Any) -> list[Tensor]:
     if ids is None or ids.shape[1] < 2 or set(batch) - {"input_ids", "attention_mask", "labels"}:
         return [whole]
     half = ids.shape[1] // 2
-    first: dict[str, Any] = {"input_ids": ids[:, :half], "use_cache": True}
-    second: dict[str, Any] = {"input_ids": ids[:, half:], "use_cache": True}
+    first, second = ({"input_ids": part, "use_cache": True} for part in (ids[:, :half], ids[:, half:]))
     if mask is not None:
         first["attention_mask"], second["attention_mask"] = mask[:, :half], mask
     with torch.no_grad():
@@ -318,24 +317,16 @@ def check_finite(model: nn.Module, output: Tensor) -> None:
     """Raise if an output has NaN or infinity, and name the first weights that have it."""
     if bool(output.isfinite().all()):
         return
-    for name, weight in model.named_parameters():
-        broken = weight.numel() - int(weight.isfinite().sum())
-        if broken:
-            layer, _, own = name.rpartition(".")
-            raise CompressionError(
-                f"layer {layer!r}" if layer else f"model {type(model).__name__}",
-                expected="finite weights",
-                got=f"NaN or infinity in {broken} of {weight.numel()} numbers of its {own}",
-                fix="Fix the weights: `rankwise audit` shows what they affect. The model is unchanged.",
-            )
-    broken = int((~output.isfinite()).sum())
-    low = output.dtype in (torch.float16, torch.bfloat16)
+    named = ((name, own) for name, own in model.named_parameters() if not bool(own.isfinite().all()))
+    name, values = next(named, ("", output))
+    layer, _, own = name.rpartition(".")
+    broken = f"NaN or infinity in {int((~values.isfinite()).sum())} of {values.numel()} numbers"
+    fix = "Fix the weights" if name else "Use float32, or check the batch"
     raise CompressionError(
-        f"model {type(model).__name__}",
-        expected="finite outputs",
-        got=f"NaN or infinity in {broken} of {output.numel()}; its weights are finite",
-        fix=("Use float32" if low else "Check the batch")
-        + ": `rankwise audit` shows where it begins. The model is unchanged.",
+        f"layer {layer!r}" if layer else f"model {type(model).__name__}",
+        expected="finite weights" if name else "finite outputs",
+        got=f"{broken} of its {own}" if name else f"{broken}; its weights are finite",
+        fix=f"{fix}: `rankwise audit` shows where it begins. The model is unchanged.",
     )
 
 

@@ -90,19 +90,15 @@ class NarrowProjection(ReplacedLinear):
         self._narrowed_linear = NarrowedLinear(module="", out_features=out_features, runs=self.runs)
         self.set_guard()
         self.register_buffer("bias", None if narrow.bias is None else self.weight[0], persistent=False)
-        self.register_buffer("channels", channel_index(self.runs, narrow.weight.device), persistent=False)
 
     def forward(self, tokens: Float[Tensor, "... D"]) -> Float[Tensor, "... O"]:
         """Return all channels, with zeros for the channels that are not computed."""
         return fill_zeros(self.narrow(tokens), self.channels, self.out_features)
 
-    def place_channels(self) -> None:
-        """Set ``channels`` again on the device of the weights: a model built on "meta" has no values."""
-        self.channels = channel_index(self.runs, next(self.narrow.parameters()).device)
-
-    def extra_repr(self) -> str:
-        """Return the numbers of computed and of all channels as text, for printing the module."""
-        return f"{self.narrow.out_features} of {self.out_features} channels"
+    def set_guard(self, saved: bool = True) -> None:
+        """Set ``weight`` and ``channels``, on the device of the other weights once these are loaded."""
+        super().set_guard(saved)
+        self.register_buffer("channels", channel_index(self.runs, device_of(self)), persistent=False)
 
 
 def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection]]:

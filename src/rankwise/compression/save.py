@@ -289,8 +289,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
     folder = Path(folder)
     if model is not None:
         return _load_into(folder, model)
-    config_file = folder / "config.json"
-    content = _read_json(config_file)
+    content = _read_json(folder / "config.json")
     noted: Any = content.get(KEY) if isinstance(content, dict) else None
     names = content.get("architectures") if isinstance(content, dict) else None
     compressed = isinstance(noted, dict) and noted.get("quant_method") == NAME
@@ -301,7 +300,6 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
             got="a configuration without `architectures`" if compressed else "one without a compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
-    read_structure(noted.get("structure"), str(config_file))
     import transformers
 
     name, files = str(names[0]), content.get("auto_map") or {}
@@ -431,8 +429,6 @@ class CompressionBuilder(HfQuantizer):
             return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-        for _name, projection in qk_modules.narrow_projections(model):
-            projection.place_channels()
         _set_guards(model)
         self.quantization_config.structure["format"] = 2  # also if an old model is saved again
         # Remove every flag: `Trainer` and peft refuse to train quantized models.

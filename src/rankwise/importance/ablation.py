@@ -17,6 +17,7 @@ from rankwise._internals.forward import (
     run_model,
     to_device,
 )
+from rankwise._internals.statistics import spearman
 from rankwise.errors import InputError
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.gated_passes import GatedPasses, NotDifferentiableError, quoted
@@ -28,7 +29,6 @@ from rankwise.importance.records import (
     Importance,
     ImportanceRecord,
     RemovableSet,
-    rank_correlation,
 )
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import HeadId, SiteAdapter, StateSite, capture
@@ -144,7 +144,7 @@ def measure(
         ablation=settings.ablation,
         probes=passes.probes if settings.estimates else 0,
         seed=settings.seed,
-        spearman=rank_correlation(found.values()),
+        spearman=spearman([x.estimate for x in found.values()], [x.exact for x in found.values()]),
         blocks=[*known_blocks.values()],
         removable=removable,
         forward=passes.forward,

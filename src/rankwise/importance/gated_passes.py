@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rankwise._internals.forward import batch_size, device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise.errors import InputError, RankwiseError, first_line
-from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, ProbedLoss, SequenceLosses
+from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     BlockOutput,
@@ -219,7 +219,7 @@ class GatedPasses:
         say: Callable[[str], None],
     ) -> None:
         self.model, self.batches, self.loss, self.say = model, batches, loss, say
-        self.probes = settings.probes if isinstance(loss, ProbedLoss) else 0
+        self.probes = settings.probes if loss.half else 0
         self.settings, self._capturing, self._device = settings, dict(capturing), device_of(model)
         self.value = self.reference = math.nan
         self.count = self._total = self._reference_sum = 0.0
@@ -319,16 +319,10 @@ class GatedPasses:
         finite = losses.finite
         gated = {key: gate for key, gate in gates.of_heads.items() if key in self.mixers}
         every = [*gated.values(), *gates.of_blocks.values()]
-        loss = self.loss
-        scalars: list[tuple[Callable[[], Tensor], int]] = []
-        if not loss.compares_outputs:
-            scalars.append((lambda: losses.total[finite].sum(), 0))
-        if isinstance(loss, ProbedLoss):
-            scalars += [
-                (lambda: loss.probe(output, batch, generator)[finite].sum(), self.probes)
-            ] * self.probes
-        for make, probes in scalars if every and bool(finite.any()) else ():
-            scalar = make()
+        if not every or not bool(finite.any()):
+            return
+        for probe in range(int(self.loss.compares_outputs), 1 + self.probes):  # 0 is the loss itself
+            scalar = (self.loss.probe(output, batch, generator) if probe else losses.total)[finite].sum()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
             nodes = _graph_nodes([scalar.grad_fn])
@@ -349,7 +343,7 @@ class GatedPasses:
                 else:
                     rows[sums] = rows.get(sums, 0.0) + _by_sequence(gradient, finite)
             for sums, summed in rows.items():
-                sums.add(summed, probes)
+                sums.add(summed, self.probes if probe else 0)
 
     def estimates(self, sums: GateSums | None, gates: int) -> list[dict[str, float]]:
         """Return the estimates per gate as fields of `HeadImportance`; empty dicts without gradients."""
@@ -363,7 +357,7 @@ class GatedPasses:
                 "first_order": sums.absolute / self.count,
                 "fisher": 0.5 * sums.squares / self.count,
             }
-        if isinstance(self.loss, ProbedLoss) and self.probes:
+        if self.probes:
             found["curvature"] = self.loss.half * sums.curvature / self.count
         found["estimate"] = found.get("curvature", found.get("fisher", math.nan)) - found["gradient"]
         return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]

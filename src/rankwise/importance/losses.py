@@ -143,6 +143,9 @@ class Loss(ABC):
     """Function of the model's input, the original batch and its number; it may mask tokens."""
     note = ""
     """Why labels of the batches do not count."""
+    half = 0.5
+    """The second-order change of the loss is `half` times the expected squared gradient of a projection; 0 if
+    the loss has no projections."""
 
     def check(self, batches: Sequence[LossBatch], output: Any) -> None:  # noqa: B027 - most check nothing
         """Raise if the loss cannot be computed on a batch; ``output`` is the output for the first batch."""
@@ -155,24 +158,17 @@ class Loss(ABC):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return the loss of each sequence, differentiable by the output."""
 
-
-class ProbedLoss(Loss):
-    """Base class of losses with a second derivative estimated by random projections of the output."""
-
-    half = 0.5
-    """The second-order change of a loss is `half` times the expected squared gradient of a projection."""
-
-    @abstractmethod
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
         """Return a random projection of the output per sequence.
 
         The expected value of its squared gradient, times `half`, is the Gauss–Newton estimate of the change
         of the sequence's loss.
         """
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
-class LabelLoss(ProbedLoss):
+class LabelLoss(Loss):
     """Negative log-likelihood of labels: ``−Σ_t log p_t(y_t)``, labels of −100 left out.
 
     `labels` returns the labels of a batch, (B, T) for logits (B, T, V), (B,) for classifiers. `given` returns
@@ -241,7 +237,7 @@ class LabelLoss(ProbedLoss):
         return logits, labels.long()
 
 
-class DivergenceLoss(ProbedLoss):
+class DivergenceLoss(Loss):
     """Change of the predictions: ``KL(p ‖ p')``, from p of the whole model to p' of the changed model.
 
     Costs are divided by the entropy H(p). With labels drawn from p the loss of the whole model is H(p), and
@@ -271,7 +267,7 @@ class DivergenceLoss(ProbedLoss):
         return _fisher_projection(logits, real_outputs(output, batch.batch, logits), generator)
 
 
-class StateLoss(ProbedLoss):
+class StateLoss(Loss):
     """Change of the output: ``‖Y' − Y‖_F² / ‖Y‖_F²`` over real tokens, Y the output of the whole model."""
 
     name = "relative squared change of the output"
@@ -316,6 +312,7 @@ class FunctionLoss(Loss):
     """A loss from a user's function or from the model: a number per sequence, or one for the batch."""
 
     unit = "unit of the function"
+    half = 0.0
 
     def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
         self._function, self.name = function, name

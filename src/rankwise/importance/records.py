@@ -166,6 +166,7 @@ class Importance:
         value = _mean(first.value, second.value, tokens)
         reference = _mean(first.reference, second.reference, tokens)
         notes = [note for note in (*first.notes, *second.notes) if note != NOT_SEARCHED]
+        heads = self.heads.values()
         self.record = first.model_copy(
             update={name: getattr(first, name) + getattr(second, name) for name in SUMS}
             | {
@@ -174,19 +175,13 @@ class Importance:
                 "blocks": [joined(block, more[at]) for at, block in blocks.items() if at in more],
                 "removable": None,
                 "notes": [*dict.fromkeys(notes), *[NOT_SEARCHED] * bool(self.heads)],
-                "spearman": rank_correlation(self.heads.values()),
+                "spearman": spearman([x.estimate for x in heads], [x.exact for x in heads]),
             }
         )
 
 
 def _mean(first: float, second: float, share: float) -> float:
     return first + (second - first) * share
-
-
-def rank_correlation(heads: Iterable[HeadImportance]) -> float:
-    """Return the Spearman correlation of estimates and exact costs; NaN below three heads with both."""
-    found = agreement(heads)
-    return math.nan if found is None else found.spearman
 
 
 @dataclass(frozen=True)
