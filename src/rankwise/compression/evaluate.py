@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -48,27 +48,23 @@ LONGEST = 512
 
 
 @dataclass
-class Evaluation:
-    """Measured fields of a `Compression`, and the error of token states after each layer."""
-
-    fields: dict[str, Any]
-    state_errors: dict[tuple[str, int], float]
-    """By stack of blocks and layer: encoders and decoders use the same layer numbers."""
-    places: dict[str, tuple[str, int]]
-    """Stack and layer of each mixer, by name."""
-    notes: list[str]
-
-
-@dataclass
 class Snapshot:
     """Measurements of one model."""
 
     states: dict[tuple[str, int], Tensor]
-    """Real tokens of the first batch, by stack and layer."""
+    """Real tokens of the first batch, by stack and layer: encoder and decoder use the same layer numbers."""
     places: dict[str, tuple[str, int]]
+    """Stack and layer of each mixer, by name."""
     output: Tensor
     """Output for the first batch."""
     fields: dict[str, Any]
+    """Measured fields of a `Compression`."""
+    notes: list[str] = field(default_factory=list)
+
+    def state_error(self, old: "Snapshot", place: tuple[str, int]) -> float:
+        """Return the error of the states at a place; NaN if they were not seen."""
+        states = [snapshot.states.get(place) for snapshot in (self, old)]
+        return math.nan if states[0] is None or states[1] is None else relative_error(states[0], states[1])
 
 
 def evaluate(
@@ -78,38 +74,31 @@ def evaluate(
     old: Snapshot,
     timed: bool,
     on_step: Callable[[str], None],
-) -> Evaluation:
+) -> Snapshot:
     """Measure a model with its changes, which are applied when this is called and afterwards.
 
     `old` is the snapshot of the original, made before the work: so a measurement that fails costs no work.
+    The fields of the result are those of both models.
     """
     on_step("comparing outputs")
     batches = [to_device(batch, device_of(model)) for batch in batches]
     new = snapshot(model, batches, "after")
-    errors = {
-        place: relative_error(new.states[place], old.states[place])
-        for place in old.states.keys() & new.states.keys()
-    }
 
     def pair(batch: Any) -> tuple[Tensor | None, Tensor | None]:
         after = log_probabilities(model, batch)
         with original(changes):
             return log_probabilities(model, batch), after
 
-    fields = {
-        **old.fields,
-        **new.fields,
-        "output_kl": output_kl(pair(batch) for batch in compared_batches(batches)),
-        "output_error": relative_error(new.output, old.output),
-    }
-    notes: list[str] = []
+    new.fields |= old.fields
+    new.fields["output_kl"] = output_kl(pair(batch) for batch in compared_batches(batches))
+    new.fields["output_error"] = relative_error(new.output, old.output)
     if timed:
         on_step("measuring latency")
         try:
-            fields["latency"], notes = measure_latency(model, batches[0], changes)
+            new.fields["latency"], new.notes = measure_latency(model, batches[0], changes)
         except Exception as error:
-            notes = [f"Latency was not measured: {type(error).__name__}: {first_line(error)}."]
-    return Evaluation(fields, errors, old.places, notes)
+            new.notes = [f"Latency was not measured: {type(error).__name__}: {first_line(error)}."]
+    return new
 
 
 @contextmanager

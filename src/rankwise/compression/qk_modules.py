@@ -81,6 +81,8 @@ class NarrowProjection(ReplacedLinear):
     would be slow, because queries and keys would be narrower than values.
     """
 
+    channels: Tensor
+
     def __init__(self, narrow: nn.Linear, runs: Sequence[tuple[int, int]], out_features: int) -> None:
         super().__init__()
         self.narrow = narrow  # a linear layer; the part kv may replace it by a reader of latents

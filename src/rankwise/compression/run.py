@@ -24,7 +24,7 @@ from rankwise._internals.forward import (
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.compression import PARTS
-from rankwise.compression.evaluate import Evaluation, evaluate, snapshot
+from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
 from rankwise.compression.layers import NoLayersError
 from rankwise.compression.part import Job, Solution, solve_part
 from rankwise.compression.record import Compression, Latency, LayerPrice
@@ -159,7 +159,7 @@ def compress(
                         continue
                     applied.enter_context(solutions[name].change)
                 changes = [solution.change for solution in solutions.values()]
-                evaluation = evaluate(model, eval_data, changes, before, time, report)
+                after = evaluate(model, eval_data, changes, before, time, report)
                 applied.pop_all()
         except Exception as error:
             full = out_of_memory(error)
@@ -177,7 +177,7 @@ def compress(
             module.train(modes[name if name in modes else name.rpartition(".")[0]])
     for inner in pretrained_models(model):
         note_structure(inner)
-    record = _record(model, data, tokens, targets, solutions, evaluation, held_out is not None, seed)
+    record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
     others = [name for name in solutions if calibrate and not PARTS[name].narrows]
     plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
@@ -241,8 +241,7 @@ def part_targets(
 @contextmanager
 def _named_outputs(model: nn.Module) -> Iterator[None]:
     """Context manager in which models of transformers return outputs with names."""
-    configs = [config for inner in model.modules() if (config := getattr(inner, "config", None)) is not None]
-    tuples = [config for config in configs if getattr(config, "return_dict", True) is False]
+    tuples: list[Any] = [one.config for one in model.modules() if config_value(one, "return_dict") is False]
     try:
         for config in tuples:
             config.return_dict = True
@@ -269,7 +268,7 @@ def _count_tokens(model: nn.Module, batches: list[Any], name: str) -> int:
 
 def _record(
     model: nn.Module, data: list[Any], tokens: int, targets: Targets, solutions: dict[str, Solution],
-    evaluation: Evaluation, held_out: bool, seed: int,
+    before: Snapshot, after: Snapshot, held_out: bool, seed: int,
 ) -> Compression:  # fmt: skip
     every = list(solutions.values())
     left = every[0].key_heads  # `heads` comes first
@@ -281,7 +280,7 @@ def _record(
         for head in heads
     ]
     latents = [latent for solution in every for latent in solution.latents]
-    places = evaluation.places | {head.site: (head.stack, head.layer) for head in heads}
+    places = before.places | {head.site: (head.stack, head.layer) for head in heads}
     places |= {x.site: (places.get(x.site, ("", 0))[0], x.layer) for x in latents}
     kl = {latent.site: math.nan for latent in latents}
     for solution in every:  # a removed head has no attention to compare
@@ -291,7 +290,7 @@ def _record(
             site=site,
             layer=places[site][1],
             kl=own,
-            output_error=evaluation.state_errors.get((places[site][0], places[site][1] + 1), math.nan),
+            output_error=after.state_error(before, (places[site][0], places[site][1] + 1)),
         )
         for site, own in kl.items()
     ]
@@ -299,9 +298,9 @@ def _record(
     notes = [note for solution in every for note in solution.notes]
     alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
     for name, solution in solutions.items():
-        measured = [evaluation.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
+        measured = [after.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
         notes += _part_notes(name, targets[name][1], solution, measured)
-    notes += [*_larger(evaluation.fields), *evaluation.notes]
+    notes += [*_larger(after.fields), *after.notes]
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
     return Compression(
@@ -324,7 +323,7 @@ def _record(
         },
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
-        **evaluation.fields,
+        **after.fields,
     )
 
 

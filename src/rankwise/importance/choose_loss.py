@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import LABELS, config_value, label_position
-from rankwise.errors import InputError, one_of
+from rankwise.errors import InputError
 from rankwise.importance.losses import (
     IGNORE_INDEX,
     LOSS_HINT,
@@ -26,7 +26,7 @@ from rankwise.importance.losses import (
     real_tokens,
     token_ids,
 )
-from rankwise.importance.settings import LOSSES, ImportanceSettings, LossName
+from rankwise.importance.settings import ImportanceSettings, LossName
 
 MASKED_SHARE = 0.15
 """Fraction of tokens that are masked, as in the training of masked language models."""
@@ -58,7 +58,7 @@ def choose_loss(model: nn.Module, batch: LossBatch, output: Any, settings: Impor
         "masked": lambda: _masked(batch, mask_token, settings.seed, given),
         "labels": lambda: _labels(batch, output, given),
     }
-    name, labels = one_of("loss", loss, LOSSES), given(batch)
+    name, labels = loss, given(batch)
     if name == "auto":
         name = _fitting(model, batch, output, mask_token, labels)
     if own is not None and name in ("causal", "labels") and loss != "labels" and _is_classes(labels, output):
