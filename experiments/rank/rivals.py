@@ -153,7 +153,7 @@ def pair_costs(
             for name, way in ways.items():
                 measured[name].append(along(rows, units, way(layer, head) if way else best.units))
     widths = _widths(layers, 2)
-    curves = [order.curve for own in orders for order in own]
+    curves = [(order.widths, order.losses) for own in orders for order in own]
     allocated = {width: widths_under_budget(curves, width * len(curves)) for width in widths}
     ours = measured["greedy by attention KL"]
     costs = {

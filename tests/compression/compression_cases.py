@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from rankwise.compression.kv_modules import LatentLayer
+from rankwise.compression.qk_modules import NarrowProjection
 from rankwise.compression.save import structure_of
 
 VOCABULARY = 61
@@ -185,6 +186,11 @@ def in_steps(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
             found.append(out.logits)
             cache, at = out.past_key_values, end
     return torch.cat(found, 1), cache
+
+
+def narrow_projections(model: nn.Module) -> dict[str, NarrowProjection]:
+    """Projections to queries or keys that compression has narrowed, by name."""
+    return {name: one for name, one in model.named_modules() if isinstance(one, NarrowProjection)}
 
 
 def latent_layers(model: nn.Module) -> list[LatentLayer]:

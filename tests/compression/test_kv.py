@@ -22,6 +22,7 @@ from tests.compression.compression_cases import (
     latent_layers,
     llama,
     made,
+    narrow_projections,
     neox,
     opt,
     output,
@@ -40,7 +41,6 @@ from rankwise.compression.kv_modules import (
 )
 from rankwise.compression.kv_solve import collect_moments, ranks_for_keep, ranks_for_tolerance, weighted_svd
 from rankwise.compression.part import Job, solve_part
-from rankwise.compression.qk_modules import narrow_projections
 from rankwise.errors import CompressionError
 
 QUICK: dict[str, Any] = {"parts": ("kv",)}
@@ -178,7 +178,7 @@ def test_a_latent_after_narrowing_has_the_remaining_channels_alone(
 ) -> None:
     model: Any = make()
     done = rw.compress(model, [ids(8, 30)], keep={part: 0.5, "kv": 0.5})
-    narrow, latents = dict(narrow_projections(model)), latent_layers(model)
+    narrow, latents = narrow_projections(model), latent_layers(model)
     assert any(layer.key_width for layer in latents)
     for layer in latents:
         projection = narrow[layer.path(layer.key).removesuffix(".narrow")]

@@ -6,12 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.compression.compression_cases import SIZES, bert, bigcode, ids, made, output
+from tests.compression.compression_cases import (
+    SIZES,
+    bert,
+    bigcode,
+    ids,
+    made,
+    narrow_projections,
+    output,
+)
 
 import rankwise as rw
 from rankwise.compression.layers import Factors, rank_notes
 from rankwise.compression.qk_find import find_projections
-from rankwise.compression.qk_modules import narrow_linear, narrow_projections, replace_cache_layer
+from rankwise.compression.qk_modules import narrow_linear, replace_cache_layer
 from rankwise.compression.qk_solve import (
     allocate_widths,
     closed_form,
@@ -265,7 +273,7 @@ def test_queries_of_low_rank_lose_nothing() -> None:
     batch = ids()
     before = output(model, batch)
     rw.compress(model, [batch], keep=3 / 8)
-    assert {projection.narrow.out_features for _, projection in narrow_projections(model)} == {12}
+    assert {projection.narrow.out_features for projection in narrow_projections(model).values()} == {12}
     # a ridge of 1e-9: 3e-5 of logits of up to 50
     assert torch.allclose(output(model, batch), before, atol=2e-3)
 

@@ -1,6 +1,6 @@
 """Linear layers that compute only some channels of queries and keys, and caches of narrow keys."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -101,11 +101,6 @@ class NarrowProjection(ReplacedLinear):
         """Set ``weight`` and ``channels``, on the device of the other weights once these are loaded."""
         super().set_guard(saved)
         self.register_buffer("channels", channel_index(self.runs, device_of(self)), persistent=False)
-
-
-def narrow_projections(model: nn.Module) -> Iterator[tuple[str, NarrowProjection]]:
-    """Yield name and module of each projection to queries or keys that compression has narrowed."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, NarrowProjection))
 
 
 class NarrowKeys(DynamicLayer):

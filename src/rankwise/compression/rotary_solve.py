@@ -13,7 +13,7 @@ from torch import Tensor
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.layers import Factors
 from rankwise.compression.part import Job, Solution
-from rankwise.compression.qk_solve import Curve, narrow_heads
+from rankwise.compression.qk_solve import narrow_heads
 from rankwise.compression.qk_statistics import (
     QueryKeyStatistics,
     Sample,
@@ -47,11 +47,6 @@ class Order:
     losses: list[float]
     """Attention KL at these widths."""
 
-    @property
-    def curve(self) -> Curve:
-        """Widths and attention KL."""
-        return self.widths, self.losses
-
 
 def solve(job: Job) -> Solution:
     """Remove rotary pairs in greedy order, widths under one budget, then calibrate.
@@ -70,7 +65,7 @@ def solve(job: Job) -> Solution:
     def start(layer: QueryKeyStatistics, widths: list[int]) -> Factors:
         return kept_factors(layer, *known[layer.projections.name], widths)
 
-    curves = [[order.curve for order in orders] for _, orders in known.values()]
+    curves = [[(order.widths, order.losses) for order in orders] for _, orders in known.values()]
     method = "greedy by attention KL, widths per head"
     return replace(narrow_heads("rotary", job, layers, curves, start, method), skipped=skipped)
 

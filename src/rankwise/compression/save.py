@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
+import transformers
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
@@ -300,8 +301,6 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
             got="a configuration without `architectures`" if compressed else "one without a compression",
             fix="Load it with `AutoModel.from_pretrained`; or pass `model=` for a module of your own.",
         )
-    import transformers
-
     name, files = str(names[0]), content.get("auto_map") or {}
     # Auto classes that load this class from Python files of the model
     automatic = [kind for kind, own in files.items() if str(own).rpartition(".")[2] == name]
@@ -338,8 +337,6 @@ def check_complete(subject: str, missing: Iterable[str], extra: Iterable[str] = 
 
 def _known_class(name: str) -> Any:
     """Return a model class of transformers or of `rankwise.models`; None for other names."""
-    import transformers
-
     import rankwise.models
 
     return getattr(transformers, name, None) or getattr(rankwise.models, name, None)
