@@ -55,7 +55,7 @@ PARTS = rw.compression.PARTS
 SINGLE = [(part, FIRST[part]) for part in PARTS]
 """Each part, which requires a row of `FOUND`, with its first decoder."""
 SOME = [*SINGLE, ("qk and kv", "gpt2")]
-NARROWS = [(part, family) for part, family in SINGLE if PARTS[part].narrows]
+NARROWS = [(part, family) for part, family in SINGLE if part in rw.compression.NARROWS]
 
 
 class Case(NamedTuple):

@@ -4,7 +4,7 @@ Names are imported on first use, so that records can be loaded without torch. Th
 or `save_compressed` lets ``from_pretrained`` of transformers load compressed models.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rankwise._internals.lazy import lazy_names
 
@@ -35,21 +35,9 @@ __all__ = [
 ]
 
 
-class Part(NamedTuple):
-    """Row of `PARTS`."""
-
-    module: str
-    """Its function `solve` takes a `Job`."""
-    narrows: bool = False
-    """True if it narrows queries and keys: a layer is left out if every such part skips it."""
-
-
-PARTS = {
-    "heads": Part("heads_solve"),
-    "qk": Part("qk_solve", narrows=True),
-    "rotary": Part("rotary_solve", narrows=True),
-    "kv": Part("kv_solve"),
-}
-"""Parts, in the order in which they are done."""
+PARTS = ("heads", "qk", "rotary", "kv")
+"""Parts, in the order in which they are done; each has a module ``<part>_solve`` with a function `solve`."""
+NARROWS = ("qk", "rotary")
+"""Parts that narrow queries and keys: a layer is left out if each of these that was done skips it."""
 
 __getattr__, __dir__ = lazy_names(__name__)

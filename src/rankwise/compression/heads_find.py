@@ -55,7 +55,7 @@ OTHER_COUNTS = ("dim", "size", "width", "group")
 """Parts of names with ``head`` that contain no number of heads."""
 CONFIG_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 CONFIG_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-Plan = Mapping[str, set[int]]
+Plan = dict[str, set[int]]
 """Units to remove, by the name of their layer."""
 
 
@@ -151,8 +151,7 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
     found, skipped = find_head_projections(model, short)
-    if found or skipped:
-        check_finite(model, main_output(model, short))
+    check_finite(model, main_output(model, short))
     layers: list[HeadProjections] = []
     while found:
         first, *found = found

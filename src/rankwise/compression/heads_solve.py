@@ -6,7 +6,14 @@ from typing import Any
 
 from rankwise._internals.forward import device_of, first_sequences, to_device
 from rankwise._internals.records import grouped
-from rankwise.compression.heads_find import HeadProjections, difference, find_removable_heads, removal, zeroed
+from rankwise.compression.heads_find import (
+    HeadProjections,
+    Plan,
+    difference,
+    find_removable_heads,
+    removal,
+    zeroed,
+)
 from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import HeadWidth
 from rankwise.errors import CompressionError
@@ -17,8 +24,6 @@ ROUNDS = 4
 """Number of rounds in which a share of the heads is removed; each round estimates costs again."""
 PROBES = 2
 """Number of random vectors per round that estimate the curvature of the loss."""
-Units = dict[str, set[int]]
-"""Units to remove, by the name of their layer."""
 
 
 def solve(job: Job) -> Solution:
@@ -55,9 +60,9 @@ def solve(job: Job) -> Solution:
     )
 
 
-def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
+def _within(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
     """Return the largest set of heads found removable within the tolerance, notes, and all importances."""
-    importance = _importance(job, layers, {}, job.tolerance)
+    importance = _importance(job, layers, {}, tolerance=job.tolerance)
     record = importance.record
     found = record.removable
     if found is None:
@@ -67,7 +72,7 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], 
             got="; ".join(record.notes) or "none: no gradient reaches them",
             fix="`rankwise audit --importance` shows the reason for each layer.",
         )
-    plan: Units = {}
+    plan: Plan = {}
     groups = {layer.name: layer.group for layer in layers}
     for head in found.heads:
         plan.setdefault(head.site, set()).add((head.head or 0) // groups[head.site])
@@ -80,15 +85,15 @@ def _within(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], 
     return plan, [note, *record.notes], importance
 
 
-def _share(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], Importance]:
+def _share(job: Job, layers: list[HeadProjections]) -> tuple[Plan, list[str], Importance]:
     """Return the heads of least estimated cost, notes, and the importances before any removal."""
     assert job.keep is not None
     total = sum(layer.heads for layer in layers)
     groups = {layer.name: layer.group for layer in layers}
-    plan: Units = {}
+    plan: Plan = {}
     measured: list[Importance] = []
     for number in range(1, ROUNDS + 1):
-        measured.append(_importance(job, layers, plan, None))
+        measured.append(_importance(job, layers, plan, tolerance=None, probes=PROBES))
         room = (total - job.keep * total) * number / ROUNDS
         removed = sum(len(units) * groups[name] for name, units in plan.items())
         for unit in sort_by_cost(measured[-1].heads, exact=False, group=_by_unit(layers, plan)):
@@ -101,18 +106,14 @@ def _share(job: Job, layers: list[HeadProjections]) -> tuple[Units, list[str], I
     return plan, [note, *record.notes], measured[0]
 
 
-def _importance(
-    job: Job, layers: list[HeadProjections], plan: Units, tolerance: float | int | None
-) -> Importance:
+def _importance(job: Job, layers: list[HeadProjections], plan: Plan, **settings: Any) -> Importance:
     """Measure importance with the heads of a plan set to zero."""
-    probes = PROBES if tolerance is None else ImportanceSettings.probes
-    settings = ImportanceSettings(tolerance=tolerance, seed=job.seed, probes=probes)
-    group = _by_unit(layers, plan)
+    chosen, group = ImportanceSettings(seed=job.seed, **settings), _by_unit(layers, plan)
     with zeroed(job.model, layers, plan):
-        return measure(job.model, job.batches, settings, group=group, on_progress=job.on_step)
+        return measure(job.model, job.batches, chosen, group=group, on_progress=job.on_step)
 
 
-def _by_unit(layers: list[HeadProjections], plan: Units) -> Any:
+def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:
     """Return a function that maps each head to its unit, or to None if it stays or is in the plan."""
     groups = {layer.name: layer.group for layer in layers}
 
@@ -125,14 +126,14 @@ def _by_unit(layers: list[HeadProjections], plan: Units) -> Any:
     return key
 
 
-def _count(plan: Units, layers: list[HeadProjections]) -> str:
+def _count(plan: Plan, layers: list[HeadProjections]) -> str:
     removed = sum(len(plan.get(layer.name, ())) * layer.group for layer in layers)
     empty = sum(len(plan.get(layer.name, ())) == layer.units for layer in layers)
     words = f"{removed} of {sum(layer.heads for layer in layers)} removed"
     return words + (f", all of {empty} layers" if empty else "")
 
 
-def _records(layers: list[HeadProjections], plan: Units, importance: Importance) -> list[HeadWidth]:
+def _records(layers: list[HeadProjections], plan: Plan, importance: Importance) -> list[HeadWidth]:
     places = {head.site: (head.stack, head.layer or 0) for head in reversed(importance.heads)}
     return [
         HeadWidth(

@@ -67,11 +67,6 @@ class LatentLayer(BaseModel, extra="forbid"):
         return self.module
 
     @property
-    def fused(self) -> bool:
-        """True if one linear layer computes keys and values."""
-        return self.key == self.value
-
-    @property
     def full(self) -> int:
         """Channels of keys and values together, which a cache without latents keeps."""
         return sum(count for _, count in (*self.key_channels, *self.value_channels))
@@ -89,7 +84,7 @@ class LatentLayer(BaseModel, extra="forbid"):
     def projections(self) -> list[tuple[str, list[int]]]:
         """Name in the model and channels of each linear layer; one entry if keys and values are fused."""
         keys, values = channels_of(self.key_channels), channels_of(self.value_channels)
-        if self.fused:
+        if self.key == self.value:
             return [(self.path(self.key), keys + values)]
         return [(self.path(self.key), keys), (self.path(self.value), values)]
 
@@ -137,7 +132,7 @@ class LatentState:
         """Return keys, normalized and rotated to their positions, and values."""
         layer = self.layer
         flat = self.key.up(latent)
-        if layer.fused:
+        if layer.key == layer.value:
             count = sum(count for _, count in layer.key_channels)
             flat, values = flat[..., :count], flat[..., count:]
         else:
@@ -192,11 +187,6 @@ class LatentProjection(ReplacedLinear):
             return read
         joined = torch.cat([self.rest(tokens), read], -1)
         return torch.cat([joined.narrow(-1, first, count) for first, count in self.runs], -1)
-
-    @property
-    def out_features(self) -> int:
-        """Number of output channels of the replaced linear layer."""
-        return sum(count for _, count in self.runs)
 
 
 class LatentCache(DynamicLayer):

@@ -42,11 +42,6 @@ class Projections:
     """Pairs of channels of a head that rotary positions rotate into each other; empty without rotation."""
 
     @property
-    def heads(self) -> int:
-        """Query heads."""
-        return len(self.query.channels)
-
-    @property
     def key_heads(self) -> int:
         """Key heads."""
         return len(self.key.channels)
@@ -54,7 +49,7 @@ class Projections:
     @property
     def groups(self) -> int:
         """Query heads per key head."""
-        return self.heads // self.key_heads
+        return len(self.query.channels) // self.key_heads
 
     @property
     def width(self) -> int:

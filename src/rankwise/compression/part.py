@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from rankwise._internals.forward import Change
-from rankwise.compression import PARTS
 from rankwise.compression.record import BudgetCurve, HeadWidth, LatentRank
 
 
@@ -54,5 +53,5 @@ class Solution:
 
 def solve_part(name: str, job: Job) -> Solution:
     """Import a part and return its solution."""
-    solution: Solution = import_module(f"rankwise.compression.{PARTS[name].module}").solve(job)
+    solution: Solution = import_module(f"rankwise.compression.{name}_solve").solve(job)
     return solution

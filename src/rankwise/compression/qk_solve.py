@@ -206,30 +206,24 @@ def calibrate(layer: QueryKeyStatistics, start: Factors, job: Job) -> tuple[Fact
     groups, device = layer.projections.groups, layer.samples[0].query.device
     steps, name = job.calibrate, layer.projections.name
     rotated = len(layer.projections.pairs) > 0
-    white_q, white_k, start_q, start_k = [], [], [], []
-    for head, key in enumerate(start.key):
-        to_q, to_k = (whitening(moments[head]) for moments in (layer.query_moments, layer.key_moments))
-        members = torch.linalg.solve(to_q, start.query[head * groups : (head + 1) * groups])
-        own = torch.linalg.solve(to_k, key)
-        # A times this number and B divided by it are equally large, per column; rotation mixes columns
-        size_q, size_k = members.square().sum(1).mean(0), own.square().sum(0)
-        if rotated:
-            size_q, size_k = size_q.sum(), size_k.sum()
-        balance = (size_k.clamp(min=1e-24) / size_q.clamp(min=1e-24)) ** 0.25
-        white_q += [to_q] * groups
-        white_k.append(to_k)
-        start_q += list(members * balance)
-        start_k.append(own / balance)
+    white_q, white_k = (whitening(moments) for moments in (layer.query_moments, layer.key_moments))
+    white_q = white_q.repeat_interleave(groups, 0)
+    a, b = torch.linalg.solve(white_q, start.query), torch.linalg.solve(white_k, start.key)
+    # A times this number and B divided by it are equally large, per column; rotation mixes columns
+    size_a, size_b = a.square().sum(1).unflatten(0, (-1, groups)).mean(1), b.square().sum(1)
+    if rotated:
+        size_a, size_b = size_a.sum(-1, keepdim=True), size_b.sum(-1, keepdim=True)
+    balance = (size_b.clamp(min=1e-24) / size_a.clamp(min=1e-24))[:, None] ** 0.25
+    a, b = a * balance.repeat_interleave(groups, 0), b / balance
     mask = torch.zeros(len(start.key), 1, layer.projections.width)
     for head, channels in enumerate(start.kept):
         mask[head, 0, channels] = 1
     wide = layer.projections.width if rotated else max(map(len, start.kept))  # without more zeros
     kept_k = mask[..., :wide].to(device)
     kept_q = kept_k.repeat_interleave(groups, 0)
-    a, b = (
-        torch.stack(factors)[..., :wide].float().to(device).requires_grad_() for factors in (start_q, start_k)
-    )
-    to_q, to_k = (torch.stack(factors).float().to(device) for factors in (white_q, white_k))
+    # contiguous, because products of matrices in another layout round differently
+    a, b = (factors.contiguous()[..., :wide].float().to(device).requires_grad_() for factors in (a, b))
+    to_q, to_k = (factors.float().to(device) for factors in (white_q, white_k))
     optimizer = torch.optim.Adam([a, b], lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(job.seed)
@@ -267,11 +261,11 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
     return sample.of(torch.randperm(batch, generator=generator)[:count].to(sample.query.device))
 
 
-def whitening(moments: Float64[Tensor, "K K"]) -> Tensor:
+def whitening(moments: Float64[Tensor, "G K K"]) -> Float64[Tensor, "G K K"]:
     """Return S^−½, with S the moments divided by their mean eigenvalue; eigenvalues near 0 are raised."""
     values, vectors = torch.linalg.eigh(moments)
-    values = values / values.clamp(min=0).mean().clamp(min=1e-300)
-    return (vectors / values.clamp(min=1e-4).sqrt()) @ vectors.mT
+    values = values / values.clamp(min=0).mean(-1, keepdim=True).clamp(min=1e-300)
+    return (vectors / values.clamp(min=1e-4).sqrt()[:, None]) @ vectors.mT
 
 
 # --- widths ----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.statistics import mean
 from rankwise.auditing.error_hints import fix_hint
-from rankwise.compression import PARTS
+from rankwise.compression import NARROWS, PARTS
 from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
 from rankwise.compression.layers import NoLayersError
 from rankwise.compression.part import Job, Solution, solve_part
@@ -178,7 +178,7 @@ def compress(
     for inner in pretrained_models(model):
         note_structure(inner)
     record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
-    others = [name for name in solutions if calibrate and not PARTS[name].narrows]
+    others = [name for name in solutions if calibrate and name not in NARROWS]
     plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
     slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
@@ -275,7 +275,7 @@ def _record(
     heads = [head for solution in every for head in solution.heads]
     heads = [
         head.model_copy(update={"head": left[head.site][head.head]})
-        if PARTS[head.part].narrows and head.site in left
+        if head.part in NARROWS and head.site in left
         else head
         for head in heads
     ]
@@ -294,13 +294,20 @@ def _record(
         )
         for site, own in kl.items()
     ]
-    narrowed = {head.site for head in heads if PARTS[head.part].narrows}
+    narrowed = {head.site for head in heads if head.part in NARROWS}
     notes = [note for solution in every for note in solution.notes]
     alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
     for name, solution in solutions.items():
         measured = [after.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
         notes += _part_notes(name, targets[name][1], solution, measured)
-    notes += [*_larger(after.fields), *after.notes]
+    fewer, more = after.fields["parameters_before"], after.fields["parameters_after"]
+    if more > fewer:
+        notes.append(
+            f"The model has more parameters than before: {more:,} after {fewer:,}. The factors of a latent "
+            "can have more numbers than the projections that they replace. Cache in bytes per token: "
+            f"{after.fields['cache_bytes_before']:,} to {after.fields['cache_bytes_after']:,}."
+        )
+    notes += after.notes
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
     return Compression(
@@ -319,7 +326,7 @@ def _record(
             site: reason
             for part, solution in solutions.items()
             for site, reason in solution.skipped.items()
-            if not PARTS[part].narrows or site not in narrowed
+            if part not in NARROWS or site not in narrowed
         },
         notes=notes,
         about={"torch": torch.__version__, "threads": str(torch.get_num_threads()), "seed": str(seed)},
@@ -341,18 +348,6 @@ def _part_notes(
             f"{part}: the cost on the calibration data is {cost:.3g}, above the tolerance {tolerance:g}."
         )
     return notes
-
-
-def _larger(fields: dict[str, Any]) -> list[str]:
-    """Return a note if the model has more parameters than before."""
-    before, after = fields["parameters_before"], fields["parameters_after"]
-    if after <= before:
-        return []
-    return [
-        f"The model has more parameters than before: {after:,} after {before:,}. The factors of a latent can "
-        "have more numbers than the projections that they replace. Cache in bytes per token: "
-        f"{fields['cache_bytes_before']:,} to {fields['cache_bytes_after']:,}."
-    ]
 
 
 def slower(timing: Latency, record: Compression) -> str:
