@@ -112,27 +112,23 @@ def find_layers(
         run_model(model, short)
     outputs = outputs_by_name(records)
     linear = linear_names(model, outputs)
-    found: dict[str, Projections] = {}
+    found: list[Projections] = []
     skipped: dict[str, str] = {}
-    calls: dict[str, int] = {}
-    for site in sites:
-        call = calls[site.name] = calls.get(site.name, -1) + 1
-        if site.name in skipped:
-            continue
-        now = {name: own[min(call, len(own) - 1)] for name, own in outputs.items()}
-        layer = _unfit(site) or read(site, nearby(model, site.name, now, linear))
-        if isinstance(layer, str):
-            skipped[site.name] = layer
-            found.pop(site.name, None)
-        elif site.name not in found:
-            found[site.name] = layer
-        elif len(layer.pairs):
-            skipped[site.name] = "it runs more than once"
-            del found[site.name]
-        elif not _same(layer, found[site.name]):
-            skipped[site.name] = "its calls read different projections"
-            del found[site.name]
-    return list(found.values()), skipped
+    for name, calls in grouped(sites, attrgetter("name")).items():
+        layers = []
+        for call, site in enumerate(calls):
+            now = {other: own[min(call, len(own) - 1)] for other, own in outputs.items()}
+            layers.append(_unfit(site) or read(site, nearby(model, name, now, linear)))
+        fitting = [layer for layer in layers if isinstance(layer, Projections)]
+        if len(fitting) < len(layers):
+            skipped[name] = next(layer for layer in layers if isinstance(layer, str))
+        elif len(fitting) > 1 and len(fitting[0].pairs):
+            skipped[name] = "it runs more than once"
+        elif not all(_same(layer, fitting[0]) for layer in fitting):
+            skipped[name] = "its calls read different projections"
+        else:
+            found.append(fitting[0])
+    return found, skipped
 
 
 @dataclass(frozen=True)

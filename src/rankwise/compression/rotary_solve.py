@@ -19,6 +19,7 @@ from rankwise.compression.qk_statistics import (
     Sample,
     collect_statistics,
     divergence,
+    first_samples,
     usable_layers,
 )
 from rankwise.compression.rotary_find import find_rotary_layers
@@ -95,11 +96,9 @@ def rows_of(
     """Draw rows of some sequences for the query heads of one key head."""
     drawn, left = [], SEQUENCES
     generator = torch.Generator().manual_seed(seed)
-    for sample in samples:
-        some = slice(0, max(left, 0))
+    for sample in first_samples(samples, SEQUENCES):
+        some = slice(0, left)
         left -= sample.query.shape[0]
-        if not sample.query[some].shape[0]:
-            break
         rows = _drawn(sample.tokens[some], generator).to(sample.query.device)[..., None]
         dtype = torch.promote_types(sample.query.dtype, torch.float32)
         b = factors.key[head].to(rows.device, dtype)

@@ -291,8 +291,8 @@ class GatedPasses:
                         self.ungated[mixer] = None
                     else:
                         self.mixers.setdefault(key, mixer)
-                losses = self.loss.read(output, batch)
                 batch.reference_output = self.loss.keep(output, batch)
+                losses = self.loss.read(output, batch)
                 if gradients:
                     self._backward(gates, output, losses, batch, generator)
         except RuntimeError as error:

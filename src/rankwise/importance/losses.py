@@ -256,9 +256,9 @@ class DivergenceLoss(Loss):
     def read(self, output: Any, batch: LossBatch) -> SequenceLosses:
         """Return sums of divergences and entropies over the real tokens of each sequence."""
         ours = _token_logits(output)
-        whole = ours.detach() if batch.reference_output is None else batch.reference_output
         real = real_outputs(output, batch.batch, ours)
-        sums = as_float64(torch.where(real[..., None], _by_tokens(_divergence, ours, whole), 0.0)).sum(1)
+        both = _by_tokens(_divergence, ours, batch.reference_output)
+        sums = as_float64(torch.where(real[..., None], both, 0.0)).sum(1)
         return SequenceLosses(sums[:, 0], as_float64(real.sum(1)), sums[:, 1].detach())
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Tensor:
@@ -300,7 +300,7 @@ class StateLoss(Loss):
     def _outputs(output: Any, batch: LossBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the output, the whole model's output, a mask (1 at real tokens), and squared norms (B,)."""
         ours = as_float64(first_floating(output))
-        whole = ours.detach() if batch.reference_output is None else as_float64(batch.reference_output)
+        whole = as_float64(batch.reference_output)
         real = torch.ones_like(whole[..., :1])
         if ours.dim() == 3:
             real = real_outputs(output, batch.batch, ours).to(ours)[..., None]
