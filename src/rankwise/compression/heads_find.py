@@ -30,7 +30,6 @@ from rankwise.compression.layers import (
     check_finite,
     check_some,
     is_adapter,
-    linear_names,
     main_output,
     nearby,
     not_linear,
@@ -290,7 +289,7 @@ def find_head_projections(model: nn.Module, batch: Any) -> tuple[list[HeadProjec
         run_model(model, batch)
     inputs = {call.name: call.args[0] for call in calls if call.args and isinstance(call.args[0], Tensor)}
     outputs = {call.name: call.output for call in calls if call.name in inputs}
-    linear = linear_names(model, outputs)
+    linear = {name for name in outputs if not not_linear(model, name)}
     found = {name: _layer(site, inputs, nearby(model, name, outputs, linear)) for name, site in sites.items()}
     layers = [layer for layer in found.values() if isinstance(layer, HeadProjections)]
     return layers, {name: reason for name, reason in found.items() if isinstance(reason, str)}

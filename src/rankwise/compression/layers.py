@@ -15,7 +15,7 @@ from rankwise._internals.records import grouped
 from rankwise.errors import CompressionError
 from rankwise.importance.losses import real_outputs
 from rankwise.operators import DenseMixing, SoftmaxMixing
-from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
+from rankwise.tracing import MixerSite, capture, record_calls
 from rankwise.tracing.projections import Projection, find_projection, head_layouts, linear_parts, names_below
 
 Layer = TypeVar("Layer", bound=Any)
@@ -92,12 +92,6 @@ def random_bases(layer: Projections) -> Factors:
     return Factors(bases.repeat_interleave(layer.groups, 0), bases, kept)
 
 
-def outputs_by_name(calls: Iterable[RecordedCall]) -> dict[str, list[Any]]:
-    """Return the outputs of modules by name, in the order of their calls."""
-    by_name = grouped(calls, attrgetter("name"))
-    return {name: [call.output for call in own] for name, own in by_name.items()}
-
-
 def find_layers(
     model: nn.Module, batch: Any, read: Callable[[MixerSite, "Nearby"], Projections | str]
 ) -> tuple[list[Projections], dict[str, str]]:
@@ -110,14 +104,14 @@ def find_layers(
     recording = record_calls(model, lambda *_: True)
     with recording as records, torch.no_grad(), capture(model, on_mixer=sites.append):
         run_model(model, short)
-    outputs = outputs_by_name(records)
-    linear = linear_names(model, outputs)
+    outputs = grouped(records, attrgetter("name"))
+    linear = {name for name in outputs if not not_linear(model, name)}
     found: list[Projections] = []
     skipped: dict[str, str] = {}
     for name, calls in grouped(sites, attrgetter("name")).items():
         layers = []
         for call, site in enumerate(calls):
-            now = {other: own[min(call, len(own) - 1)] for other, own in outputs.items()}
+            now = {other: own[min(call, len(own) - 1)].output for other, own in outputs.items()}
             layers.append(_unfit(site) or read(site, nearby(model, name, now, linear)))
         fitting = [layer for layer in layers if isinstance(layer, Projections)]
         if len(fitting) < len(layers):
@@ -175,11 +169,6 @@ def nearby(model: nn.Module, name: str, outputs: Mapping[str, Any], linear: set[
     kinds = ([own for own in tensors if (own in linear) == kind] for kind in (True, False))
     near = ({own: tensors[own] for own in names_below(names, name)} for names in kinds)
     return Nearby(model, name, *near)
-
-
-def linear_names(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names of the modules that can be changed as linear layers."""
-    return {name for name in names if not not_linear(model, name)}
 
 
 def not_linear(model: nn.Module, name: str) -> str:

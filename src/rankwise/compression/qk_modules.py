@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from rankwise._internals.forward import AddedHook, Change, device_of
 from rankwise._internals.linalg import as_float64
 from rankwise.compression.layers import Factors, Projections
-from rankwise.errors import CompressionError, did_you_mean
+from rankwise.errors import CompressionError
 from rankwise.tracing.projections import linear_parts
 
 Runs = list[tuple[int, int]]
@@ -22,6 +22,7 @@ RECORD = "_narrow_keys"
 """Attribute of an attention layer whose cache keeps narrow keys: its `NarrowedKeys`."""
 NARROWED = "_narrowed_linear"
 """Attribute of a `NarrowProjection`: its `NarrowedLinear`."""
+OTHER_CLASS = "Load it into the class it was saved from."
 
 
 def runs_of(channels: Sequence[int]) -> Runs:
@@ -201,13 +202,8 @@ def find_module(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
-        known = [name for name, _ in model.named_modules()]
-        raise CompressionError(
-            f"model {type(model).__name__}",
-            expected=f"a module {name!r}, which was compressed",
-            got="none",
-            fix=did_you_mean(name, known) or "Load it into the class it was saved from.",
-        ) from None
+        subject, expected = f"model {type(model).__name__}", f"a module {name!r}, which was compressed"
+        raise CompressionError(subject, expected=expected, got="none", fix=OTHER_CLASS) from None
 
 
 def weights_of(
@@ -216,8 +212,7 @@ def weights_of(
     """Return weight and bias of a linear layer that a record names; raise if its sizes do not fit."""
     parts = linear_parts(module)
     if parts is None or not fits(parts[0].shape):
-        fix = "Load it into the class it was saved from."
-        raise CompressionError(f"module {name!r}", expected=expected, got=f"{module!r}", fix=fix)
+        raise CompressionError(f"module {name!r}", expected=expected, got=f"{module!r}", fix=OTHER_CLASS)
     return parts
 
 

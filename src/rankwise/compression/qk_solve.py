@@ -258,7 +258,10 @@ def _drawn(samples: list[Sample], generator: torch.Generator) -> Sample:
     sample = samples[int(torch.randint(len(samples), (), generator=generator))]
     batch, heads, tokens, sources = sample.operator.shape
     count = max(1, min(batch, round(ROWS / (heads * tokens * sources))))
-    return sample.of(torch.randperm(batch, generator=generator)[:count].to(sample.query.device))
+    rows = torch.randperm(batch, generator=generator)[:count].to(sample.query.device)
+    rotation = None if sample.rotation is None else sample.rotation[rows]
+    own = sample.operator[rows], sample.query[rows], sample.key[rows], sample.tokens[rows]
+    return Sample(*own, sample.scale, rotation)
 
 
 def whitening(moments: Float64[Tensor, "G K K"]) -> Float64[Tensor, "G K K"]:

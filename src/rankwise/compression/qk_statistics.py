@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor, nn
 
 from rankwise._internals.forward import device_of, run_model, to_device
 from rankwise._internals.linalg import as_float64
 from rankwise._internals.rotary import PairRotation, fit_rotation
-from rankwise.compression.layers import Factors, Projections, Step, check_tokens, outputs_by_name
+from rankwise.compression.layers import Factors, Projections, Step, check_tokens
 from rankwise.errors import CompressionError
 from rankwise.measures.logits import LogitBases
 from rankwise.operators import MixingOperator, SoftmaxMixing
@@ -45,12 +45,6 @@ class Sample:
     def groups(self) -> int:
         """Query heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
-
-    def of(self, rows: Int[Tensor, "b"]) -> "Sample":
-        """Return the sample of the sequences with these indices."""
-        rotation = None if self.rotation is None else self.rotation[rows]
-        own = self.operator[rows], self.query[rows], self.key[rows], self.tokens[rows]
-        return Sample(*own, self.scale, rotation)
 
     def turned(self, heads: Float[Tensor, "B h T r"]) -> Float[Tensor, "B h T r"]:
         """Return queries or keys after the rotation."""
@@ -129,10 +123,10 @@ def collect_statistics(
 
 def _sample(found: Projections, site: MixerSite, linear: list[RecordedCall], call: int) -> Sample:
     """Return queries, keys and the scale of the logits of one call."""
-    operator, outputs = site.operator, outputs_by_name(linear)
+    operator = site.operator
 
     def projected(side: Projection) -> Tensor:
-        return side_of(outputs[side.module][call], side)
+        return side_of([one.output for one in linear if one.name == side.module][call], side)
 
     if found.scale is not None:
         query, key = projected(found.query), projected(found.key)
