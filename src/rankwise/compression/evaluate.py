@@ -301,11 +301,10 @@ def _inputs(model: nn.Module, batch: Any) -> list[tuple[Any, int]]:
     if config_value(model, "is_encoder_decoder") and isinstance(decoded, Tensor) and decoded.dim() == 2:
         given["decoder_input_ids"] = decoded.clamp(min=0)  # ignored labels are -100
     lengths = [max(2, min(longest, LONGEST) // divisor) for divisor in LENGTHS]
-    return [({name: _tiled(own, tokens) for name, own in given.items()}, tokens) for tokens in lengths]
-
-
-def _tiled(ids: Tensor, tokens: int) -> Tensor:
-    return ids[:1].repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
+    return [
+        ({name: own[:1, torch.arange(tokens) % own.shape[1]] for name, own in given.items()}, tokens)
+        for tokens in lengths
+    ]
 
 
 def _time_decoding(model: nn.Module, ids: Tensor, changes: list[Change]) -> Latency:

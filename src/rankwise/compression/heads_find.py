@@ -149,6 +149,10 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
     the unit set to zero. The first size rule that passes is taken.
     """
     short = to_device(first_sequences(batch, 2), device_of(model))
+
+    def trial(layers: list[HeadProjections]) -> str:
+        return difference(model, layers, {layer.name: {0} for layer in layers}, short)
+
     found, skipped = find_head_projections(model, short)
     check_finite(model, main_output(model, short))
     layers: list[HeadProjections] = []
@@ -156,14 +160,14 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
         first, *found = found
         for rule in range(SIZE_RULES):
             layer = replace(first, size_rule=rule)
-            if not (reason := trial(model, [layer], short)):
+            if not (reason := trial([layer])):
                 break
         if reason:
             skipped[first.name] = f"its own code does not compute with fewer heads: {reason}"
             continue
         layers.append(layer)
         alike = [replace(other, size_rule=layer.size_rule) for other in found]
-        if alike and not trial(model, alike, short):
+        if alike and not trial(alike):
             layers, found = layers + alike, []
     check_some(
         model,
@@ -176,11 +180,6 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
 
 
 # --- trial -----------------------------------------------------------------------------------------------
-
-
-def trial(model: nn.Module, layers: list[HeadProjections], batch: Any) -> str:
-    """Remove the first unit of some layers; return how outputs differ from those with zeros in its place."""
-    return difference(model, layers, {layer.name: {0} for layer in layers}, batch)
 
 
 def difference(model: nn.Module, layers: list[HeadProjections], plan: Plan, batch: Any) -> str:
@@ -265,9 +264,8 @@ def zeroed(model: nn.Module, layers: list[HeadProjections], plan: Plan) -> Chang
 
 
 def _set_zero(channels: list[int], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    removed = torch.zeros(args[0].shape[-1], dtype=torch.bool, device=args[0].device)
-    removed[channels] = True
-    return (args[0].masked_fill(removed, 0), *args[1:]), kwargs
+    removed = torch.tensor(channels, device=args[0].device)
+    return (args[0].index_fill(-1, removed, 0), *args[1:]), kwargs
 
 
 def _read(model: nn.Module, layers: list[HeadProjections], batch: Any) -> dict[str, Tensor]:

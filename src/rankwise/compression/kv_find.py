@@ -109,8 +109,7 @@ def _run_with_cache(model: nn.Module, batch: Any) -> tuple[_Observed, Any]:
         raise _no_cache(model, f"a {type(batch).__name__} as batch", "Pass a dict: `{'input_ids': ids}`.")
     with record_calls(model, lambda *_: True) as calls, torch.no_grad():
         out = run_model(model, {**batch, "use_cache": True})
-    seen = _observed(calls)
-    cache = getattr(out, "past_key_values", None)
+    seen, cache = _observed(calls), getattr(out, "past_key_values", None)
     if not getattr(cache, "layers", None) or not seen.attention:
         raise _no_cache(model, "a model without such a cache, or without modules that get it by `layer_idx`")
     return seen, cache
@@ -154,8 +153,6 @@ def _layer(model: nn.Module, name: str, at: int, cache: Any, seen: _Observed) ->
     keys = cached.whole() if isinstance(cached, NarrowKeys) else keys
     if keys is None or values is None:
         return "its cache is empty"
-    if keys.shape[1] != values.shape[1]:
-        return "it has different numbers of heads for keys and values"
     linear = {module: seen.outputs[module] for module in below if _is_linear(model, module)}
     near = Nearby(model, name, linear, {own: seen.outputs[own] for own in below if own not in linear})
     value = find_projection(values, linear)

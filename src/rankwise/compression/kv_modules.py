@@ -71,11 +71,6 @@ class LatentLayer(BaseModel, extra="forbid"):
         """Channels of keys and values together, which a cache without latents keeps."""
         return sum(count for _, count in (*self.key_channels, *self.value_channels))
 
-    @property
-    def position_bytes(self) -> int:
-        """Bytes per token in the cache for the position, which rotation needs."""
-        return 4 if self.rotary else 0
-
     def path(self, name: str) -> str:
         """Return the name in the model of a module of the attention layer."""
         return f"{self.module}.{name}" if self.module else name

@@ -210,7 +210,7 @@ def ranks_for_keep(
     `size` is bytes per number. Token positions that the cache stores count towards its bytes.
     """
     full = size * sum(layer.full for layer in layers)
-    positions = sum(layer.position_bytes for layer in layers)
+    positions = sum(4 for layer in layers if layer.rotary)  # int32
     count = int((keep * full - positions) // size)
     if count < len(layers):
         least = (positions + size * len(layers)) / full
