@@ -7,8 +7,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rankwise.compression.kv_modules import LatentLayer
-from rankwise.compression.qk_modules import NarrowProjection
 from rankwise.compression.save import structure_of
 
 VOCABULARY = 61
@@ -188,14 +186,14 @@ def in_steps(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
     return torch.cat(found, 1), cache
 
 
-def narrow_projections(model: nn.Module) -> dict[str, NarrowProjection]:
+def narrow_projections(model: nn.Module) -> dict[str, Any]:
     """Projections to queries or keys that compression has narrowed, by name."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, NarrowProjection)}
+    return {name: one for name, one in model.named_modules() if type(one).__name__ == "NarrowProjection"}
 
 
-def latent_layers(model: nn.Module) -> list[LatentLayer]:
+def latent_layers(model: nn.Module) -> list[Any]:
     """Records of the attention layers of a model that have a latent."""
-    return [change for change in structure_of(model).changes if isinstance(change, LatentLayer)]
+    return [change for change in structure_of(model).changes if change.kind == "latent"]
 
 
 def cache_bytes(cache: Any) -> int:
