@@ -43,6 +43,7 @@ LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--devic
 """Options of this kind that other commands lack."""
 COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+)\}")
 """Command without "rankwise", and Python code for the same step."""
+REFUSED = f"{NOTHING} rankwise compress refuses this model, because"
 LINEAR = ", if heads come from nn.Linear"
 LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits", "seconds")
@@ -104,7 +105,7 @@ def runnable(remedy: str, about: Provenance | None) -> str:
     if verb == "compress":
         reason = None if about is None else about.refused.get(options[1])
         if reason:
-            return f"{NOTHING} rankwise compress refuses this model, because {reason}"
+            return f"{REFUSED} {reason}"
         remedy += "" if reason == "" else LINEAR
     if not given or any(option in LACKING[verb].split() for option, *_ in given):
         return remedy.replace(found[0], found["code"])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import MIN_TOKENS, RULES
 from rankwise.auditing.importance_findings import cheapest_words
+from rankwise.auditing.provenance import REFUSED
 from rankwise.auditing.records import NOTHING, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def verdict_of(audit: "Audit") -> Verdict:
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
     the remedies of the most severe findings, one per code. A remedy that begins with "nothing:" is no action,
     and with errors no remedy that only makes the model smaller; without actions, `no_action` says what the
-    cheapest removal of a head would bring.
+    cheapest removal of a head would bring, or why `rankwise compress` refuses the model.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
@@ -47,7 +48,10 @@ def verdict_of(audit: "Audit") -> Verdict:
         if acts and not finding.remedy.startswith(NOTHING):
             actions.setdefault(finding.code, finding.remedy)
     no_action = ""
-    if audit.importance is not None and not severe and not actions:
+    refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
+    if refused and not severe and not actions:
+        no_action = f"N{refused[0][1:]}."
+    elif audit.importance is not None and not severe and not actions:
         no_action = cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
     return Verdict(
         sentence=" ".join(sentences),
