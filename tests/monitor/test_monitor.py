@@ -290,7 +290,7 @@ def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):
     assert found == many
     assert [record.getMessage() for record in caplog.records] == [
         f"step 0: COLLAPSE at {one.place} and 1 more: {one.meaning}",
-        f"step 0: SINK at {one.place} and 2 more: {one.meaning}",
+        f"step 0: SINK at {sink.place} and 2 more: {one.meaning}",
     ]
 
 

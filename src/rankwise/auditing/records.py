@@ -39,6 +39,8 @@ PEAK_MASS = 0.5
 each row attends to the previous token, the largest mean weight is only about 1/S."""
 MAP_SIDE = 128
 """Maximum number of rows and of columns of an attention map."""
+OF_STATES = ("COLLAPSE", "INACTIVE_BLOCK", "NONFINITE")
+"""Codes of findings that can be about token states."""
 NOTHING = "nothing:"
 """First word of remedies that cause no action."""
 
@@ -395,7 +397,8 @@ class Finding(Record):
     @property
     def place(self) -> str:
         """Address of a head, or of token states, where `layer` is the number of blocks passed."""
-        if self.where.head is not None or self.where.layer is None:
+        of_states = self.code in OF_STATES and "heads" not in self.evidence
+        if not of_states or self.where.head is not None or self.where.layer is None:
             return str(self.where)
         passed = f"after {self.where.layer} block{'s' * (self.where.layer != 1)}"
         return f"{strip_control(self.where.stack)} {passed}".strip()
