@@ -21,7 +21,6 @@ from rankwise.tracing.module_calls import ModuleCall
 
 EPS32 = torch.finfo(torch.float32).eps
 every_family = pytest.mark.parametrize("name", list(STATE_SPACE))
-both_paddings = pytest.mark.parametrize("padded", [False, True])
 
 
 def batch(padded=False, tokens=12):
@@ -76,15 +75,6 @@ def test_a_mixer_is_captured_if_it_is_the_model(name):
 
 
 @every_family
-def test_every_mixer_and_state_is_captured(name):
-    family, (trace, _) = STATE_SPACE[name], traced(name, padded=False)
-    assert [site.kind for site in trace.mixers] == list(family.kinds)
-    assert [state.layer for state in trace.states] == list(range(family.states))
-    assert trace.uncaptured == trace.notes == []
-    assert {site.layer for site in trace.mixers} == set(range(family.states - 1))
-
-
-@every_family
 def test_capture_changes_no_output_in_training(name):
     model, given = tiny(name).train(), batch(padded=True)
     torch.manual_seed(5)
@@ -95,20 +85,21 @@ def test_capture_changes_no_output_in_training(name):
 
 
 @every_family
-@both_paddings
-def test_the_operator_reproduces_the_layer(name, padded):
+def test_every_mixer_and_state_is_captured(name):
     """M V, D-term, gate, norm and projection together are the output of the module."""
-    trace, outputs = traced(name, padded)
-    assert mixers_without_softmax(trace)
-    for site in mixers_without_softmax(trace):
-        for operator in (site.operator, rw.operators.DenseMixing(site.operator.dense(torch.float64))):
-            # two sums of ≤ 12·4 terms, then of ≤ 64 in the projection: 4·(48 + 64) roundings of its size
-            assert output_error(site, outputs, operator) <= 450 * EPS32
-
-
-@every_family
-def test_padding_is_reported(name):
-    real, (trace, _) = batch(padded=True)["attention_mask"].bool(), traced(name, padded=True)
+    family, real = STATE_SPACE[name], batch(padded=True)["attention_mask"].bool()
+    for padded in (False, True):
+        trace, outputs = traced(name, padded)
+        assert [site.kind for site in trace.mixers] == list(family.kinds)
+        assert [state.layer for state in trace.states] == list(range(family.states))
+        assert trace.uncaptured == []
+        assert padded or trace.notes == []
+        assert {site.layer for site in trace.mixers} == set(range(family.states - 1))
+        for site in mixers_without_softmax(trace):
+            for operator in (site.operator, rw.operators.DenseMixing(site.operator.dense(torch.float64))):
+                # two sums of ≤ 12·4 terms, then of ≤ 64 in the projection: 4·(48 + 64) roundings of its size
+                assert output_error(site, outputs, operator) <= 450 * EPS32
+        assert mixers_without_softmax(trace)
     for site in trace.mixers:
         assert torch.equal(site.valid_tokens, real)
         assert torch.equal(site.valid_sources, real)

@@ -162,8 +162,7 @@ class FeedForward(Residual):
 
 
 @pytest.mark.parametrize("kinds", ["amam", "mama", "mmam", "ammm"])
-@pytest.mark.parametrize("wrap", ["{}", "1.{}"])
-@pytest.mark.parametrize("other", [Residual, FeedForward])
+@pytest.mark.parametrize(("wrap", "other"), [("{}", FeedForward), ("1.{}", Residual)])
 def test_blocks_of_a_hybrid_without_a_mixer_are_layers(kinds, wrap, other):
     parts = {"a": lambda: Residual(Attention()), "m": lambda: other(linear())}
     model, x = sequential(*(parts[one]() for one in kinds)).eval(), hidden()
@@ -241,8 +240,11 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ["faffa", "affa", "ffa", "fa", "aam", "fafaf"])
-@pytest.mark.parametrize("held", HOLDERS)
+HYBRIDS = [(order, "items") for order in ("faffa", "affa", "ffa", "fa", "aam", "fafaf")]
+HYBRIDS += [("faffa", held) for held in HOLDERS if held != "items"]
+
+
+@pytest.mark.parametrize(("order", "held"), HYBRIDS)
 @pytest.mark.parametrize("name", ["Att", "SelfAttention"])
 def test_layers_and_states_of_a_hybrid_do_not_depend_on_names(order, held, name):
     model, x = hybrid(order, name, *HOLDERS[held]), hidden()

@@ -23,6 +23,7 @@ by_name = {family.name: family for family in FAMILIES}
 
 @every_case
 def test_a_family_is_captured_completely_and_exactly(family, implementation):
+    """Layers and states are numbered by their blocks."""
     row = check(family, implementation)
     assert len(row.trace.mixers) == family.mixers
     assert len(row.trace.states) == family.states
@@ -36,11 +37,6 @@ def test_a_family_is_captured_completely_and_exactly(family, implementation):
     if not math.isnan(row.state_error):
         # The eager twin's float32 softmax, through three blocks of gain ≤ 10 each.
         assert row.state_error < 2 * 100 * EPS32 * 10
-
-
-@every_case
-def test_layers_and_states_are_numbered_by_their_blocks(family, implementation):
-    row = check(family, implementation)
     for stack in {state.stack for state in row.trace.states}:
         states = [state for state in row.trace.states if state.stack == stack]
         assert [state.layer for state in states] == list(range(len(states)))
