@@ -26,45 +26,50 @@ def run(script: str, folder: Path) -> str:
     return done.stdout
 
 
-def train_and_resume(script: str, size: str, folder: Path, out: Path) -> None:
-    """Run a script for 3 steps, leave traces of killed processes, and run it again for 5 steps."""
+def train(script: str, size: str, steps: int, folder: Path) -> None:
+    """Run a script for a few steps, with everything that it does every so many steps in every second."""
     pytest.importorskip("accelerate")
     pytest.importorskip("datasets")
     assert len(script.splitlines()) <= 45
     script = re.sub(r"_steps=\d00|every=\d00", lambda found: f"{found[0].split('=')[0]}=2", script)
-    for steps in (3, 5):
-        small = re.sub(r"(OUT, \w+, STEPS = Path\(.+\)), .+", rf"\1, {size}, {steps}", script)
-        assert f"{size}, {steps}\n" in small
-        run(small, folder)
-        if steps == 3:
-            path = out / "checkpoint-3" / "trainer_state.json"
-            state = json.loads(path.read_text())
-            state["log_history"].insert(0, {"step": 0, "from": "the first run"})
-            path.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-            for killed, content in (("checkpoint-4", path.read_text()[:-20]), ("checkpoint-20", None)):
-                (out / killed).mkdir()
-                if content is not None:
-                    (out / killed / "trainer_state.json").write_text(content)
-    resumed = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())
-    assert resumed["log_history"][0] == {"step": 0, "from": "the first run"}
-    assert sorted(path.name for path in (out / "rank").glob("step-*")) == ["step-0", "step-2", "step-4"]
+    small = re.sub(r"(OUT, \w+, STEPS = Path\(.+\)), .+", rf"\1, {size}, {steps}", script)
+    assert f"{size}, {steps}\n" in small
+    run(small, folder)
 
 
 def test_the_script_of_a_language_model_trains_resumes_and_generates(tmp_path: Path) -> None:
+    """After 3 steps there are traces of killed processes; then it goes on to 5 steps."""
     (tmp_path / "book.txt").write_text("to be or not to be, that is the question. " * 200)
-    train_and_resume(SCRIPTS[0], "16", tmp_path, tmp_path / "tost")
+    out = tmp_path / "tost"
+    train(SCRIPTS[0], "16", 3, tmp_path)
+    path = out / "checkpoint-3" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    state["log_history"].insert(0, {"step": 0, "from": "the first run"})
+    path.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    for killed, content in (("checkpoint-4", path.read_text()[:-20]), ("checkpoint-20", None)):
+        (out / killed).mkdir()
+        if content is not None:
+            (out / killed / "trainer_state.json").write_text(content)
+    train(SCRIPTS[0], "16", 5, tmp_path)
+    resumed = json.loads((out / "checkpoint-5" / "trainer_state.json").read_text())
+    assert resumed["log_history"][0] == {"step": 0, "from": "the first run"}
+    assert sorted(path.name for path in (out / "rank").glob("step-*")) == ["step-0", "step-2", "step-4"]
     small = SCRIPTS[1].replace("max_new_tokens=120", "max_new_tokens=5")
     assert small != SCRIPTS[1]
     assert run(small, tmp_path).startswith("ROMEO:")
 
 
-def test_the_script_of_a_classifier_of_images_trains_and_resumes(tmp_path: Path) -> None:
+def test_the_script_of_a_classifier_of_images_trains_and_resumes_in_the_same_lines(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for shade, name in ((40, "dark"), (200, "light")):
         (tmp_path / "pictures" / name).mkdir(parents=True)
         for at in range(20):
             image.new("RGB", (20, 24), (shade + at,) * 3).save(tmp_path / "pictures" / name / f"{at}.png")
-    train_and_resume(SCRIPTS[2], "8", tmp_path, tmp_path / "tost-images")
+    train(SCRIPTS[2], "8", 3, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("tost-images/rank/step-*")) == ["step-0", "step-2"]
+    resuming = re.compile(r"^states = .+\n^last = .+\n^trainer\.train\(.+\n", re.MULTILINE)
+    assert len({resuming.search(script)[0] for script in (SCRIPTS[0], SCRIPTS[2])}) == 1
+    assert all("resume=True).attach(trainer)" in script for script in (SCRIPTS[0], SCRIPTS[2]))
 
     from transformers import AutoModelForImageClassification
 

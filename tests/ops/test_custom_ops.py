@@ -52,8 +52,9 @@ def test_gradcheck(impl, masked, kind):
     assert torch.autograd.gradcheck(run, inputs, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize(
+    ("masked", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["whole", "masked"]
+)
 @pytest.mark.parametrize("keep", [False, True], ids=["plain", "gradient"])
 @causalities
 def test_operators_are_registered_as_they_behave(is_causal, keep, masked, dtype):
