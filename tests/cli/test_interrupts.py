@@ -73,9 +73,6 @@ def pressed(process: subprocess.Popen[str], gaps: list[float]) -> tuple[int, str
         ("rankwise.cli", [0.0], "module"),
         ("rankwise.cli", [0.0], "script"),
         ("torch", [0.2], "script"),
-        ("torch.nn", [0.05], "module"),
-        ("transformers", [0.02], "module"),
-        ("typer", [0.0] * 5, "module"),
         ("torch", [0.001] * 5, "module"),
         ("transformers", [0.1] * 5, "module"),
     ],
@@ -106,10 +103,9 @@ def test_ctrl_c_while_the_model_runs_writes_the_finished_batches(gaps: list[floa
     assert (audit.complete, audit.provenance.batches) == (False, 1)
 
 
-@pytest.mark.parametrize("gap", [0.005, 0.3])
-def test_five_times_while_the_model_runs_leaves_no_half_file(gap: float, tmp_path: Path) -> None:
+def test_five_times_while_the_model_runs_leaves_no_half_file(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    status, _, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05, *[gap] * 4])
+    status, _, errors = pressed(started(tmp_path, "audit", "slow.py:build"), [0.05, *[0.005] * 4])
     assert (status, errors) == (130, LINE)
     for path in (tmp_path / "rankwise-audit").glob("*.json"):
         assert not Audit.load(path).complete

@@ -71,14 +71,17 @@ SIZED = {
 }
 
 
-@pytest.mark.parametrize("row", SIZED.values(), ids=range(len(SIZED)))
-def test_every_row_can_have_the_parameters_it_names(row: TrainingConfig) -> None:
+@pytest.mark.parametrize("name", sorted({row.model for row in SIZED.values()}))
+def test_every_row_can_have_the_parameters_it_names(name: str) -> None:
     """Rows at the size of a paper that name none have the parameters from which their cost is estimated."""
-    count = parameter_count(model_config(row, task_of(row)), task_of(row))
-    if row.parameters:
-        assert abs(count / row.parameters - 1) < 0.005
-    else:
-        assert 0.75 < count / weights_of(row) < 1.55
+    for row in SIZED.values():
+        if row.model != name:
+            continue
+        count = parameter_count(model_config(row, task_of(row)), task_of(row))
+        if row.parameters:
+            assert abs(count / row.parameters - 1) < 0.005, row
+        else:
+            assert 0.75 < count / weights_of(row) < 1.55, row
 
 
 def test_the_transformer_has_the_parameters_of_the_others() -> None:

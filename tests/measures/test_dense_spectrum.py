@@ -142,9 +142,9 @@ def test_a_gram_matrix_is_as_near_the_svd_as_it_says(kind, shape, device):
 @pytest.mark.parametrize("shape", [(SIZE, SIZE), (SIZE, SIZE + 20), (SIZE + 30, SIZE)], ids=str)
 @every_kind
 def test_public_ranks_equal_the_svd(kind, shape):
-    m = family(kind, 6, shape, seed=1)
+    m = family(kind, 4, shape, seed=1)
+    sigma = svd(m)
     for delta in DELTAS:
-        sigma = svd(m)
         wanted = rank_summary(m, delta, exact=True)
         same = ~undecidable(sigma, delta)
         assert numerical_rank(m, delta)[same].equal(wanted.numerical_rank[same])

@@ -135,7 +135,7 @@ def test_torch_and_the_cores_limit_the_number_of_threads(monkeypatch):
         assert cpu_compile.threads_for(cpu_compile.TWO_THREADS_FROM - 1) == 1
 
 
-@pytest.mark.parametrize("width", [1, 5, 23, 48, 60, 63, 128, 256])
+@pytest.mark.parametrize("width", [1, 23, 60, 63, 128, 256])
 @causalities
 def test_every_head_width(width, causal):
     case = Case(shape=(1, 70, 2, width), causal=causal, seed=width)

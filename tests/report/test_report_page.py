@@ -65,29 +65,13 @@ def page(request: pytest.FixtureRequest) -> Page:
 
 
 def test_every_page_has_its_data_plotly_and_our_script_once_or_no_script(page: Page) -> None:
+    """The policy allows these scripts and the favicon, and nothing else."""
     kinds = [attrs.get("type") for tag, attrs in page.tags if tag == "script"]
     drawn = [attrs for _, attrs in page.tags if "plot" in (attrs.get("class") or "").split()]
     assert kinds == (["application/json", None, "module"] if drawn else [])
     assert sum("* plotly.js (cartesian" in script for script in page.scripts) == bool(drawn)
     if drawn:
         json.loads(page.scripts[0], parse_constant=_no_constant)
-
-
-def test_a_page_loads_no_other_file(page: Page) -> None:
-    asking = {"src", "srcset", "action", "data", "poster", "background", "formaction"}
-    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
-    assert all(link.startswith("#") or link == "data:," for link in links)
-    assert not [tag for tag, attrs in page.tags if asking & attrs.keys()]
-    assert not [tag for tag, attrs in page.tags if any(name.startswith("on") for name in attrs)]
-
-
-def test_links_within_a_page_have_targets(page: Page) -> None:
-    ends = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
-    assert len(ends) == len(set(ends))
-    assert {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} <= set(ends)
-
-
-def test_the_policy_allows_only_the_scripts_of_the_page_and_the_favicon(page: Page) -> None:
     (policy,) = (
         attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"
     )
@@ -98,6 +82,17 @@ def test_the_policy_allows_only_the_scripts_of_the_page_and_the_favicon(page: Pa
     assert "unsafe" not in rules["script-src"]
     assert "data:" in rules["img-src"]
     assert [attrs["href"] for tag, attrs in page.tags if tag == "link"] == ["data:,"]
+
+
+def test_a_page_loads_no_other_file_and_its_links_have_targets(page: Page) -> None:
+    asking = {"src", "srcset", "action", "data", "poster", "background", "formaction"}
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    assert all(link.startswith("#") or link == "data:," for link in links)
+    assert not [tag for tag, attrs in page.tags if asking & attrs.keys()]
+    assert not [tag for tag, attrs in page.tags if any(name.startswith("on") for name in attrs)]
+    ends = [attrs["id"] for _, attrs in page.tags if attrs.get("id")]
+    assert len(ends) == len(set(ends))
+    assert {attrs["href"][1:] for tag, attrs in page.tags if tag == "a"} <= set(ends)
 
 
 @pytest.mark.parametrize("kind", documents.DOCUMENTS)
