@@ -155,7 +155,7 @@ def test_the_part_that_reads_the_data_is_audited(run: Run, tmp_path: Path, name:
         assert len(found) >= 4
 
 
-def test_a_vision_model_is_audited_on_pictures(run: Run, tmp_path: Path) -> None:
+def test_a_vision_model_is_audited_on_images(run: Run, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     from transformers import ViTConfig, ViTModel
 

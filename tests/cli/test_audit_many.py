@@ -451,7 +451,7 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     [
         ([], "data: expected one of --text, --images, --dataset, got none. Pass one, such as --text FILE"),
         (["--text", "none.txt"], r"none\.txt: expected a text file, got no such file"),
-        (["--images", "none"], "none: expected a folder of pictures, got no such folder"),
+        (["--images", "none"], "none: expected a folder of images, got no such folder"),
         (["--text", __file__, "--device", "cuda:99"], "--device cuda:99"),
         (["--text", __file__, "--tokenizer", "nope"], "tokenizer nope: .* no answer from"),
         (["--cpus", "1"], "--cpus 1: expected --ray next to it"),

@@ -50,18 +50,18 @@ def values(folder: Path, **sizes: int) -> list[int]:
 
 
 @given(sequences=st.integers(1, 12), batch_size=st.integers(1, 12))
-def test_batching_does_not_change_the_pictures(nine: Path, sequences: int, batch_size: int) -> None:
+def test_batching_does_not_change_the_images(nine: Path, sequences: int, batch_size: int) -> None:
     one_by_one = values(nine, sequences=sequences, batch_size=1)
     assert values(nine, sequences=sequences, batch_size=batch_size) == one_by_one
     assert one_by_one == sorted(set(one_by_one))
     assert len(one_by_one) == min(sequences, 9)
 
 
-def test_few_pictures_are_taken_from_every_class(nine: Path) -> None:
+def test_few_images_are_taken_from_every_class(nine: Path) -> None:
     assert values(nine, sequences=3) == [0, 3, 6]
 
 
-def test_only_pictures_are_found_and_hidden_ones_are_not(tmp_path: Path) -> None:
+def test_only_images_are_found_and_hidden_ones_are_not(tmp_path: Path) -> None:
     wanted = [paint(tmp_path / "a.png"), paint(tmp_path / "b" / "C.JPEG")]
     hidden = [paint(tmp_path / ".cache" / "d.png")]
     paint(tmp_path / "._a.png")
@@ -108,23 +108,23 @@ def noise(width: int, height: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("damage", [lambda png: b"no picture", lambda png: png[:600], lambda png: b""])
-def test_an_unreadable_picture_is_named(damage, tmp_path: Path) -> None:
+def test_an_unreadable_image_is_named(damage, tmp_path: Path) -> None:
     paint(tmp_path / "a.png")
     noise(64, 64).save(tmp_path / "bad.png")
     (tmp_path / "bad.png").write_bytes(damage((tmp_path / "bad.png").read_bytes()))
     batches = read_images(tmp_path, first_pixels, batch_size=1)
     next(batches)
-    with pytest.raises(InputError, match=r"bad\.png: expected a picture, got a file that cannot be read"):
+    with pytest.raises(InputError, match=r"bad\.png: expected an image, got a file that cannot be read"):
         next(batches)
 
 
-def test_pictures_without_a_white_or_too_large_are_refused(tmp_path, monkeypatch) -> None:
+def test_images_without_a_white_or_too_large_are_refused(tmp_path, monkeypatch) -> None:
     Image.fromarray(np.ones((2, 2), dtype=np.float32)).save(tmp_path / "a.tif")
     with pytest.raises(InputError, match=r"a\.tif.*mode F have no known white"):
         open_image(tmp_path / "a.tif")
     paint(tmp_path / "a.png", size=(9, 9))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 9)
-    with pytest.raises(InputError, match=r"a\.png: expected a picture.*exceeds limit"):
+    with pytest.raises(InputError, match=r"a\.png: expected an image.*exceeds limit"):
         open_image(tmp_path / "a.png")
 
 
@@ -132,12 +132,12 @@ def test_pictures_without_a_white_or_too_large_are_refused(tmp_path, monkeypatch
     ("make", "says"),
     [
         (lambda folder: read_images(folder / "no", dict), r"no: .* got no such folder\. Check the path"),
-        (lambda folder: read_images(folder, dict), r"1 files, none a picture\. .* that end in \.bmp"),
+        (lambda folder: read_images(folder, dict), r"1 files, none an image\. .* that end in \.bmp"),
         (
             lambda _: plain_processor({"size": {"longest_edge": 9}}),
             r"size in preprocessor_config\.json: .*got",
         ),
-        (load_image_processor, r"a model that reads pictures, got neither.*Pass --text"),
+        (load_image_processor, r"a model that reads images, got neither.*Pass --text"),
     ],
 )
 def test_wrong_folders_and_settings_are_refused(make, says: str, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_wrong_folders_and_settings_are_refused(make, says: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "processor", [plain_processor({"size": {"shortest_edge": 4}}), ViTImageProcessorPil(do_resize=False)]
 )
-def test_pictures_that_stay_of_different_sizes(processor, tmp_path: Path) -> None:
+def test_images_that_stay_of_different_sizes(processor, tmp_path: Path) -> None:
     paint(tmp_path / "a.png", size=(4, 8))
     paint(tmp_path / "b.png", size=(4, 6))
     with pytest.raises(InputError, match=r"begins with .*a\.png: .*got sizes 4×6, 4×8.*Use --batch-size 1"):
@@ -210,7 +210,7 @@ def test_settings_without_a_pillow_class_are_followed_with_a_note(tmp_path: Path
     with pytest.raises(ValueError, match=r"NowhereImageProcessor|Unrecognized"):
         AutoImageProcessor.from_pretrained(folder)  # else this test would show nothing
     processor, note = load_image_processor(folder)
-    assert note == f"pictures prepared by Rankwise from the settings of {folder}"
+    assert note == f"images prepared by Rankwise from the settings of {folder}"
     assert (processor.image_mean, processor.do_center_crop) == ((0.1, 0.2, 0.3), False)
     assert dict(processor.size) == {"height": 10, "width": 10}
 
@@ -222,4 +222,4 @@ def test_without_settings_the_image_size_of_the_model_is_followed(size, tmp_path
         config = SimpleNamespace(vision_config=SimpleNamespace(image_size=32))
     processor, note = load_image_processor(model_folder(tmp_path, None), config=config)
     assert dict(processor.size) == {"height": 32, "width": 32}
-    assert "has no image processor: pictures resized to 32×32, mean and std 0.5" in note
+    assert "has no image processor: images resized to 32×32, mean and std 0.5" in note

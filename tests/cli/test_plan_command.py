@@ -1,4 +1,4 @@
-"""`rankwise plan`: plans from numbers, texts, pictures and models; refusals; Ctrl-C."""
+"""`rankwise plan`: plans from numbers, texts, images and models; refusals; Ctrl-C."""
 
 import re
 import shlex
@@ -136,7 +136,7 @@ def test_a_text_without_a_model_goes_through_a_random_embedding(run: Run) -> Non
     assert "words of text.txt" in plan.inputs
 
 
-def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) -> None:
+def test_images_without_a_model_go_through_a_random_patch_embedding(run: Run) -> None:
     """Eight different patches, each in eight places: no head has more winners than that."""
     tiles = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 4, 3), dtype=np.uint8)
     rows = np.concatenate([tiles] * 8, 1).reshape(3, 8, 8, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5)
@@ -153,7 +153,7 @@ def test_pictures_without_a_model_go_through_a_random_patch_embedding(run: Run) 
     assert any("64 patches of 4 × 4 of 32 × 32 pixels" in note for note in plan.notes)
 
 
-def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
+def test_images_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
     for side in (20, 30):
         pixels = np.random.default_rng(side).integers(0, 256, (side, side, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(f"{side}.png")
@@ -175,7 +175,7 @@ def test_pictures_of_several_sizes_are_resized_with_a_note(run: Run) -> None:
         (("--text", "text.txt", "--tokens", 5000), "longer text"),
         (("--text", "none.txt"), "none.txt"),
         (("--model", f"{NETS}:layer"), "--text FILE"),
-        (("--images", "text.txt"), "a picture"),
+        (("--images", "text.txt"), "an image"),
         (("--images", "odd.png", "--tokens", 9), "3 × 7 pixels"),
         (("--images", "odd.png", "--text", "text.txt"), "one of --text"),
         (("--text", "."), "a text file, got a folder"),

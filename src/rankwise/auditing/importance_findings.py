@@ -63,7 +63,7 @@ def _with_removal_cost(
     elif about == "head" and math.isnan(importance.share(low)):
         remedy = f"{NOTHING} {importance.reference_name}, which costs are compared with, is 0"
     elif about == "head" and exact:
-        remedy = "take it out" if within else f"{NOTHING} the model needs this head"
+        remedy = "remove this head" if within else f"{NOTHING} the model needs this head"
     elif exact:
         remedy = f"{NOTHING} the rank is not a fault, and its price is known"
     price = {"least_removal_cost": low, "most_removal_cost": high}

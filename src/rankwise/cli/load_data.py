@@ -1,4 +1,4 @@
-"""Load data that a command names (text, pictures or a data set) as batches for a loaded model."""
+"""Load data that a command names (text, images or a data set) as batches for a loaded model."""
 
 import gzip
 import os
@@ -63,7 +63,7 @@ def load_data(
     batch_size: int = 4,
     shard: Shard = ALL,
 ) -> LoadedData:
-    """Return a text, pictures or a data set, or a factory's own batches, in the form that the model reads."""
+    """Return a text, images or a data set, or a factory's own batches, in the form that the model reads."""
     sees, reads = loaded.input_name == "pixel_values", loaded.input_name
     fix = "Pass --images DIR." if sees else "Pass --text FILE."
     if text is None and images is None and dataset is None:
@@ -75,9 +75,9 @@ def load_data(
     sizes: dict[str, Any] = {"sequences": sequences, "batch_size": batch_size, "shard": shard}
     if images is not None:
         if loaded.source and reads == "input_ids":
-            expected, got = "a model that reads pictures", "a model that reads text"
+            expected, got = "a model that reads images", "a model that reads text"
             raise InputError(f"model {loaded.name}", expected=expected, got=got, fix=fix)
-        return _load_pictures(loaded, images, **sizes)
+        return _load_images(loaded, images, **sizes)
     if reads != "input_ids":
         expected, got = "a model that reads token ids", f"a model that reads {reads}"
         fix = fix if sees else "Use module.py:factory with batches."
@@ -86,7 +86,7 @@ def load_data(
     return _load_texts(loaded, texts, str(text or dataset), tokens, **sizes)
 
 
-def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedData:
+def _load_images(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedData:
     config = getattr(loaded.model, "config", None)
     mode = "L" if config_value(config, "num_channels") == 1 else "RGB"
     if loaded.source:
@@ -95,10 +95,10 @@ def _load_pictures(loaded: LoadedModel, images: Path, **sizes: Any) -> LoadedDat
             trust_remote_code=loaded.trust_remote_code,
         )  # fmt: skip
     else:
-        note, processor = "pictures resized to 224×224, mean and std 0.5", plain_processor({}, len(mode))
+        note, processor = "images resized to 224×224, mean and std 0.5", plain_processor({}, len(mode))
     batches = read_images(images, processor, mode=mode, **sizes)
     pixels = batches if loaded.source else (batch["pixel_values"] for batch in batches)
-    return LoadedData(pixels, f"{images} (pictures)", (note,) if note else ())
+    return LoadedData(pixels, f"{images} (images)", (note,) if note else ())
 
 
 def _load_texts(

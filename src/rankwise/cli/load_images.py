@@ -1,4 +1,4 @@
-"""Load pictures as batches for a vision model, with the Pillow image processors of transformers.
+"""Load images as batches for a vision model, with the Pillow image processors of transformers.
 
 Rankwise uses Pillow also where transformers prefers torchvision, so that pixels do not depend on packages.
 """
@@ -15,7 +15,7 @@ from rankwise.auditing.text_inputs import ALL, Shard, evenly
 from rankwise.errors import InputError, first_line, need_package
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Endings of file names that count as pictures in a folder."""
+"""Endings of file names that count as images in a folder."""
 ImageProcessor = Callable[..., Any]
 """Image processor of transformers, or a function with the arguments `(images=…, return_tensors="pt")`."""
 
@@ -29,10 +29,10 @@ def read_images(
     mode: str = "RGB",
     shard: Shard = ALL,
 ) -> Iterator[dict[str, Tensor]]:
-    """Return an iterator over batches `{"pixel_values": (B, C, H, W)}` of the pictures in a folder or file.
+    """Return an iterator over batches `{"pixel_values": (B, C, H, W)}` of the images in a folder or file.
 
-    Pictures are evenly spaced in the sorted paths, because folders are often sorted by class. `mode` is
-    Pillow's name for the channels: "RGB", or "L" for one channel. A picture is opened when its batch is made.
+    Images are evenly spaced in the sorted paths, because folders are often sorted by class. `mode` is
+    Pillow's name for the channels: "RGB", or "L" for one channel. An image is opened when its batch is made.
     """
     paths = find_images(folder)
     chosen = shard.of([paths[i] for i in evenly(len(paths), sequences)])
@@ -43,25 +43,25 @@ def read_images(
 
 
 def find_images(folder: str | Path) -> list[Path]:
-    """Return the visible pictures in a folder at any depth, sorted by path; for a file, return the file."""
-    need_package("PIL", "pictures", "images")
+    """Return the visible images in a folder at any depth, sorted by path; for a file, return the file."""
+    need_package("PIL", "images", "images")
     folder = Path(folder)
     if folder.is_file():
         return [folder]
-    expected = "a folder of pictures"
+    expected = "a folder of images"
     if not folder.is_dir():
         raise InputError(str(folder), expected=expected, got="no such folder", fix="Check the path.")
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     shown = [path for path in files if not any(part.startswith(".") for part in path.parts)]
-    pictures = sorted(folder / path for path in shown if path.suffix.lower() in SUFFIXES)
-    if not pictures:
+    images = sorted(folder / path for path in shown if path.suffix.lower() in SUFFIXES)
+    if not images:
         fix = f"Pass a folder with files that end in {', '.join(SUFFIXES)}."
-        raise InputError(str(folder), expected=expected, got=f"{len(files)} files, none a picture", fix=fix)
-    return pictures
+        raise InputError(str(folder), expected=expected, got=f"{len(files)} files, none an image", fix=fix)
+    return images
 
 
 def open_image(path: Path, mode: str = "RGB") -> Any:
-    """Return the first frame of a picture in `mode` as `PIL.Image.Image`, turned upright by its EXIF data."""
+    """Return the first frame of an image in `mode` as `PIL.Image.Image`, turned upright by its EXIF data."""
     from PIL import Image, ImageOps
 
     try:
@@ -70,7 +70,7 @@ def open_image(path: Path, mode: str = "RGB") -> Any:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         # Pillow raises SyntaxError for a broken PNG, OSError for a short file, ValueError for odd headers.
         got = f"a file that cannot be read as one ({error})"
-        raise InputError(str(path), expected="a picture", got=got, fix="Remove or repair it.") from error
+        raise InputError(str(path), expected="an image", got=got, fix="Remove or repair it.") from error
 
 
 def _to_eight_bits(image: Any) -> Any:
@@ -94,8 +94,8 @@ def _process(images: list[Any], processor: ImageProcessor, first: Path) -> dict[
         sizes = sorted({f"{image.width}×{image.height}" for image in images})
         if len(sizes) == 1:
             raise
-        subject, fix = f"the batch that begins with {first}", "Use --batch-size 1, or pictures of one size."
-        expected = "pictures that the model's image processor makes the same size"
+        subject, fix = f"the batch that begins with {first}", "Use --batch-size 1, or images of one size."
+        expected = "images that the model's image processor makes the same size"
         got = f"sizes {', '.join(sizes)} ({first_line(error).rstrip('.')})"
         raise InputError(subject, expected=expected, got=got, fix=fix) from error
     return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -107,9 +107,9 @@ def load_image_processor(
     """Return the Pillow image processor of a model, and a note if the processor is a substitute.
 
     `plain_processor` is the substitute if transformers has no Pillow class for the settings. If the model has
-    no settings, pictures are resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
+    no settings, images are resized to `config.image_size`, with mean and standard deviation 0.5 as in ViT.
     """
-    need_package("PIL", "pictures", "images")
+    need_package("PIL", "images", "images")
     from transformers import AutoImageProcessor
     from transformers.models.auto.image_processing_auto import get_image_processor_config
 
@@ -124,15 +124,15 @@ def load_image_processor(
         except (OSError, ValueError):
             settings = {}
         if settings:
-            note = f"pictures prepared by Rankwise from the settings of {model}"
+            note = f"images prepared by Rankwise from the settings of {model}"
             return plain_processor(settings, channels), note
         size = config_value(config_value(config, "vision_config", default=config), "image_size")
         if size is None:
             got = "neither preprocessor_config.json nor image_size in its configuration"
             fix = "Pass --text for a language model, or save the image processor with the model."
-            raise InputError(str(model), expected="a model that reads pictures", got=got, fix=fix) from error
+            raise InputError(str(model), expected="a model that reads images", got=got, fix=fix) from error
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        note = f"{model} has no image processor: pictures resized to {height}×{width}, mean and std 0.5"
+        note = f"{model} has no image processor: images resized to {height}×{width}, mean and std 0.5"
         return plain_processor({"size": size}, channels), note
 
 

@@ -79,7 +79,7 @@ class LoadedModel:
             config.use_cache = self.use_cache
 
     def part_for(self, kind: Literal["text", "vision"]) -> "LoadedModel":
-        """Return the part that reads texts or pictures of a model that needs both, such as CLIP."""
+        """Return the part that reads texts or images of a model that needs both, such as CLIP."""
         name = f"{kind}_model"
         if not self.source or not all(hasattr(self.model, part) for part in ("text_model", "vision_model")):
             return self

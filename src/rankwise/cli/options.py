@@ -13,14 +13,14 @@ from rankwise.errors import RankwiseError
 Text = Annotated[
     Path | None, typer.Option(help="Read this text file, or a .jsonl(.gz) file with one text per line.")
 ]
-Images = Annotated[Path | None, typer.Option(help="Read the pictures in this folder, or this picture.")]
+Images = Annotated[Path | None, typer.Option(help="Read the images in this folder, or this image.")]
 Dataset = Annotated[
     str | None,
     typer.Option(help=r"Read a data set NAME\[@config][:split[:column]] from the Hub, a file or a folder."),
 ]
 Tokens = Annotated[int, typer.Option(min=2, help="Cut sequences to this number of tokens.")]
-Sequences = Annotated[int, typer.Option(min=1, help="Read this many sequences or pictures in total.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Run this many sequences or pictures at once.")]
+Sequences = Annotated[int, typer.Option(min=1, help="Read this many sequences or images in total.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Run this many sequences or images at once.")]
 Seed = Annotated[int, typer.Option(min=0, help="Use this random seed.")]
 Device = Annotated[
     str | None, typer.Option(help="Run the model on this device: cpu (default), cuda, cuda:1, mps, …")

@@ -111,7 +111,7 @@ def command(
         elif text is not None:
             given = text_states(text, width or DIM, tokens, sequences, seed)
         elif images is not None:
-            given = picture_states(images, width or DIM, tokens, sequences, seed)
+            given = image_states(images, width or DIM, tokens, sequences, seed)
         with output.show_progress("drawing random heads", trials) as show:
             plan = plan_head_dim(
                 given.states, mask or "full", tolerance, **sizes,
@@ -265,7 +265,7 @@ def text_states(path: Path, width: int, tokens: int, sequences: int, seed: int) 
     return TokenStates(embedding[places], data, (note,))
 
 
-def picture_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
+def image_states(path: Path, width: int, tokens: int, sequences: int, seed: int) -> TokenStates:
     """Return random linear maps of image patches as states; raise `InputError` if no patches fit.
 
     Patches are the smallest squares that divide an image into 2 to `tokens` patches; pixels are in [−1, 1].

@@ -107,7 +107,8 @@ def measure(
     passes, placed = _start(model, every, settings, capturing, say)
     has_costs = settings.exact or settings.estimates
     if passes.loss.compares_outputs and not has_costs:
-        expected, fix = "a language model, or `labels` in the batches", "Leave the loss out, or add labels."
+        expected = "a language model, or `labels` in the batches"
+        fix = "Add labels, leave the loss out, or say that the model predicts the next token: loss 'causal'."
         raise InputError("the loss", expected=expected, got=f"only the {passes.loss.name}", fix=fix)
     notes = [note for note in (TRAINING * model.training, passes.loss.note) if note]
     try:
