@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,8 +213,12 @@ def test_a_folder_in_which_a_process_trains_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_runs_are_trained_once_and_failures_are_reported(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a row that trains has a process; those that are refused have a thread, which starts at once
+    thread: Any = lambda *_: ThreadPoolExecutor(1)  # noqa: E731
+    kinds = iter([thread, ProcessPoolExecutor, thread, thread])
+    monkeypatch.setattr("experiments.experiment.ProcessPoolExecutor", lambda *given: next(kinds)(*given))
     config, _ = tiny(tmp_path)
     missing = replace(config, text="none.txt")
     experiment = Experiment("tiny", "", "", {"row, one": config, "missing": missing})
