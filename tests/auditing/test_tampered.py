@@ -187,13 +187,14 @@ def tampered(content: Content, draw: random.Random) -> Content:
     return content
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_tampered_file_is_shown_or_refused(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    name = draw.choice(sorted(ORIGINALS))
-    original = Audit.model_validate(ORIGINALS[name])
-    try:
-        audit = loaded(tampered(ORIGINALS[name], draw), tmp_path)
-    except RecordError:
-        return
-    shown_everywhere(audit, original, tmp_path)
+@pytest.mark.parametrize("tens", range(10))
+def test_a_tampered_file_is_shown_or_refused(tens: int, tmp_path: Path) -> None:
+    for seed in range(10 * tens, 10 * tens + 10):
+        draw = random.Random(seed)
+        name = draw.choice(sorted(ORIGINALS))
+        original = Audit.model_validate(ORIGINALS[name])
+        try:
+            audit = loaded(tampered(ORIGINALS[name], draw), tmp_path)
+        except RecordError:
+            continue
+        shown_everywhere(audit, original, tmp_path)

@@ -9,7 +9,7 @@ import benchmarks.__main__ as command
 import numpy as np
 import pytest
 import torch
-from benchmarks import harness, language, state_space, tssa
+from benchmarks import estimate, harness, language, state_space, tssa
 from benchmarks.harness import in_fresh_process, peak_mib, race, ratio
 from benchmarks.tssa import EAGER, OURS, REFERENCE, SDPA, contenders, crossover, errors, inputs, is_right
 
@@ -110,6 +110,7 @@ def test_an_entry_near_zero_does_not_hide_a_wrong_kernel(entry, monkeypatch):
 def test_a_benchmark_runs_and_writes_its_rows(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(language, "MODELS", ("transformer", "tost"))
     monkeypatch.setattr(state_space, "in_fresh_process", lambda *_, **__: None)
+    monkeypatch.setattr(estimate, "in_fresh_process", lambda _, **job: estimate.peak(**job))
     out, threads = tmp_path / "out.json", torch.get_num_threads()
     size = {"tssa": ["--tokens", "64", "16"], "rank": ["--tokens", "32"]}.get(name, [])
     try:

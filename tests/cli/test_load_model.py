@@ -181,8 +181,9 @@ def save_changed(tiny: Path, change: Callable[[str], str | None]) -> None:
     save_file(named, "changed/model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("prefix", ["module.", COMPILED_PREFIX])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "prefix"), [*((command, "module.") for command in COMMANDS), ("audit", COMPILED_PREFIX)]
+)
 def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, command, prefix) -> None:
     save_changed(tiny, lambda name: prefix + name)
     refused = run(*COMMANDS[command])
@@ -192,8 +193,14 @@ def test_a_checkpoint_of_which_nothing_fits_is_refused(run, tiny, tmp_path, comm
     assert {path.name for path in tmp_path.iterdir()} == {"changed", "text.txt"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("lacks", ["0.self_attn.q_proj", "embed_tokens", "lm_head"])
+@pytest.mark.parametrize(
+    ("command", "lacks"),
+    [
+        *((command, "0.self_attn.q_proj") for command in COMMANDS),
+        ("audit", "embed_tokens"),
+        ("plan", "lm_head"),
+    ],
+)
 def test_every_command_warns_of_weights_that_are_not_in_the_checkpoint(run, tiny, command, lacks) -> None:
     save_changed(tiny, lambda name: None if lacks in name else name)
     done = run(*COMMANDS[command])

@@ -217,13 +217,13 @@ def test_missing_runs_are_trained_once_and_failures_are_reported(
 ) -> None:
     # a row that trains has a process; those that are refused have a thread, which starts at once
     thread: Any = lambda *_: ThreadPoolExecutor(1)  # noqa: E731
-    kinds = iter([thread, ProcessPoolExecutor, thread, thread])
+    kinds = iter([thread, thread, ProcessPoolExecutor, thread])
     monkeypatch.setattr("experiments.experiment.ProcessPoolExecutor", lambda *given: next(kinds)(*given))
     config, _ = tiny(tmp_path)
     missing = replace(config, text="none.txt")
-    experiment = Experiment("tiny", "", "", {"row, one": config, "missing": missing})
+    experiment = Experiment("tiny", "", "", {"missing": missing, "row, one": config})
     where = {"folder": tmp_path / "runs", "results": tmp_path / "results"}
-    assert not run_missing(experiment, tmp_path, list(experiment.rows)[1:], [1, 2], **where)
+    assert not run_missing(experiment, tmp_path, ["missing"], [1, 2], **where)
     out, err = capfd.readouterr()
     assert err.count("none.txt: expected a text file, got no such file") == 1  # for both seeds
     assert f"--seeds 1 --data {tmp_path} --folder {tmp_path}/runs --results {tmp_path}/results" in out

@@ -73,9 +73,9 @@ def test_an_exhausted_low_rank_is_exact(rank, tokens, sources, seed):
 
 
 @every_kind
-def test_many_kinds_of_heads_at_512(kind):
-    """Within 2 % and within their intervals, with products for three quarters of the columns."""
-    operator = head(kind, 512)
+def test_many_kinds_of_heads_at_400(kind):
+    """Within 2 % and within their intervals, with products for less than all columns."""
+    operator = head(kind, 400)
     exact, spectrum = rank_summary(operator), estimate_spectrum(operator, probes=16, steps=24)
     for name in RANKS:
         truth = float(getattr(exact, name))

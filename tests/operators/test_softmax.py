@@ -75,20 +75,6 @@ def test_a_strong_bias_is_no_mask():
     assert op.support().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [bool, float])
-def test_rows_that_see_nothing_are_zero_as_torchs_are(kind, dtype):
-    seen = torch.ones(4, 5, dtype=torch.bool)
-    seen[1] = False
-    mask = seen if kind is bool else torch.zeros(4, 5, dtype=dtype).masked_fill(~seen, -math.inf)
-    op = rw.operators.SoftmaxMixing(normal(2, 2, 4, 3).to(dtype), normal(2, 2, 5, 3).to(dtype), mask)
-    values = normal(2, 2, 5, 3).to(dtype)
-    assert (op.dense()[:, :, 1] == 0).all()
-    assert ((op @ values)[:, :, 1] == 0).all()
-    assert (weights_of_torch(op)[:, :, 1] == 0).all()
-    assert not op.dense().isnan().any()
-
-
 def test_extreme_scores_stay_finite():
     op = rw.operators.SoftmaxMixing(1e6 * normal(1, 2, 5, 3), 1e6 * normal(1, 2, 5, 3))
     assert op.dense().isfinite().all()
