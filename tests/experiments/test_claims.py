@@ -124,7 +124,7 @@ def test_losses_on_the_page_of_tost_are_those_of_the_bundled_models() -> None:
 
 def numbers_of_the_readme() -> Iterator[str]:
     entries = [one for one in architectures.STUDY.kept()["entries"].values() if one["ran"]]
-    yield f"{sum(one['identical'] for one in entries)} of {len(entries)} bit-identical"
+    yield f"{sum(one['identical'] for one in entries)} of {len(entries)} | "
     estimates = importance.STUDY.kept()["models"][0]["correlations"]["estimate"]
     yield f"{min(estimates):.2f} to {max(estimates):.2f} (72 heads of all-MiniLM-L6-v2)"
     runs, failed = collapse_rule.FINDING

@@ -72,7 +72,7 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
 @pytest.mark.parametrize(
     ("cost", "exact", "meaning", "remedy"),
     [
-        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "take it out"),
+        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "remove this head"),
         (0.3, True, f"{CHANGES} +15.0%", "nothing: the model needs.*"),
         (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
     ],

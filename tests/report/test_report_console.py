@@ -87,7 +87,7 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     text = " ".join(line.strip() for line in first_screen(audit))
     assert "initialization, `--baseline` (3 more audits)" in text
     assert "costs of removing heads, `--importance`" in text
-    assert "dearest" not in text
+    assert "costliest" not in text
     known = {
         head.id: {"importance": records.HeadImportance(exact=0.01 * head.head), "init_numerical_rank": 64.0}
         for head in audit.heads
@@ -190,7 +190,7 @@ def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_
             "INACTIVE_BLOCK", "warning", where=replace(records.place(layer), site=audit.layers[layer].site),
             meaning=f"Block {layer} does nothing.",
             evidence={"relative_update": 0.001 * layer, "norm": 300.0},
-            remedy="nothing" if layer == 4 else "take it out",
+            remedy="nothing" if layer == 4 else "remove this head",
         )
         for layer in (2, 3, 4)
     ]  # fmt: skip
@@ -201,7 +201,7 @@ def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_
     assert table.columns[0] == "place"
     assert table.columns[-1] == "what to do"
     rows = [[row[0].text, *row[1:]] for row in table.rows]
-    assert rows[0] == ["encoder.layer after 2 blocks", "0.002", "take it out"]
+    assert rows[0] == ["encoder.layer after 2 blocks", "0.002", "remove this head"]
     assert rows[2] == ["encoder.layer after 4 blocks", "0.004", "nothing"]
     [(alone, none)] = audit_document(records.changed(audit, findings=found[:1])).sections[0].lists[0].entries
     assert (alone.place, none) == ("encoder.layer after 2 blocks", None)
@@ -338,7 +338,7 @@ def test_lines_of_a_summary_have_up_to_100_characters() -> None:
     audit = records.encoder()
     audit = audit.model_copy(update={"provenance": audit.provenance.model_copy(update={"data": "x" * 300})})
     audit = rw.Audit.model_validate(audit.model_dump())
-    assert max(map(len, audit.summary().splitlines())) == 100
+    assert 90 < max(map(len, audit.summary().splitlines())) <= 100
 
 
 @pytest.mark.parametrize("width", [24, 60, 80, 200])

@@ -177,7 +177,7 @@ def _spread_words(value: float) -> str:
 def _removal_costs(audit: Audit, heads: Sequence[HeadRecord]) -> dict[str, str]:
     """Return the smallest and the largest cost of removing one of the heads, as shares of the loss."""
     costs = [one.cost for head in heads if (one := head.importance) and math.isfinite(one.cost)]
-    names = "cheapest\nhead", "dearest\nhead"
+    names = "cheapest\nhead", "costliest\nhead"
     if audit.importance is None or not costs:
         return dict.fromkeys(names, MISSING)
     shares = [audit.importance.share(cost) for cost in (min(costs), max(costs))]
@@ -189,11 +189,11 @@ def _hints(audit: Audit) -> list[str]:
     has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
     reference = "" if audit.importance is None else audit.importance.reference_name
     columns = (
-        (audit.heads, "attention rank 1 = as many independent patterns as tokens"),
+        (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.baseline, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.layers, "token spread after the layer, 0 = all tokens are the same"),
-        (has_costs, f"cheapest, dearest head: what removing it costs, as a share of {reference}"),
+        (has_costs, f"cheapest, costliest head: what removing it costs, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (
