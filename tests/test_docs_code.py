@@ -35,6 +35,7 @@ PRINTED = {
     "docs/how-to/monitor.md": 1,
     "docs/how-to/tost.md": 3,
     "docs/reference/models.md": 1,
+    "docs/explanation/reference-ranks.md": 1,
 }
 """Pages with Python that is followed by its output, and how many such blocks they have."""
 
