@@ -40,7 +40,7 @@ from rankwise.tracing import StateSite, capture
 AuditT = TypeVar("AuditT", bound=Audit)
 
 APART = 0.1
-"""Least μ/‖Y‖ that a tried λ must leave after every block. The model in docs/tutorials/repair-collapse.md does
+"""Least μ/‖Y‖ that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a model does
 not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
 KEEP = 0.5
 """Fraction of μ² (squared token spread) that each layer keeps with the λ for which the bound is proved."""
