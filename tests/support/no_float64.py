@@ -220,4 +220,5 @@ def compare(first: Any, other: Any, name: str) -> None:
 
 if __name__ == "__main__":
     register()
-    {"audit": check_audits, "compress": check_compressions, "skips": check_skips}[sys.argv[1]]()
+    for asked in sys.argv[1:]:
+        {"audit": check_audits, "compress": check_compressions, "skips": check_skips}[asked]()
