@@ -439,3 +439,15 @@ def test_the_error_of_a_quantized_layer_of_torch_names_a_fix() -> None:
         assert len(rw.audit(model, [X]).heads) == 2
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+class FixedLength(OnlyX):
+    """Reads 4 tokens and no other number."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(nn.functional.one_hot(ids.reshape(-1, 4), 8).float())
+
+
+def test_a_length_that_the_model_cannot_read_is_named() -> None:
+    with pytest.raises(AuditError, match=r"over \(1, 5\), got .*Can the model read 5 tokens\?.*`--tokens`"):
+        rw.audit(FixedLength(), [torch.ones(1, 5, dtype=torch.int64)])

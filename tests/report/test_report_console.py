@@ -97,6 +97,7 @@ def test_the_first_screen_has_columns_for_what_was_measured_only() -> None:
     found = {"heads": heads, "importance": records.importance(), "baseline": baseline}
     lines = first_screen(audit.model_copy(update=found))
     assert "Not measured" not in " ".join(lines)
+    assert "costliest head: cost of removing it, as a share of" in " ".join(lines)
     row = layer_rows(lines)["0"]
     assert row[:2] == [f"{mean(map(RANK.value, heads[:12])):.2f}", "0.50"]  # at first 64 of 128 tokens
     assert row[-2:] == ["+0.0%", "+5.5%"]  # heads 0 to 11, of a loss of 2

@@ -5,7 +5,7 @@ import math
 import pytest
 from tests.support.documents import Table
 
-from rankwise.report.skip_report import certificate_document, skip_document
+from rankwise.report.skip_report import certificate_document, skip_document, trial_document
 from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
 
 
@@ -83,3 +83,11 @@ def test_every_number_of_a_certificate_is_under_its_name() -> None:
     document = certificate_document(SkipCertificate(a=0.25, sequences=1, layers=[large], stacks=[]))
     assert cells(document.sections[0].tables[1]) == {"h.0": dict.fromkeys(names, ">1,000")}
     assert [row[:2] for row in uses.tables[0].rows] == [["h", "|λ| ≥ 0.8"]]
+
+
+@pytest.mark.parametrize(("best", "clear"), [(3.25, False), (3.3, False), (2.9, True), (math.nan, False)])
+def test_a_trial_in_which_no_run_learned_says_so(best: float, clear: bool) -> None:
+    runs = {"as it is": [3.4] * 9 + [3.3], "λ = 8": [3.4] * 9 + [best]}
+    said = trial_document(runs, "text", 10).verdict.sentence
+    assert ("train more steps" not in said) == clear
+    assert ("λ = 8" in said) == (best < 3.3)

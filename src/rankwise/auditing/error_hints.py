@@ -114,6 +114,8 @@ def _hint_from_message(model: nn.Module, batch: Any, message: str) -> str:
                 f" A token id is not below the {words} that the model knows: is it the model's own tokenizer?"
             )
         return " The usual cause is a sequence that is too long, an unknown token id or a wrong label."
+    if longest and any(phrase in message for phrase in ("shape", "size")):
+        return f" Can the model read {longest} tokens? If not, cut them (`--tokens`)."
     if any(phrase in message for phrase in ("dtype", "same type", "scalar type")):
         return " Cast the batch to the dtype of the weights, or the model to the dtype of the batch."
     return ""

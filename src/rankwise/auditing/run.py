@@ -367,7 +367,7 @@ class Run:
         if batch is None:
             fix = "Iterate over the batches alone to see the whole traceback."
             return RankwiseError(subject, expected="a batch", got=got, fix=fix)
-        shapes = [f"{name} {tuple(value.shape)}" for name, value in tensors_of(batch).items()]
+        shapes = [f"{name} {tuple(value.shape)}".lstrip("0 ") for name, value in tensors_of(batch).items()]
         expected = f"a forward pass of {model} over {', '.join(shapes) or type(batch).__name__}"
         return RankwiseError(subject, expected=expected, got=got, fix=fix_hint(self.model, batch, error))
 

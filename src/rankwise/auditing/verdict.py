@@ -25,9 +25,9 @@ def verdict_of(audit: "Audit") -> Verdict:
     """Return the sentence and the actions of an audit.
 
     The sentence names the errors and warnings; if there are none, it names what was looked for. Actions are
-    the remedies of the most severe findings, one per code. A remedy that begins with "nothing:" is no action,
-    and with errors no remedy that only makes the model smaller; without actions, `no_action` says what the
-    cheapest removal of a head would bring, or why `rankwise compress` refuses the model.
+    the remedies of the most severe findings, one per code; with errors, the remedies of errors and COLLAPSE.
+    A remedy that begins with "nothing:" is not an action; without actions, `no_action` says what the cheapest
+    removal of a head would bring, or why `rankwise compress` refuses the model.
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
@@ -44,9 +44,12 @@ def verdict_of(audit: "Audit") -> Verdict:
     actions: dict[str, str] = {}
     for finding in audit.findings:
         rule = RULES.get(finding.code)
-        acts = rule is None or (rule.causes_action and not (errors and rule.worse == "neither"))
+        first = finding.severity == "error" or finding.code == "COLLAPSE"  # a warning in older files
+        acts = (rule is None or rule.causes_action) and (first or not errors)
         if acts and not finding.remedy.startswith(NOTHING):
-            actions.setdefault(finding.code, finding.remedy)
+            is_code = any(word in finding.remedy for word in ("rankwise ", "rw."))
+            where = "" if is_code else f"{finding.place}: "
+            actions.setdefault(finding.code, where + finding.remedy)
     no_action = ""
     refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
     if refused and not severe and not actions:

@@ -188,12 +188,14 @@ def _hints(audit: Audit) -> list[str]:
     """Return how to read the table of the first screen, and, without errors, how to measure the rest."""
     has_costs, by_command = any(head.importance for head in audit.heads), bool(audit.provenance.command)
     reference = "" if audit.importance is None else audit.importance.reference_name
+    exact = any(head.importance and head.importance.method == "exact" for head in audit.heads)
+    costs = "cost of removing it" if exact else "estimated cost of removing it (can be far too low)"
     columns = (
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.baseline, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
         (audit.layers, "token spread after the layer, 0 = all tokens are the same"),
-        (has_costs, f"cheapest, costliest head: what removing it costs, as a share of {reference}"),
+        (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
     options = (

@@ -18,6 +18,13 @@ from rankwise.skips.certificate import (
 
 ABOUT = "Bounds are about single layers, trials about a stack, so that they differ; nothing was trained."
 
+PLAIN, CLEAR = "as it is", 0.02
+"""Unchanged model of a trial, and the share of its loss by which a run must be better."""
+UNCLEAR = (
+    f"It is less than {CLEAR:.0%} below the model as it is: train more steps, or with another learning rate, "
+    "before you choose."
+)
+
 
 def skip_document(
     scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
@@ -52,14 +59,16 @@ def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -
     last = max(steps // 10, 1)
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
-    _, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
+    lowest, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
+    gains = math.isfinite(plain := ends.get(PLAIN, math.nan)) and lowest > plain - CLEAR * abs(plain)
+    unclear = f" {UNCLEAR}" if gains else ""
     at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
     headings = ["run", "loss at the start", at_end, "steps"]
     return Document(
         command="Rankwise skip",
         heading="Training with λ",
         setting=data,
-        verdict=Verdict(sentence=f"Lowest loss at the end, with one seed: {best}."),
+        verdict=Verdict(sentence=f"Lowest loss at the end, with one seed: {best}.{unclear}"),
         sections=[Section("trial", "Losses", tables=[Table("Losses", headings, rows)])],
     )
 

@@ -302,7 +302,10 @@ def _loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
         output = run_model(model, inputs[0])
     chosen = choose_loss(model, LossBatch(inputs[0], batches[0]), output, ImportanceSettings())
     if chosen.compares_outputs:
-        fix = "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory)."
+        fix = (
+            "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory). Its "
+            "batch is one of the factory, or the model's input, such as the token ids (B, T) of a text."
+        )
         raise InputError("`batches`", expected="labels, or a loss", got="neither", fix=fix)
     chosen.check([LossBatch(*both, at) for at, both in enumerate(zip(inputs, batches, strict=True))], output)
 

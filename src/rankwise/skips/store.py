@@ -119,7 +119,7 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     if facts.model_class != _class(model):
         inner = [name for name, module in model.named_modules() if _class(module) == facts.model_class]
         fix = f"Pass the model inside, `model.{inner[0]}`, before it is wrapped." if inner else OWN_MODEL
-        raise _another(model, folder, f"λ of a {facts.model_class.rpartition('.')[2]}", fix)
+        raise _another(model, folder, f"λ of a {facts.model_class}", fix)
     if missing := set(facts.sites) ^ set(numbers):
         expected, got = f"{FACTS} and {NUMBERS} that name the same sites", f"a difference in {min(missing)!r}"
         fix = "Copy both files from the same save."
@@ -201,7 +201,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def _another(model: nn.Module, folder: Path, got: str, fix: str = OWN_MODEL) -> SkipError:
-    expected = f"λ of a {type(model).__name__} with the residual mixers of this model"
+    expected = f"λ of a {_class(model)} with the residual mixers of this model"
     return SkipError(f"skips in {folder}", expected=expected, got=got, fix=fix)
 
 
