@@ -15,6 +15,18 @@ from rankwise.cli import app
 FUNCTIONS = {*measures.__all__} - {"coding_rate"}
 """Functions with the names of measures; `coding_rate` is another number for token states than for heads."""
 
+COLUMNS = {
+    "place and kind": "stack site layer head kind mask cross call",
+    "sequences": "sequences nonfinite estimated fallbacks",
+    "size": "tokens sources full_rank width",
+    "ranks": "numerical_rank relative_rank effective_rank stable_rank required_head_dim sigma_max",
+    "rows": "row_entropy first_token_mass max_token_mass",
+    "distances": "row_distance identity_distance nearest_distance",
+    "bounds and references of the rank": "rank_low rank_high hardmax_rank random_rank uniform_rank",
+    "nearest head, token with the most weight": "nearest_head max_token max_token_sequences",
+}
+"""Columns of CSV files by group; the rest are other measures."""
+
 
 def pages() -> dict[str, str]:
     """Return the pages in Markdown by name."""
@@ -23,7 +35,7 @@ def pages() -> dict[str, str]:
         "command-line": {"commands": commands()},
         "findings": {code.lower(): _rule(code) for code in findings.RULES},
         "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(LAYER_MEASURES, "states: ")},
-        "records": {kind: f"`{'`, `'.join(frames.table(kind, [])[0])}`" for kind in ("heads", "layers")},
+        "records": {kind: _columns(kind) for kind in ("heads", "layers")},
     }
     return {name: fill_page(f"reference/{name}", marks, numbers) for name, marks in tables.items()}
 
@@ -52,15 +64,27 @@ def _parameter(names: str, words: str) -> list[str]:
     meaning, _, default = words.replace("\\[", "[").partition("  [")
     names = re.sub(r"list\[(\w+)\]| range", r"\1", names)
     meaning = re.sub(r"([\[\]])", r"\\\1", meaning)
-    return _cells(f"`{names}`", meaning, default.replace("default: ", "").removesuffix("]"))
+    default = default.replace("default: ", "").replace("x>=", "at least ").removesuffix("]")
+    return _cells(f"`{names}`", meaning, default)
 
 
 def _rule(code: str) -> str:
-    """Return what the table of rules says of a finding."""
+    """Return the number that decides in a comparison, and its direction."""
     rule = findings.RULES[code]
-    worse = "neither direction" if rule.worse == "neither" else rule.worse
-    decides = f"In a [comparison](../how-to/compare.md), `{rule.decided_by}` decides: {worse} is worse."
-    return f"Subject: {rule.about}. {decides}"
+    worse = "No change of" if rule.worse == "neither" else f"A {rule.worse}"
+    matched = f"**In a comparison**: findings of the same {rule.about} are matched."
+    return f"{matched} {worse} `{rule.decided_by}` in the evidence is worse."
+
+
+def _columns(kind: str) -> str:
+    """Return a table of the columns that each CSV file of a kind has, by group."""
+    groups: dict[str, list[str]] = {}
+    for name in frames.table(kind, [])[0]:
+        found = [group for group, names in COLUMNS.items() if name in names.split()]
+        groups.setdefault(*found or ["other measures"], []).append(f"`{name}`")
+    return markdown_table(
+        ("group", "columns"), [(group, ", ".join(names)) for group, names in groups.items()]
+    )
 
 
 def _measures(shown: Sequence[Measure], prefix: str = "") -> str:
@@ -72,7 +96,7 @@ def _measures(shown: Sequence[Measure], prefix: str = "") -> str:
         rows.append(_cells(name, one.range.text, one.low, one.high))
         function = one.function or one.name
         link = f"\n- Function: [`rw.measures.{function}`](python.md#rankwise.measures.{function})"
-        title = f"{one.title}. {one.meaning}".strip()
+        title = f"**{one.title.replace(' share', '')}.** {one.meaning}"
         about = f"- Formula: {one.formula}\n- Cost: {one.cost}" + (link if function in FUNCTIONS else "")
         sections.append(f"### {heading}\n\n{title}\n\n{about}")
     table = markdown_table(("measure", "range", "low", "high"), rows)

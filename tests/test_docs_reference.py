@@ -95,8 +95,9 @@ def test_every_option_of_a_command_is_on_the_page(name: str) -> None:
 @pytest.mark.parametrize("code", RULES)
 def test_every_finding_has_a_section_that_says_what_to_do(code: str) -> None:
     page = section("findings", f"## {code}")
-    for part in ("Subject: ", "**Meaning.** ", "**How often right.** ", "**What to do.** "):
-        assert part in page
+    parts = ("**Meaning**: ", "**Reliability**: ", "**What to do**: ", "**In a comparison**: ")
+    assert sorted(parts, key=page.find) == [*parts]
+    assert page.lstrip().startswith(parts[0])
     assert (code == "COLLAPSE") != ("Not calibrated" in page)
 
 

@@ -35,12 +35,12 @@ from rankwise._internals.records import grouped
 
 DTYPE = torch.float64
 HEADINGS = (
-    "family", "attention", "mixers", "states", "operator", "max \\|M V − own output\\|",
-    "max \\|M − `output_attentions`\\|", "max \\|state − `hidden_states`\\|", "outputs bit-identical",
+    "family", "attention", "mixers", "states", "operator", "error of the layer's output", "error of M",
+    "error of states", "outputs bit-identical",
 )  # fmt: skip
 STATE_SPACE_HEADINGS = (
-    "family", "operators", "mixers", "states", "max \\|from M V on − layer's output\\|",
-    "max \\|from the whole path on − layer's output\\|", "outputs bit-identical",
+    "family", "operators", "mixers", "states", "error of the layer's output, from M V",
+    "error of the layer's output, from the whole path", "outputs bit-identical",
     "effective rank of M, of the whole path",
 )  # fmt: skip
 

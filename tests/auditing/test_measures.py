@@ -34,10 +34,10 @@ def test_every_row_is_a_field_with_a_complete_description(rows, record) -> None:
     names = [measure.name for measure in rows]
     assert names == [name for name in record.model_fields if name in names]
     for measure in rows:
-        for text in ("title", "formula", "low", "high", "cost"):
+        for text in ("title", "meaning", "formula", "low", "high", "cost"):
             assert getattr(measure, text).strip() == getattr(measure, text) != "", (measure.name, text)
         assert measure.range.text
-        assert not measure.meaning or measure.range.high == measure.range.high or measure.name in UNBOUNDED
+        assert not measure.drawn or measure.range.high == measure.range.high or measure.name in UNBOUNDED
         assert set(measure.nulls) <= set(NULLS) <= set(HeadRecord.model_fields)
     assert len({measure.title for measure in rows}) == len(rows)
 

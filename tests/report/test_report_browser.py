@@ -446,8 +446,8 @@ def test_the_curves_of_a_history_fit_their_boxes_and_follow_the_choice(
     )
     assert len(drawn) == 4
     assert all(svg <= box for box, svg in drawn)
-    page.select_option("#choose-heads", label="Sink mass")
-    page.wait_for_selector("#heads figure[data-title='Sink mass'] .main-svg")
+    page.select_option("#choose-heads", label="First-token mass")
+    page.wait_for_selector("#heads figure[data-title='First-token mass'] .main-svg")
     assert page.locator("#heads figure:visible").count() == 1
     assert page.locator("#heads .main-svg:visible").count() >= 1
     assert visit.complaints == []

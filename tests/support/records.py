@@ -128,7 +128,7 @@ def provenance(model: str = "sample/encoder-6x12", **changes: Any) -> Provenance
 
 def _drawn(rows: Sequence[Measure], share: float) -> dict[str, float]:
     """Return a number in the range of each measure that pages and tables show."""
-    shown = [row for row in rows if (row.meaning or row.console) and not row.known_only]
+    shown = [row for row in rows if (row.drawn or row.console) and not row.known_only]
     return {row.name: share + (0.0 if math.isnan(row.range.low) else row.range.low) for row in shown}
 
 

@@ -79,16 +79,18 @@ class Measure:
     low: str
     high: str
     """Meaning of a value at the upper end of the range; ``low``: at the lower end."""
-    function: str | None = None
-    """Name of the function in `MEASURES`; None: name of the field; "": the field is filled in another way."""
+    function: str = ""
+    """Name of the function in `MEASURES`; empty if the field is filled in another way."""
     digits: int
     cost: str
     short: str = ""
     """Shorter title for a narrow column; empty if `title` is short enough."""
     symbol: str = ""
     """Symbol of the measure in texts, such as ``μ/‖Y‖``; empty if texts use the name."""
-    meaning: str = ""
-    """Explanation next to the measure's map or curve; empty if it has no map and no curve."""
+    meaning: str
+    """Definition in words, next to the measure's map or curve and in the reference."""
+    drawn: bool = True
+    """False if the measure has no map and no curve."""
     console: str = ""
     """Title of the measure's column on the console; empty if it has no column there."""
     summed: bool = False
@@ -187,116 +189,117 @@ class HeadMeasures(Record):
 
     numerical_rank: Annotated[Number, HeadMeasure(
         title="Numerical rank share", short="Rank share", range=RANK, share=True,
-        formula="#{i : σ_i ≥ δ}, δ absolute; NaN if an estimate only bounds it",
-        low="no direction", high="full rank", digits=2, cost="less than half an SVD", function="",
-        nulls=tuple(NULLS), of_mixing=True, if_signed="relative_rank",
-        meaning="Singular values at or above δ, as a share of min(T, S): the number of directions in which "
-        "the head mixes. It describes how a head mixes, not its importance. δ is absolute: if rows sum to 1 "
-        "and T = S, σ₁ ≥ 1. Matrices with signs (state-space mixers) have a scale of their own, which a "
-        "relative δ divides out: for them the relative rank is shown, σ ≥ δ σ₁.",
+        formula="#{i : σ_i ≥ δ}, δ absolute; NaN if an estimate only bounds it", low="no direction",
+        high="full rank", digits=2, cost="less than half an SVD", nulls=tuple(NULLS), of_mixing=True,
+        if_signed="relative_rank",
+        meaning="Number of singular values at or above δ; pages show it as a share of min(T, S). It says in "
+        "how many directions a head mixes, not how important it is. δ is absolute: if rows sum to 1 and T = "
+        "S, σ₁ ≥ 1. Pages show the relative rank of matrices with signs, whose scale is arbitrary.",
     )]
     relative_rank: Annotated[Number, HeadMeasure(
         title="Relative rank share", short="Relative share", range=RANK, share=True,
         formula="#{i : σ_i ≥ δ σ_1}: the numerical rank of M/σ_1; NaN if an estimate only bounds it",
-        low="no direction", high="full rank", digits=2, cost="included in the numerical rank", function="",
+        low="no direction", high="full rank", digits=2, cost="included in the numerical rank", drawn=False,
+        meaning="Number of singular values at or above δ times the largest; it does not depend on the scale.",
     )] = math.nan
     init_numerical_rank: Annotated[Number, HeadMeasure(
         title="Rank share at initialization", short="Initial rank share", symbol="rank at initialization",
-        formula="#{i : σ_i ≥ δ} (for mixers with signs σ_i ≥ δ σ_1) of the same head, mean over copies of "
-        "the model at initialization; NaN without a baseline",
+        formula="as numerical_rank, mean over copies of the model at initialization; NaN without baseline",
         range=RANK, share=True, low="no direction", high="full rank", digits=2, cost="one audit per seed",
-        known_only=True, console="init\nshare", function="", late=True,
+        known_only=True, console="init\nshare", late=True, drawn=False,
+        meaning="Numerical rank of the same head before training; relative rank if the matrix has signs.",
     )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank", formula="exp(−Σ p_i log p_i), p = σ/Σσ", range=DIRECTIONS,
         low="few directions", high="many directions", digits=1,
-        cost="one SVD, in `rank_summary` less than half", console="effective\nrank", function="",
-        meaning="The exponential of the entropy of the singular values: the number of directions "
-        "over which the spectrum is spread.",
+        cost="one SVD, in `rank_summary` less than half", console="effective\nrank",
+        meaning="Number of directions over which the spectrum is spread: exp of the entropy of σ/Σσ.",
     )]
     init_effective_rank: Annotated[Number, HeadMeasure(
         title="Effective rank at initialization", short="Initial effective rank",
         symbol="effective rank at initialization",
-        formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the same head, mean over copies of the model at "
-        "initialization; NaN without a baseline",
+        formula="as effective_rank, mean over copies of the model at initialization; NaN without baseline",
         range=DIRECTIONS, low="few directions", high="many directions", digits=1, cost="one audit per seed",
-        known_only=True, console="init\neffective", function="", late=True,
+        known_only=True, console="init\neffective", late=True, drawn=False,
+        meaning="Effective rank of the same head before training.",
     )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
         title="Stable rank", formula="‖M‖_F²/σ_1²", range=DIRECTIONS, low="σ₁ dominates",
-        high="many as strong", digits=1, cost="less than half an SVD", console="stable\nrank", function="",
-        meaning="‖M‖_F² over σ₁². Near 1 the largest singular value dominates the Frobenius norm. Rows can "
-        "differ then, too: the rows of u vᵀ have different sizes. The row distance compares rows.",
+        high="many of equal size", digits=1, cost="less than half an SVD", console="stable\nrank",
+        meaning="Sum of the squared singular values, divided by the largest square. Near 1 a single singular "
+        "value dominates. Rows can still differ in size; the row distance compares rows.",
     )]
     row_entropy: Annotated[Number, HeadMeasure(
-        title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range=NATS,
-        low="picks one token", high="averages all", digits=2, cost="O(T S)", of_mixing=True,
+        title="Row entropy", formula="mean over rows of −Σ_j p_j log p_j", range=NATS, low="picks one token",
+        high="averages all", digits=2, cost="O(T S)", of_mixing=True, function="row_entropy",
         meaning="How widely a row spreads its weight, in nats: 0 if every row picks a single token, log S if "
         "every row averages over all tokens.",
     )]
     first_token_mass: Annotated[Number, HeadMeasure(
-        title="Sink mass", formula="mean share of a row on the first token", range=UNIT, low="nothing",
-        high="all of it", digits=2, cost="O(T S)", console="sink\nmass", of_mixing=True,
-        meaning="The mean share of a row that is spent on the first token.",
+        title="First-token mass", formula="mean over rows of |m_i1|/Σ_j|m_ij|", range=UNIT, low="none of it",
+        high="all of it", digits=2, cost="O(T S)", console="first\ntoken", of_mixing=True,
+        function="first_token_mass",
+        meaning="Share of the weight of a row that is on the first token, as a mean over rows.",
     )]
     max_token_mass: Annotated[Number, HeadMeasure(
-        title="Peak mass", formula="largest mean share of a row on any one token",
-        range=UNIT._replace(text="[1/S, 1]"),
-        low="spread out", high="all on one token", digits=2, cost="O(T S)", of_mixing=True,
-        meaning="The largest mean share of a row that one token has: near 1 the head passes on little else.",
+        title="Largest token mass", formula="max_j of the mean over rows of |m_ij|/Σ_k|m_ik|",
+        range=UNIT._replace(text="[1/S, 1]"), low="spread out", high="all on one token", digits=2,
+        cost="O(T S)", of_mixing=True, function="max_token_mass",
+        meaning="Mean share of the token with the most weight. Near 1 the head passes on little else.",
     )] = math.nan
     row_distance: Annotated[Number, HeadMeasure(
-        title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range=UNIT, low="constant", high="rows differ",
-        digits=2, cost="O(T S)", of_mixing=True,
-        meaning="The distance to the nearest matrix with equal rows: 0 if all tokens have the same mixture.",
+        title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range=UNIT, low="equal rows", high="rows differ",
+        digits=2, cost="O(T S)", of_mixing=True, function="row_distance",
+        meaning="Distance to the nearest matrix with equal rows: 0 if all tokens receive the same mixture.",
     )]
     identity_distance: Annotated[Number, HeadMeasure(
         title="Identity distance", formula="‖M − I‖_F/√(‖M‖_F² + T); NaN if T ≠ S",
         range=UNIT._replace(text="[0, 1] for M ≥ 0"), low="no mixing", high="far from it", digits=2,
-        cost="O(T S)",
-        meaning="The distance to the identity: 0 if every token receives only itself and nothing is mixed.",
+        cost="O(T S)", function="identity_distance",
+        meaning="Distance to the identity: 0 if every token receives only itself, so that nothing is mixed.",
     )]
     nearest_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",
         formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
-        cost="O(H² T S)", function="", late=True,  # needs mean distances over all sequences
-        meaning="The distance to the most similar head of the same layer: 0 if both have the same matrix.",
+        cost="O(H² T S)", late=True,  # needs mean distances over all sequences
+        meaning="Distance to the most similar head of the same layer: 0 if both have the same matrix.",
     )] = math.nan
     required_head_dim: Annotated[Number, HeadMeasure(
-        title="Width needed",
+        title="Required query/key width", short="Required width",
         formula="least r with ½ Σ_{i>r} σ_i² ≤ 0.01, σ_i the singular values of P^½ S^½, P and S the second "
         "moments of scaled queries and centered keys over all sequences; NaN if these are unknown",
-        range=WIDTH, low="rows weigh all evenly", high="all channels", digits=1, cost="O((T + S) K²)",
-        kinds=("softmax",), known_only=True, console="width\nneeded", function="", late=True,
-        meaning="The least query/key width with which the best logits keep the attention within 0.01 nats of "
-        "KL, to second order and with rows weighed evenly. It holds for these sequences: other text can "
-        "require more.",
+        range=WIDTH, low="equal weights", high="all channels", digits=1, cost="O((T + S) K²)",
+        kinds=("softmax",), known_only=True, console="required\nwidth", late=True,
+        meaning="Smallest query/key width that changes the attention by at most 0.01 nats (KL to second "
+        "order, equal weight for all rows). It holds for these sequences: others can need more.",
     )] = math.nan
     sigma_max: Annotated[Number, HeadMeasure(
         title="Largest singular value", short="σ max", symbol="σ_max", formula="σ_1", range=POSITIVE,
-        low="smallest here", high="largest here", digits=2, cost="less than half an SVD", function="",
-        meaning="How much the head can stretch its input: 1 for a matrix that averages evenly.",
+        low="smallest in the audit", high="largest in the audit", digits=2, cost="less than half an SVD",
+        meaning="Largest factor by which the head can stretch its input: 1 if all rows average evenly.",
     )]
     membership: Annotated[Number, HeadMeasure(
         title="Mean membership", formula="mean over tokens of Π in the head, for TSSA; else NaN", range=UNIT,
-        low="no token's", high="all tokens'; 1/H in every head is not a grouping on average", digits=2,
-        cost="O(T)", console="mean\nΠ", kinds=("diagonal",), function="",
+        low="no token belongs", high="all tokens belong", digits=2, cost="O(T)", console="mean\nΠ",
+        kinds=("diagonal",), drawn=False,
+        meaning="Mean membership of tokens in the head; 1/H in every head: on average, no grouping.",
     )] = math.nan
     coding_rate: Annotated[Number, HeadMeasure(
-        title="Share in R_c^var", symbol="R_c^var",
-        formula="½ (n_h/n) Σ_k log(1 + m_hk), for TSSA; else NaN",
+        title="Coding rate", symbol="R_c^var", formula="½ (n_h/n) Σ_k log(1 + m_hk), for TSSA; else NaN",
         range=POSITIVE._replace(text="[0, ∞) nats"), low="each group is near few axes of its head",
         high="the groups fill their heads", digits=2, cost="O(T K)", console="R_c^var", summed=True,
-        kinds=("diagonal",), function="",
+        kinds=("diagonal",), drawn=False,
+        meaning="The head's term of R_c^var, the variational coding rate of tokens that are grouped by "
+        "membership. A layer shows the sum over its heads.",
     )] = math.nan
     removal_cost: Annotated[Number, HeadMeasure(
         title="Cost of removal",
         formula="L without the head − L; by a run, or else to second order curvature − ∂L/∂ξ of a gate ξ = 1 "
-        "on M V; NaN without importance",
-        range=Range("(−∞, ∞) in the unit of the loss"), low="costs least here", high="costs most here",
-        digits=4, cost="a forward and a few backward passes for all heads; exact a forward pass per head",
-        console="cost of\nremoval", known_only=True, function="", late=True,
+        "on M V; NaN without importance", range=Range("(−∞, ∞) in the unit of the loss"),
+        low="costs least of all heads", high="costs most of all heads", digits=4,
+        cost="a forward and a few backward passes for all heads; exact a forward pass per head",
+        console="cost of\nremoval", known_only=True, late=True,
         meaning="How much the loss rises without the head, in the unit of the loss. Below 0 the model is "
         "better without it. An estimate sorts heads and can fall far short of large costs.",
     )] = math.nan
@@ -307,23 +310,25 @@ class LayerMeasures(Record):
 
     norm: Annotated[Number, LayerMeasure(
         title="Norm", symbol="‖Y‖", formula="‖Y‖_F", range=POSITIVE, low="all zero", high="large", digits=1,
-        cost="O(T D)", function="token_norm",
+        cost="O(T D)", function="token_norm", drawn=False,
+        meaning="Size of all token states of a sequence together.",
     )]
     token_spread: Annotated[Number, LayerMeasure(
-        title="Collapse μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range=POSITIVE._replace(text="[0, ‖Y‖_F]"),
-        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)",
-        options={"normalized": False},
+        title="Token spread μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range=POSITIVE._replace(text="[0, ‖Y‖_F]"),
+        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", drawn=False,
+        options={"normalized": False}, function="token_spread",
+        meaning="Distance of the tokens from their mean ȳ: 0 if all tokens are the same.",
     )]
     relative_spread: Annotated[Number, LayerMeasure(
-        title="Distance from collapse, μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
+        title="Relative token spread μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", console="μ/‖Y‖",
         function="token_spread",
-        meaning="How far the tokens are from being all the same: 0 if they are the same.",
+        meaning="Token spread divided by the norm: 0 if all tokens are the same, which is collapse.",
     )]
     mean_cosine: Annotated[Number, LayerMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
         range=Range("[−1/(T−1), 1]", -1.0, 1.0), low="tokens point apart", high="all tokens parallel",
-        digits=3, cost="O(T D)", console="mean\ncosine",
+        digits=3, cost="O(T D)", console="mean\ncosine", function="mean_cosine",
         meaning="How parallel the tokens are: 1 if all point in the same direction.",
     )]
     effective_rank: Annotated[Number, LayerMeasure(
@@ -333,9 +338,10 @@ class LayerMeasures(Record):
         meaning="How many directions the tokens span: 1 if they are on one line.",
     )]
     relative_update: Annotated[Number, LayerMeasure(
-        title="Turn", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0", range=UNIT,
-        low="the block only scales its input", high="nothing is left of it", digits=3, cost="O(T D)",
-        function="",  # computed from two consecutive states
+        title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
+        range=UNIT, low="the block only scales its input", high="nothing of the input is left", digits=3,
+        cost="O(T D)", drawn=False,  # computed from two consecutive states
+        meaning="How much a block changes its input, apart from scaling: 0 if the block only scales it.",
     )] = math.nan
 # fmt: on
 
@@ -344,9 +350,9 @@ M = TypeVar("M", bound=Measure)
 
 
 def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
-    """Return the rows of a table, with the names of fields and functions filled in."""
+    """Return the rows of a table, with the names of fields filled in."""
     return tuple(
-        replace(row, name=name, function=name if row.function is None else row.function)
+        replace(row, name=name)
         for name, known in of.model_fields.items()
         for row in known.metadata
         if isinstance(row, kind)
@@ -355,7 +361,7 @@ def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
 
 HEAD_MEASURES = _rows(HeadMeasures, HeadMeasure)
 LAYER_MEASURES = _rows(LayerMeasures, LayerMeasure)
-PICTURED = tuple(measure for measure in HEAD_MEASURES if measure.meaning)
+PICTURED = tuple(measure for measure in HEAD_MEASURES if measure.drawn)
 """Measures of heads that have a map; the first is shown first."""
-DRAWN = tuple(measure for measure in LAYER_MEASURES if measure.meaning)
+DRAWN = tuple(measure for measure in LAYER_MEASURES if measure.drawn)
 """Measures of token states that have a curve through depth."""

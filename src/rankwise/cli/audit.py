@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 HELP = """Measure the rank of every head and the collapse of token states through depth.
 
-If token states collapse or the model has λ-skips, the first batch runs again for a recommended λ.
-
 Without a model, the command audits the bundled demo. It writes audit.json, index.html (one file that works
-offline) and the tables heads.csv and layers.csv. Several models, such as the checkpoints of a run, are
-audited on the same data, one after the other or as tasks of a Ray cluster. Each has a folder of its own, and
-index.html shows curves over the models. Under torchrun, several processes share the sequences of one model,
-and cuda is one GPU per process.
+offline) and the tables heads.csv and layers.csv. If token states collapse or the model has λ-skips, part of
+the first batch runs again to find a λ.
+
+Several models, such as the checkpoints of a run, are audited on the same data: one after the other, or as
+tasks of a Ray cluster. Each gets a folder, and index.html shows curves over the models. Under torchrun,
+several processes share the sequences of one model, each with a GPU of its own if the device is cuda.
 
 [bold]Examples[/bold]
 
@@ -62,44 +62,39 @@ def command(
         str, typer.Option(help="Method for ranks: exact, estimate, or auto (exact up to 8,192 tokens).")
     ] = "auto",
     matrices: Annotated[
-        str | None,
-        typer.Option(help="Show attention maps of heads: flagged (with a finding), all, or layer:head,…"),
+        str | None, typer.Option(help="Attention maps to show: flagged (with findings), all, or layer:head,…")
     ] = None,
     importance: Annotated[
         str | None,
         typer.Option(
             metavar="[auto|estimate|exact|loss|none]",
-            help="Measure the loss without each head: estimate uses gradients (it sorts heads; large losses "
-            "can come out far too small), exact removes heads one by one, auto is exact for the demo only, "
-            "loss measures the whole model only.",
+            help="Measure the loss without each head. exact: remove heads one by one. estimate: use "
+            "gradients, which sort heads; large losses can come out far too small. auto: exact for the demo, "
+            "else estimate. loss: measure the whole model only.",
         ),
     ] = None,
     importance_tolerance: Annotated[
-        float, typer.Option(help="Largest share of the loss that heads removed together may cost.")
+        float, typer.Option(help="Largest relative rise of the loss for removing a set of heads.")
     ] = 0.01,
     importance_ablation: Annotated[
         str, typer.Option(help="Replace a removed head by zero, or by its mean over tokens.")
     ] = "zero",
     importance_loss: Annotated[
         str,
-        typer.Option(
-            help="Loss: auto, causal, masked, encoder-decoder, labels, own, output (change of outputs)."
-        ),
+        typer.Option(help="Loss: auto, causal, masked, encoder-decoder, labels, own or output (its change)."),
     ] = "auto",
     loss: Annotated[
         bool, typer.Option("--loss", help="Measure the loss of the model only: one forward pass.")
     ] = False,
     baseline: Annotated[
-        bool,
-        typer.Option("--baseline", help="Also audit the model at initialization; always for the demo."),
+        bool, typer.Option("--baseline", help="Also audit the model at initialization; the demo always does.")
     ] = False,
     baseline_seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of initializations, 3 by default; implies --baseline.")
     ] = None,
     device: options.Device = None,
     device_map: Annotated[
-        str | None,
-        typer.Option(help="Spread the model over devices: auto, balanced, sequential, a device, or JSON."),
+        str | None, typer.Option(help="Spread over devices: auto, balanced, sequential, a device, or JSON.")
     ] = None,
     offload_folder: Annotated[
         Path | None, typer.Option(help="Folder for weights that the device map puts on the disk.")

@@ -31,8 +31,8 @@ SENTENCE_MODULES = (
 HELP = """Make a trained model smaller, and measure the costs and the savings.
 
 The folder gets the compressed model, compression.json and index.html; the original stays unchanged. Every
-other sequence of the data is for calibration; costs are measured on the others. Ctrl-C during calibration
-keeps the finished layers.
+second sequence is used for calibration; costs are measured on the others. Ctrl-C during calibration keeps the
+finished layers.
 
 [bold]Examples[/bold]
 
@@ -55,13 +55,12 @@ def command(
     tolerance: Annotated[
         list[str] | None,
         typer.Option(
-            help="Or largest cost, also per part: for qk and rotary, attention KL in nats; for kv, KL of the "
-            "outputs in nats; for heads, a share of the loss."
+            help="Largest cost, instead of --keep, for all parts or one part (qk=0.01): KL of the attention "
+            "in nats for qk and rotary, KL of the outputs in nats for kv, share of the loss for heads."
         ),
     ] = None,
     parts: Annotated[
-        str | None,
-        typer.Option(help=f"Parts to compress: {', '.join(PARTS)}, separated by commas; by default qk."),
+        str | None, typer.Option(help=f"Parts, separated by commas: {', '.join(PARTS)}; by default qk.")
     ] = None,
     calibrate: Annotated[int, typer.Option(min=0, help="Steps of Adam per layer, for qk and rotary.")] = 0,
     tokens: options.Tokens = 256,

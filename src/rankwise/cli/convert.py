@@ -22,7 +22,7 @@ def command(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Released checkpoint file.")],
     out: Annotated[Path, typer.Option(help="Write the model to this folder; it is created if necessary.")],
     tokens_norm: Annotated[
-        bool, typer.Option(help="Convert a vision model trained with tokens_norm, as all released sizes are.")
+        bool, typer.Option(help="Vision only: the model was trained with tokens_norm, as all released sizes.")
     ] = True,
 ) -> None:
     """Convert a checkpoint; `HELP` describes the command."""

@@ -26,8 +26,7 @@ Device = Annotated[
     str | None, typer.Option(help="Run the model on this device: cpu (default), cuda, cuda:1, mps, …")
 ]
 Dtype = Annotated[
-    str,
-    typer.Option(help="Load weights as float32, float16, bfloat16 or float64; auto keeps the saved type."),
+    str, typer.Option(help="Type of weights: float32, float16, bfloat16 or float64; auto: as saved.")
 ]
 Revision = Annotated[str | None, typer.Option(help="Load this branch, tag or commit of a model on the Hub.")]
 TrustRemoteCode = Annotated[

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
 
-This is a statement about random weights. With a model, its token states are used, and the width that its
-trained heads require is measured too. Writes plan.json and index.html. Ctrl-C keeps the trials done.
+The result describes random weights. With --model, the token states of the model are used, and the width that
+its trained heads require is measured too. Writes plan.json and index.html. Ctrl-C keeps the trials done.
 
 [bold]Examples[/bold]
 
@@ -49,8 +49,7 @@ def command(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Smallest gain in rank/T per unit of width.")] = 0.01,
     model: Annotated[
-        str | None,
-        typer.Option(help="Use the token states and heads of this model: name, folder or factory."),
+        str | None, typer.Option(help="Use token states and heads of this model: name, folder or factory.")
     ] = None,
     text: Text = None,
     images: Images = None,

@@ -24,8 +24,8 @@ With --learn-on, only λ is fitted and all other weights are frozen. The folder 
 its own weights (in the type of --dtype), and skips.json and skips.safetensors, which `rankwise audit` reads.
 Ctrl-C ends the fit and writes the λ of its last finished step.
 
-With --try-steps, the model is trained as it is and with each λ, and each --alternative, from one seed.
-Batches need labels, or the file of a factory a function loss(model, batch).
+--try-steps trains the unchanged model, the model with each λ, and each --alternative, all with the same seed.
+The batches need labels, or the factory's file must define loss(model, batch).
 
 [bold]Examples[/bold]
 
@@ -58,13 +58,14 @@ def command(
     text: Annotated[Path | None, typer.Option(help="Measure on this text, if λ is not fitted.")] = None,
     dataset: options.Dataset = None,
     sites: Annotated[
-        list[str] | None,
-        typer.Option(help="Add, set or fit the λ of these modules; with wildcards, can be repeated."),
+        list[str] | None, typer.Option(help="Only the λ of these modules; with wildcards, can be repeated.")
     ] = None,
     per: Annotated[
         str | None, typer.Option(help="Use one λ per layer or per channel: layer (default) or channel.")
     ] = None,
-    certify: Annotated[bool, typer.Option("--certify", help="Show what λ guarantees.")] = False,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Show which share of μ² each λ is proved to keep.")
+    ] = False,
     share: Annotated[float, typer.Option("--a", help="Fraction of μ² that each layer should keep.")] = 0.5,
     tokens: options.Tokens = 128,
     sequences: options.Sequences = 40,

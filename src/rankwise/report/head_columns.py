@@ -139,7 +139,7 @@ def measure_column(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> Column:
         # NaN for a share: a rank's standard deviation also contains the variation of the lengths
         spread=[math.nan if measure.share else head.std.get(measure.name, math.nan) for head in heads],
         labels={at: measure.formatted(head) for at, head in enumerate(heads) if measure.name in head.stderr},
-        meaning=measure.meaning,
+        meaning=measure.meaning if measure.drawn else "",
         low=measure.low,
         high=measure.high,
         limits=color_limits(measure, [head for head in heads if measure.applies_to(head)]),
