@@ -71,9 +71,9 @@ def _parameter(names: str, words: str) -> list[str]:
 def _rule(code: str) -> str:
     """Return the number that decides in a comparison, and its direction."""
     rule = findings.RULES[code]
-    worse = "No change of" if rule.worse == "neither" else f"A {rule.worse}"
+    worse = "Neither a higher nor a lower" if rule.worse == "neither" else f"A {rule.worse}"
     matched = f"**In a comparison**: findings of the same {rule.about} are matched."
-    return f"{matched} {worse} `{rule.decided_by}` in the evidence is worse."
+    return f"{matched} {worse} number `{rule.decided_by}` in the evidence is worse."
 
 
 def _columns(kind: str) -> str:

@@ -220,7 +220,7 @@ class CheckedStateSpace:
             f"{len(self.trace.mixers)} of {len(family.kinds)}",
             f"{len(self.trace.states)} of {family.states}",
             f"{self.mixer_error:.0e}",
-            "no path beside it" if self.path_error is None else f"{self.path_error:.0e}",
+            "–" if self.path_error is None else f"{self.path_error:.0e}",
             "yes" if self.identical else "no",
             self.ranks,
         ]
