@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 HELP = """Show the changes from one audit to another, or over any number of audits.
 
-Two audits: findings that are new, worse, better, unchanged and resolved, layers next to their spread, and the
-largest changes. More audits, or a folder with the audits of checkpoints: a history with one row per audit,
-and with --out a page of curves.
+For two audits, the command shows which findings are new, worse, better, unchanged or resolved. Then it shows
+the changes of layers and the largest changes of heads. For more audits, or a folder with the audits of
+checkpoints, it shows a history with one row per audit. With --out it also writes a page with curves.
 
 [bold]Examples[/bold]
 
@@ -26,11 +26,11 @@ and with --out a page of curves.
 def command(
     audits: Annotated[
         list[Path],
-        typer.Argument(metavar="AUDIT", help="Files audit.json, folders of one, or folders of several."),
+        typer.Argument(metavar="AUDIT", help="Files audit.json, or folders with one audit or several."),
     ],
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="Write .html, or .json for two audits and .csv for more; can be repeated."),
+        typer.Option(help="Write .html, or numbers (.json for two audits, else .csv); can be repeated."),
     ] = None,
 ) -> None:
     """Compare audits; `HELP` describes the command."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELP = """Plan the query/key width of heads before training: where the rank of random heads saturates.
 
 The result describes random weights. With --model, the token states of the model are used, and the width that
-its trained heads require is measured too. Writes plan.json and index.html. Ctrl-C keeps the trials done.
+its trained heads require is measured too. Output: plan.json and index.html. Ctrl-C keeps finished trials.
 
 [bold]Examples[/bold]
 
