@@ -224,7 +224,7 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         words = (
             f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.relative_spread:.2g} "
             f"after {start.layer} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
-            f"{COLLAPSED_RUNS} trainings with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
+            f"{COLLAPSED_RUNS} training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
         yield _finding("COLLAPSE", start, evidence, words, "error")
 

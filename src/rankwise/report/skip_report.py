@@ -55,7 +55,7 @@ def skip_document(
 
 
 def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -> Document:
-    """Return the report on the losses of trainings by name; the last tenth of the steps counts."""
+    """Return the report on the losses of training runs by name; the last tenth of the steps counts."""
     last = max(steps // 10, 1)
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
