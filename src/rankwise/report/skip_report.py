@@ -21,7 +21,7 @@ ABOUT = "Bounds are about single layers, trials about a stack, so that they diff
 PLAIN, CLEAR = "as it is", 0.02
 """Unchanged model of a trial, and the share of its loss by which a run must be better."""
 UNCLEAR = (
-    f"It is less than {CLEAR:.0%} below the model as it is: train more steps, or with another learning rate, "
+    f"No run is {CLEAR:.0%} or more below the model as it is: train more steps or use another learning rate "
     "before you choose."
 )
 
