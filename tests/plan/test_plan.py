@@ -186,14 +186,14 @@ def test_fused_attention_on_a_cpu_requires_values_of_the_same_width() -> None:
     ("options", "said"),
     [
         ({"heads": 4, "width": 128}, "At 4 heads, rank at random weights saturates at K* = {star} (95 %"),
-        ({"heads": 4, "width": 128}, "queries and keys of width {star} in place of 32, with the same values"),
+        ({"heads": 4, "width": 128}, "Queries and keys of width {star} in place of 32, with the same values"),
         ({"heads": 4, "width": 128}, "save {parameters:,} parameters in each layer and"),
-        ({"heads": 4, "width": 128}, "rank/T is {rank:.2f} at K*, {now:.2f} at 32."),
-        ({"heads": 4, "width": 128, "kv_heads": 2}, "where keys are cached, {cache:,} bytes per token;"),
-        ({"heads": 64, "width": 128}, "queries and keys are 2 wide, so there is nothing to save."),
+        ({"heads": 4, "width": 128}, "Rank/T is {rank:.2f} at K*, {now:.2f} at 32."),
+        ({"heads": 4, "width": 128, "kv_heads": 2}, "if keys are cached, {cache:,} bytes per token."),
+        ({"heads": 64, "width": 128}, "Queries and keys are 2 wide, so there is nothing to save."),
         (
             {"heads": 1, "width": 300},
-            "rank/T is {rank:.2f} at K*, – at 300.",
+            "Rank/T is {rank:.2f} at K*, – at 300.",
         ),  # it is outside of the widths tried
         ({}, "Rank at random weights saturates at K* = {star} (95 %"),
         ({}, "With heads and a model width, a plan counts what a width of K* saves."),

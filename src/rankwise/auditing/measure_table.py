@@ -260,7 +260,7 @@ class HeadMeasures(Record):
     )]
     nearest_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",
-        formula="least ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²) to a head of the same site",
+        formula="minimum over the other heads M' of the site of ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²)",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
         cost="O(H² T S)", late=True,  # needs mean distances over all sequences
         meaning="Distance to the most similar head of the same layer: 0 if both have the same matrix.",
@@ -283,7 +283,7 @@ class HeadMeasures(Record):
         title="Mean membership", formula="mean over tokens of Π in the head, for TSSA; else NaN", range=UNIT,
         low="no token belongs", high="all tokens belong", digits=2, cost="O(T)", console="mean\nΠ",
         kinds=("diagonal",), drawn=False,
-        meaning="Mean membership of tokens in the head; 1/H in every head: on average, no grouping.",
+        meaning="Mean membership of tokens in the head. If it is 1/H in all heads, it shows no grouping.",
     )] = math.nan
     coding_rate: Annotated[Number, HeadMeasure(
         title="Coding rate", symbol="R_c^var", formula="½ (n_h/n) Σ_k log(1 + m_hk), for TSSA; else NaN",
@@ -295,10 +295,11 @@ class HeadMeasures(Record):
     )] = math.nan
     removal_cost: Annotated[Number, HeadMeasure(
         title="Cost of removal",
-        formula="L without the head − L; by a run, or else to second order curvature − ∂L/∂ξ of a gate ξ = 1 "
-        "on M V; NaN without importance", range=Range("(−∞, ∞) in the unit of the loss"),
+        formula="L without the head − L. Exact: by a run without it. Estimate: curvature − ∂L/∂ξ, of second "
+        "order, for a gate ξ = 1 on M V. NaN without importance",
+        range=Range("(−∞, ∞) in the unit of the loss"),
         low="costs least of all heads", high="costs most of all heads", digits=4,
-        cost="a forward and a few backward passes for all heads; exact a forward pass per head",
+        cost="estimate: one forward and a few backward passes for all heads; exact: one forward pass per head",
         console="cost of\nremoval", known_only=True, late=True,
         meaning="How much the loss rises without the head, in the unit of the loss. Below 0 the model is "
         "better without it. An estimate sorts heads and can fall far short of large costs.",
@@ -323,7 +324,7 @@ class LayerMeasures(Record):
         title="Relative token spread μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", console="μ/‖Y‖",
         function="token_spread",
-        meaning="Token spread divided by the norm: 0 if all tokens are the same, which is collapse.",
+        meaning="Token spread divided by the norm: 0 if all tokens are the same.",
     )]
     mean_cosine: Annotated[Number, LayerMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",

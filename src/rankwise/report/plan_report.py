@@ -49,20 +49,20 @@ def _headline(plan: HeadDimPlan) -> str:
     low, high = plan.interval
     rank = f"At {count(plan.heads or 0, 'head')}, rank" if plan.costs else "Rank"
     star = (
-        f"{rank} at random weights saturates at K* = {plan.head_dim} (95 % interval {low} to {high}; beyond "
-        f"it, a unit of width adds less than {plan.tolerance:g} to rank/T)"
+        f"{rank} at random weights saturates at K* = {plan.head_dim} (95 % interval {low} to {high}): each "
+        f"further channel adds less than {plan.tolerance:g} to rank/T"
     )
     share = f"rank/T is {_share_at_star(plan):.2f} at K*"
     if not plan.costs:
-        return f"{star}; {share}. With heads and a model width, a plan counts what a width of K* saves."
+        return f"{star}. R{share[1:]}. With heads and a model width, a plan counts what a width of K* saves."
     present = plan.costs[0]
     if present.head_dim <= plan.head_dim:
-        return f"{star}: queries and keys are {present.head_dim} wide, so there is nothing to save."
+        return f"{star}. Queries and keys are {present.head_dim} wide, so there is nothing to save."
     narrow, now = plan.costs[1], format_number(present.rank_share, 2)
     return (
-        f"{star}: queries and keys of width {plan.head_dim} in place of {present.head_dim}, with the same "
-        f"values, save {present.parameters - narrow.parameters:,} parameters in each layer and, where keys "
-        f"are cached, {present.cache_bytes - narrow.cache_bytes:,} bytes per token; {share}, {now} at "
+        f"{star}. Queries and keys of width {plan.head_dim} in place of {present.head_dim}, with the same "
+        f"values, save {present.parameters - narrow.parameters:,} parameters in each layer and, if keys are "
+        f"cached, {present.cache_bytes - narrow.cache_bytes:,} bytes per token. R{share[1:]}, {now} at "
         f"{present.head_dim}."
     )
 
@@ -74,7 +74,7 @@ def _evidence(plan: HeadDimPlan) -> str:
         wider = sum(width > plan.head_dim for width in required)
         average = f"{mean(required):.1f} channels on average in this model"
         trained = f"{average}; {wider} of {len(required)} require more than K*."
-    return f"No recommendation follows. Trained heads require {trained} {_KEPT}"
+    return f"Do not choose K* without training. Trained heads require {trained} {_KEPT}"
 
 
 def _setting_words(plan: HeadDimPlan) -> str:

@@ -121,8 +121,8 @@ def _kept(stack: StackCertificate) -> str:
 
 def _uses(stack: StackCertificate, root: str) -> list[tuple[str, str]]:
     uses = (
-        (stack.min_lambda_proved, f"proved for this batch: each layer keeps {root} of μ of what it "
-         "read (certify again after a change)"),
+        (stack.min_lambda_proved, f"proved for this batch: after each layer, μ is at least {root} times μ "
+         "before it (certify again if λ changes)"),
         (stack.min_lambda_any_mixing, "proved for the tokens of this batch and any attention weights"),
         (stack.min_lambda_paper, "required by both hypotheses of the paper's theorem, for comparison"),
     )  # fmt: skip
