@@ -55,7 +55,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         Compression.load(file)
     for content, said in (
         ("{", "expected JSON"),
-        ("{}", "model: Field required.*run `rankwise compress` again"),
+        ("{}", "got other JSON"),
+        ('{"version": "0.1"}', "model: Field required.*run `rankwise compress` again"),
         ("[]", "got other JSON"),
     ):
         file.write_text(content)

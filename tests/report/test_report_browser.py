@@ -164,7 +164,7 @@ def test_every_page_fits_phones_and_screens_without_console_messages(
 
 def test_the_list_of_actions_has_a_title(encoder: Page) -> None:
     assert encoder.get_by_role("heading", name="What to do").count() == 1
-    assert encoder.get_by_role("list", name="What to do").locator("li").count() == 3
+    assert encoder.get_by_role("list", name="What to do").locator("li").count() == 2
 
 
 def test_there_is_a_picture_in_every_plot(encoder: Page) -> None:
@@ -200,7 +200,7 @@ def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:
     assert encoder.input_value("#measure") == "max_token_mass"
     assert card.locator("#head-name").inner_text() == "layer 2, head 7"
     assert card.locator("#head-findings").inner_text().startswith("SINK")
-    assert card.locator(".chosen").inner_text().split()[:3] == ["Peak", "mass", "0.93"]
+    assert card.locator(".chosen").inner_text().split()[:4] == ["Largest", "token", "mass", "0.93"]
     assert 0 <= card.bounding_box()["y"] <= 844 - 200
     encoder.go_back()
     settle(encoder)
@@ -309,7 +309,7 @@ def test_choosing_a_measure_changes_colours_words_and_scale(encoder: Page) -> No
     before = encoder.locator(".heat .hm image").get_attribute("href")
     encoder.select_option("#measure", "first_token_mass")
     assert encoder.locator(".heat .hm image").get_attribute("href") != before
-    assert encoder.locator("[data-meaning]:visible").inner_text().startswith("The mean share of a row")
+    assert encoder.locator("[data-meaning]:visible").inner_text().startswith("Share of the weight of a row")
     assert encoder.locator(".reference").count() == 0
     assert encoder.locator(".ends .high").inner_text() == "1.00 all of it"
 
