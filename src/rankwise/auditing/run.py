@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankwise._internals.forward import (
     Batch,
@@ -367,7 +367,8 @@ class Run:
         if batch is None:
             fix = "Iterate over the batches alone to see the whole traceback."
             return RankwiseError(subject, expected="a batch", got=got, fix=fix)
-        shapes = [f"{name} {tuple(value.shape)}".lstrip("0 ") for name, value in tensors_of(batch).items()]
+        shapes = [f"{name} {tuple(value.shape)}" for name, value in tensors_of(batch).items()]
+        shapes = [str(tuple(batch.shape))] if isinstance(batch, Tensor) else shapes
         expected = f"a forward pass of {model} over {', '.join(shapes) or type(batch).__name__}"
         return RankwiseError(subject, expected=expected, got=got, fix=fix_hint(self.model, batch, error))
 

@@ -159,7 +159,7 @@ class Loss(ABC):
         """Return the loss of each sequence, differentiable by the output."""
 
     def probe(self, output: Any, batch: LossBatch, generator: torch.Generator) -> Float[Tensor, " B"]:
-        """Return a random projection of the output per sequence.
+        """Return a random projection of the output per sequence; called only if `half` is above 0.
 
         The expected value of its squared gradient, times `half`, is the Gauss–Newton estimate of the change
         of the sequence's loss.

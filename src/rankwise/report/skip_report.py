@@ -60,8 +60,8 @@ def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
     lowest, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
-    gains = math.isfinite(plain := ends.get(PLAIN, math.nan)) and lowest > plain - CLEAR * abs(plain)
-    unclear = f" {UNCLEAR}" if gains else ""
+    plain = ends.get(PLAIN, math.nan)
+    unclear = f" {UNCLEAR}" if math.isfinite(plain) and lowest > plain - CLEAR * abs(plain) else ""
     at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
     headings = ["run", "loss at the start", at_end, "steps"]
     return Document(
