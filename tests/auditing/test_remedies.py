@@ -168,6 +168,8 @@ LEADS = (
     "if it did not, the cause is in the inputs or the weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
+    "train it briefly with each λ: ",
+    "to add the least λ that keeps tokens apart here: ",
     "see what the model loses without it: ",
     "remove heads one by one, ",
     "nothing: that is too little to notice; to do it anyway, ",
@@ -272,6 +274,7 @@ def adapter(
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "COLLAPSE": (collapsed, ids),
     "COLLAPSE advised": (collapsed, ids),
+    "COLLAPSE advised, with labels": (collapsed, lambda: ids() | {"labels": ids()["input_ids"]}),
     "COLLAPSE unnamed": (averages, tokens),
     "COLLAPSE unnamed, with every λ": (lambda: collapsed(100), ids),
     "INACTIVE_BLOCK": (switched_off, tokens),
@@ -377,6 +380,7 @@ def test_every_remedy_can_be_followed_in_python(case: str, folder: Path) -> None
     names = {"rw": rw, "model": model, "batches": [batch], "batch": batch, "audit": audit, "adapter": adapter}
     finding = of(case.split()[0], audit)
     assert "rankwise " not in finding.remedy
+    assert ("try_lambdas(lambda" in finding.remedy) == ("with labels" in case)
     follow(finding, names)
 
 

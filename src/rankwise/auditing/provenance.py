@@ -41,7 +41,7 @@ SHARED = "revision text images dataset tokens batch-size device dtype trust-remo
 """Options of `rankwise audit` that select model, data or device, and that other commands have, too."""
 LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--device-map --tokenizer --images"}
 """Options of this kind that other commands lack."""
-COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+)\}")
+COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+?)\}(?=`|$)")
 """Command without "rankwise", and Python code for the same step."""
 REFUSED = f"{NOTHING} rankwise compress refuses this model, because"
 LINEAR = ", if heads come from nn.Linear"
@@ -92,29 +92,33 @@ def _printable(value: Any) -> Any:
 
 
 def runnable(remedy: str, about: Provenance | None) -> str:
-    """Return a remedy with one of the two forms of a step that it has as {command | code}.
+    """Return a remedy with one of the two forms of each step that it has as {command | code}.
 
     The command repeats the arguments of the audit that select model, data and device; NAME becomes a name for
     folders. Without such arguments, or with one that the command lacks, the step is Python code. If
     ``rankwise compress`` refuses the model, the remedy is the reason; if that is unknown, it has a condition.
     """
-    given, found = [] if about is None else about.arguments, COMMAND_OR_CODE.search(remedy)
-    if found is None:
-        return remedy
-    verb, *options = shlex.split(found["command"])
-    if verb == "compress":
-        reason = None if about is None else about.refused.get(options[1])
-        if reason:
-            return f"{REFUSED} {reason}"
-        remedy += "" if reason == "" else LINEAR
-    if not given or any(option in LACKING[verb].split() for option, *_ in given):
-        return remedy.replace(found[0], found["code"])
-    model, name = given[0][0], folder_name(Path(given[0][0]).name)
-    words = ["rankwise", verb, model]
-    for option, *value in given[1:]:
-        if option not in options and (verb == "audit" or option[2:] in SHARED.split()):
-            words += [option, *value]
-    return remedy.replace(found[0], shlex.join([*words, *(word.replace("NAME", name) for word in options)]))
+    given = [] if about is None else about.arguments
+
+    def form(step: re.Match[str]) -> str:
+        verb, *options = shlex.split(step["command"])
+        if not given or any(option in LACKING[verb].split() for option, *_ in given):
+            return step["code"]
+        model, name = given[0][0], folder_name(Path(given[0][0]).name)
+        words = ["rankwise", verb, model]
+        for option, *value in given[1:]:
+            if option not in options and (verb == "audit" or option[2:] in SHARED.split()):
+                words += [option, *value]
+        return shlex.join([*words, *(word.replace("NAME", name) for word in options)])
+
+    for step in COMMAND_OR_CODE.finditer(remedy):
+        verb, _, parts, *_ = [*shlex.split(step["command"]), "", ""]
+        if verb == "compress":
+            reason = None if about is None else about.refused.get(parts)
+            if reason:
+                return f"{REFUSED} {reason}"
+            remedy += "" if reason == "" else LINEAR
+    return COMMAND_OR_CODE.sub(form, remedy)
 
 
 def loading_command(about: Provenance) -> str:

@@ -242,7 +242,7 @@ def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Aud
             refused = {part: refusal(loaded.model.model, loaded.first[0], part) for part in set(parts)}
             statistics.provenance = statistics.provenance.model_copy(update={"refused": refused})
             audit = build_audit(statistics, maps)
-        return recommend(audit, loaded.model.model, loaded.first[0]), False
+        return recommend(audit, loaded.model.model, loaded.first[0], loaded.model.loss), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
     except Exception as error:  # an error in the recommendation must not lose the audit

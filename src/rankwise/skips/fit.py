@@ -271,7 +271,7 @@ def try_lambdas(
                 skips = skips_of(model) or add_lambda_skip(model, value, example=example)
                 for site, raised in raise_lambdas(skips, value).items():
                     skips[site].data.copy_(raised)
-            lost = loss or _loss_on_labels(model, own)
+            lost = loss or loss_on_labels(model, own)
             torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
             runs[name] = _train(model, own, steps, lr, lost)
     return runs
@@ -295,7 +295,7 @@ def _train(
     return losses
 
 
-def _loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
+def loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
     """Return the mean loss that fits a model and its batches; raise if they have nothing to predict."""
     inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
     with batch_errors(model, inputs[0]), eval_mode(model), torch.no_grad():

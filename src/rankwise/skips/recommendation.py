@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from rankwise.skips.add import check_traceable, skips_of
 from rankwise.skips.certificate import LambdaChoice, lambda_words
 from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
+from rankwise.skips.fit import LossOfModel, loss_on_labels
 from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.modules import own_skips
 from rankwise.skips.observe import (
@@ -58,6 +60,11 @@ PRE_NORM = {"norm_first": (True, "norm_first=True"), "post_norm": (False, 'norm_
 BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has no COLLAPSE on this batch"
 UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
 TOLD = " Tried on this batch: "
+TRIAL = (
+    "train it briefly with each λ: `{skip --try-steps 100 | rw.skips.try_lambdas(lambda: model, batches)}`; "
+    "to add the least λ that keeps tokens apart here: "
+)
+"""First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
 
 
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
@@ -192,10 +199,11 @@ def _instead(model: nn.Module, batch: Batch, stack: str, norms: set[str]) -> str
     return UNTRIED if norms & {"LayerNorm", "RMSNorm"} else UNHELPFUL
 
 
-def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
+def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel | None = None) -> AuditT:
     """Return the audit with a λ in every COLLAPSE finding, and a finding per mixer that λ suppresses.
 
-    `choose_lambda` chooses the λ. The remedy is a command if a command made the audit, else Python. A mixer
+    `choose_lambda` chooses the λ. The remedy is a command if a command made the audit, else Python; if a loss
+    is known and the model has no λ-skips, it begins with a trial of several λ by `try_lambdas`. A mixer
     is reported as INACTIVE_BLOCK if ``mixer_share``, the mean of ‖f(x)‖/‖λx + f(x)‖ over tokens, is below
     0.01, and no block around the mixer is reported. Of a dict, only the first four sequences are examined.
     Cost: nothing without COLLAPSE and λ-skips; otherwise one forward pass, one more with λ-skips, and up to
@@ -205,6 +213,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
         audit: complete audit of this model.
         model: model that was audited.
         batch: inputs that were audited, or some of them.
+        loss: loss for the trial, as in `try_lambdas`; by default that of labels or next tokens.
 
     Raises:
         InputError: if the audit is of another model or incomplete, or the model does not run on the batch.
@@ -248,6 +257,12 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch) -> AuditT:
             found.append(suppressed)
     if collapsed:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
+        with suppress(InputError), probe_mode(model):  # without a loss there is no trial
+            _ = loss or loss_on_labels(model, [forward.to_device(batch, forward.device_of(model))])
+            trial = TRIAL.replace("batches)", "batches, loss=loss)") if loss else TRIAL
+            for at, one in enumerate(found):
+                if one.remedy.startswith("{skip --init") and not skips:
+                    found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`"})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
     found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
