@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 import rankwise
-from rankwise.auditing import RULES, Audit, HeadRecord, LayerRecord
+from rankwise.auditing import RULES, Finding, HeadRecord, LayerRecord
 from rankwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def records() -> Iterator[type]:
     for path in sorted((ROOT / "src" / "rankwise").rglob("*.py")):
         if re.search(r"\(.*\bRecord\)", path.read_text(encoding="utf-8")):
             import_module(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
-    found = [Audit.__base__]
+    found = [Finding.__base__]
     for record in found:
         found += record.__subclasses__()
     yield from found[1:]

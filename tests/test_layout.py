@@ -49,11 +49,9 @@ ALLOWED: dict[str, set[str]] = {
 """Packages that a package may import in addition to `GROUND`."""
 KNOWN_CLASHES: list[str] = []
 LAZY = {
-    ("auditing", "report"): "imported when `Audit.to_html` is called",
-    ("compression", "report"): "imported when `Compression.to_html` is called",
+    ("_internals", "report"): "imported when `to_html` of a saved record is called",
+    ("auditing", "report"): "imported when `Comparison.to_html` or `Audit.plot` is called",
     ("compression", "models"): "load_compressed finds the classes of ToST",
-    ("plan", "report"): "imported when `HeadDimPlan.to_html` is called",
-    ("skips", "report"): "imported when `SkipCertificate.to_html` is called",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals.files import write_file
-from rankwise._internals.records import Record, load_record
+from rankwise._internals.records import SavedRecord
 from rankwise.auditing.baseline import head_baselines, layer_baselines
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
@@ -43,8 +43,10 @@ _MOST_NAMES = 6
 """Maximum number of names listed in an error."""
 
 
-class Audit(Record):
+class Audit(SavedRecord):
     """Result of an audit: records of heads and layers, findings, and the origin of the numbers."""
+
+    _upgraded = staticmethod(upgraded)
 
     format: Literal["rankwise-audit"] = "rankwise-audit"
     schema_version: int = SCHEMA_VERSION
@@ -61,23 +63,6 @@ class Audit(Record):
     """Loss of the model, how costs of removal were measured, and which heads can be removed together."""
     baseline: BaselineRecord | None = None
     """How the copies at initialization were made; None if no baseline was requested."""
-
-    def save(self, path: str | Path) -> Path:
-        """Write the audit as JSON and return the path of the file: in an existing folder, ``audit.json``.
-
-        Raise `InputError` if the file cannot be written.
-        """
-        return write_file(path, self.model_dump_json(indent=1) + "\n", "audit", in_folder="audit.json")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Audit":
-        """Return the audit in a file that `save` wrote, or in the file ``audit.json`` of a folder.
-
-        Raises:
-            InputError: if the file does not exist or cannot be read.
-            RecordError: if the file is not an audit, is damaged, or was written by a newer Rankwise.
-        """
-        return load_record(path, cls, "audit.json", upgrade=upgraded)
 
     @classmethod
     def merge(cls, audits: "Sequence[Audit]", names: Sequence[str] = ()) -> "Audit":
@@ -171,16 +156,6 @@ class Audit(Record):
             importance=importance,
             baseline=made if copies else None,
         )
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the report as one self-contained HTML file and return the path of the file.
-
-        In an existing folder, the file is ``index.html``. Raise `InputError` if it cannot be written.
-        """
-        from rankwise.report import write_page
-        from rankwise.report.audit_report import audit_document
-
-        return write_page(audit_document(self), Path(path))
 
     def to_frame(self, records: Records = "heads") -> "pd.DataFrame":
         """Return records as a pandas data frame, with one row per record.

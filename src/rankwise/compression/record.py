@@ -1,13 +1,11 @@
 """Record of a compression: its costs and savings; this module does not import torch."""
 
 import math
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from rankwise._internals.files import write_file
-from rankwise._internals.records import Number, Record, load_record
+from rankwise._internals.records import Number, Record, SavedRecord
 from rankwise._internals.statistics import mean
 
 
@@ -89,10 +87,12 @@ class Latency(Record):
     """90th percentile of after/before over rounds."""
 
 
-class Compression(Record):
+class Compression(SavedRecord):
     """Changes of a model, their costs and their savings; fields that older versions wrote are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+    _unmarked: ClassVar[bool] = True
+    _command: ClassVar[str] = "compress"
 
     format: Literal["rankwise-compression"] = "rankwise-compression"
     schema_version: Literal[1] = 1
@@ -142,32 +142,3 @@ class Compression(Record):
         widths = [head.width for head in self.heads if head.part != "heads"]
         widths = widths or [head.width for head in self.heads if head.width]
         return mean(widths) if widths else 0.0
-
-    def save(self, path: str | Path) -> Path:
-        """Write the record as JSON and return the path; in an existing folder, write ``compression.json``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
-        return write_file(path, self.model_dump_json(indent=1), "compression", "compression.json")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "Compression":
-        """Read a record from its file or from the folder with ``compression.json``.
-
-        Raises:
-            InputError: if the file cannot be read.
-            RecordError: if the file is not the record of a compression, or is damaged.
-        """
-        return load_record(path, cls, "compression.json", unmarked=True, command="compress")
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the record as one HTML file and return the path; in a folder, write ``index.html``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
-        from rankwise.report import write_page
-        from rankwise.report.compression_report import compression_document
-
-        return write_page(compression_document(self), Path(path))

@@ -1,12 +1,10 @@
 """Records of a plan for the query/key width of heads; this module does not import torch."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from rankwise._internals.files import write_file
-from rankwise._internals.records import Number, Record, load_record
+from rankwise._internals.records import Number, Record, SavedRecord
 from rankwise.tracing.head_id import HeadId
 
 
@@ -35,8 +33,48 @@ class TrainedWidth(Record):
     """Smallest width that preserves the attention within ``tolerance`` nats; NaN if inputs are not finite."""
 
 
-class HeadDimPlan(Record):
+_CURVE = ("head_dim", "interval", "saturated", "fall")
+_REMOVED = (
+    "block", "fixed_width", "latency_tokens", "law", "layers", "options", "reason", "recommended",
+    "value_dim",
+)  # fmt: skip
+
+
+def upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert schema version 1: keep the curve of the layer with the largest K*, and drop removed fields.
+
+    Damaged content is returned unchanged, so that validation names its first wrong field.
+    """
+    if content.get("schema_version") != 1:
+        return content
+    try:
+        layers, trained = content["layers"], content.get("trained") or []
+        layer = max(layers, key=lambda layer: layer["head_dim"])
+        plan = {name: value for name, value in content.items() if name not in _REMOVED}
+        plan |= {name: layer[name] for name in _CURVE} | {"schema_version": 2, "curve": layer["points"]}
+        plan["saturated"] = all(layer["saturated"] for layer in layers)
+        plan["trained"] = [
+            {
+                "head": {name: head[name] for name in ("stack", "layer", "head")},
+                "width": head["width"],
+                "required": head["needed"],
+            }
+            for head in trained
+        ]
+        notes = list(content.get("notes") or [])
+        if len(layers) > 1:
+            notes.append(f"Curve of layer {layer['layer']} of {len(layers)}, the layer with the largest K*.")
+        if trained:
+            notes.append("The widths of trained heads were measured by KL divergence (schema version 1).")
+        return plan | {"notes": notes}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return content
+
+
+class HeadDimPlan(SavedRecord):
     """Plan with K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
+
+    _upgraded = staticmethod(upgraded)
 
     format: Literal["rankwise-plan"] = "rankwise-plan"
     schema_version: Literal[2] = 2
@@ -78,70 +116,3 @@ class HeadDimPlan(Record):
     notes: list[str] = Field(default_factory=list)
     about: dict[str, str] = Field(default_factory=dict)
     """Command, time, versions and machine that produced the plan."""
-
-    def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON and return the path; into a folder, write the file ``plan.json``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
-        return write_file(path, self.model_dump_json(indent=1) + "\n", "plan", "plan.json")
-
-    @classmethod
-    def load(cls, path: str | Path) -> "HeadDimPlan":
-        """Read a plan from a JSON file or from a folder with ``plan.json``; convert schema version 1.
-
-        Raises:
-            InputError: if the file cannot be read.
-            RecordError: if the file is not a plan, or is damaged.
-        """
-        return load_record(path, cls, "plan.json", upgrade=_upgraded)
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the plan as one HTML file and return the path; into a folder, write ``index.html``.
-
-        Raises:
-            InputError: if the file cannot be written.
-        """
-        from rankwise.report import write_page
-        from rankwise.report.plan_report import plan_document
-
-        return write_page(plan_document(self), Path(path))
-
-
-_CURVE = ("head_dim", "interval", "saturated", "fall")
-_REMOVED = (
-    "block", "fixed_width", "latency_tokens", "law", "layers", "options", "reason", "recommended",
-    "value_dim",
-)  # fmt: skip
-
-
-def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert schema version 1: keep the curve of the layer with the largest K*, and drop removed fields.
-
-    Damaged content is returned unchanged, so that validation names its first wrong field.
-    """
-    if content.get("schema_version") != 1:
-        return content
-    try:
-        layers, trained = content["layers"], content.get("trained") or []
-        layer = max(layers, key=lambda layer: layer["head_dim"])
-        plan = {name: value for name, value in content.items() if name not in _REMOVED}
-        plan |= {name: layer[name] for name in _CURVE} | {"schema_version": 2, "curve": layer["points"]}
-        plan["saturated"] = all(layer["saturated"] for layer in layers)
-        plan["trained"] = [
-            {
-                "head": {name: head[name] for name in ("stack", "layer", "head")},
-                "width": head["width"],
-                "required": head["needed"],
-            }
-            for head in trained
-        ]
-        notes = list(content.get("notes") or [])
-        if len(layers) > 1:
-            notes.append(f"Curve of layer {layer['layer']} of {len(layers)}, the layer with the largest K*.")
-        if trained:
-            notes.append("The widths of trained heads were measured by KL divergence (schema version 1).")
-        return plan | {"notes": notes}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return content

@@ -1,12 +1,10 @@
 """Records of λ-skip certificates and of choices of λ; this module does not import torch."""
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from rankwise._internals.files import write_file
-from rankwise._internals.records import Number, Record, load_record
+from rankwise._internals.records import Number, Record, SavedRecord
 
 RENAMED = {
     "scale": "lambda_value",
@@ -95,8 +93,25 @@ class StackCertificate(_Numbers):
     min_lambda_paper: float | None = None
 
 
-class SkipCertificate(_Numbers):
+def upgraded(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert a certificate of version 1: rename fields, and drop fields that were removed."""
+    if content["schema_version"] == 2:
+        return content
+    known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
+    for part, kind in (("layers", LayerCertificate), ("stacks", StackCertificate)):
+        for at, one in enumerate(known[part] if isinstance(known.get(part), list) else ()):
+            if isinstance(one, dict):  # anything else is unchanged, so that validation fails
+                new = {RENAMED.get(name, name): value for name, value in one.items()}
+                known[part][at] = {name: value for name, value in new.items() if name in kind.model_fields}
+    return known | {"schema_version": 2}
+
+
+class SkipCertificate(SavedRecord, _Numbers):
     """Spread μ of tokens that λ-skips keep on one batch, measured and proved, by layer and by stack."""
+
+    _unmarked: ClassVar[bool] = True
+    _report: ClassVar[str] = "skip_report"
+    _upgraded = staticmethod(upgraded)
 
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
     schema_version: Literal[2] = 2
@@ -106,22 +121,6 @@ class SkipCertificate(_Numbers):
     layers: list[LayerCertificate]
     stacks: list[StackCertificate]
     notes: list[str] = Field(default_factory=list)
-
-    @classmethod
-    def load(cls, path: str | Path) -> "SkipCertificate":
-        """Read a certificate from a JSON file, or from ``certificate.json`` in a folder."""
-        return load_record(path, cls, "certificate.json", upgrade=_upgraded, unmarked=True)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the certificate as JSON, in a folder as ``certificate.json``, and return the path."""
-        return write_file(Path(path), self.model_dump_json(indent=1), "certificate", "certificate.json")
-
-    def to_html(self, path: str | Path) -> Path:
-        """Write the certificate as one HTML file, in a folder as ``index.html``, and return the path."""
-        from rankwise.report import write_page
-        from rankwise.report.skip_report import certificate_document
-
-        return write_page(certificate_document(self), Path(path))
 
 
 def lambda_words(least: float) -> str:
@@ -151,16 +150,3 @@ class LambdaChoice(Record):
     """What was tried, what is proved, and what is known about training, in words."""
     instead: str = ""
     """What to do if no λ is named: pre-norm, or nothing that was tried helps."""
-
-
-def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert a certificate of version 1: rename fields, and drop fields that were removed."""
-    if content["schema_version"] == 2:
-        return content
-    known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
-    for part, kind in (("layers", LayerCertificate), ("stacks", StackCertificate)):
-        for at, one in enumerate(known[part] if isinstance(known.get(part), list) else ()):
-            if isinstance(one, dict):  # anything else is unchanged, so that validation fails
-                new = {RENAMED.get(name, name): value for name, value in one.items()}
-                known[part][at] = {name: value for name, value in new.items() if name in kind.model_fields}
-    return known | {"schema_version": 2}
