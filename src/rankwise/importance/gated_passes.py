@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import numpy as np
 import torch
@@ -164,20 +164,21 @@ def incomplete_gates(nodes: Iterable[Any], gates: Iterable[Tensor]) -> set[int]:
 
     Such a gate gets only the part of its gradient that flows on other paths, such as the residual stream.
     """
-    after = _graph_nodes(node for node in nodes if NO_BACKWARD in node.name())
+    after = graph_nodes(*(node for node in nodes if NO_BACKWARD in node.name()))
     leaves = {id(getattr(node, "variable", None)) for node in after}
     return {id(gate) for gate in gates if id(gate) in leaves}
 
 
-def _graph_nodes(starts: Iterable[Any]) -> set[Any]:
-    """Return all autograd nodes that a backward pass from the nodes ``starts`` reaches."""
-    seen: set[Any] = set()
-    open_nodes = [node for node in starts if node is not None]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in seen:
+@no_type_check  # runtime type checks of thousands of nodes are slow
+def graph_nodes(*starts, around=None):
+    """Return all autograd nodes that a backward pass from the nodes ``starts`` reaches around a node."""
+    seen = set()
+    todo = [node for node in starts if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen and node is not around:
             seen.add(node)
-            open_nodes += [following for following, _ in node.next_functions if following is not None]
+            todo += [after for after, _ in node.next_functions if after is not None]
     return seen
 
 
@@ -325,7 +326,7 @@ class GatedPasses:
             scalar = (self.loss.probe(output, batch, generator) if probe else losses.total)[finite].sum()
             if not scalar.requires_grad:
                 raise NotDifferentiableError(self.model, "its loss has no gradient")
-            nodes = _graph_nodes([scalar.grad_fn])
+            nodes = graph_nodes(scalar.grad_fn)
             incomplete = incomplete_gates(nodes, every)
             self._behind = self._behind or any("CheckpointFunction" in node.name() for node in nodes)
             gradients = torch.autograd.grad(scalar, every, retain_graph=True, allow_unused=True)

@@ -21,6 +21,7 @@ from rankwise._internals.forward import (
 )
 from rankwise._internals.torch_private import base_of, changes_in_place, uncompiled
 from rankwise.errors import SkipError
+from rankwise.importance.gated_passes import graph_nodes
 from rankwise.skips.hooks import Key, Port, items
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, parameter_names
 
@@ -341,11 +342,12 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
     dropped: set[SumName] = set()
     for outer in found:
         x, branch = outer.sum.origins[outer.which], outer.sum.edges[1 - outer.which]
-        between = reached(branch, past=x)
+        between = graph_nodes(branch.node, around=x.node)
         inside = [
             inner.sum
             for inner in found
-            if inner is not outer and inner.sum.out.node in between and x.node in reached(inner.sum.out)
+            if inner is not outer and inner.sum.out.node in between
+            if x.node in graph_nodes(inner.sum.out.node)
         ]
         dropped.update(sum_.name for sum_ in ([outer.sum] if len(inside) > 1 else inside))
     return [residual for residual in found if residual.sum.name not in dropped], record
@@ -354,7 +356,7 @@ def find_residuals(model: nn.Module, example: Batch) -> tuple[list[Residual], Fo
 def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
     """Return a sum as a residual connection if f mixes tokens of x or of an earlier sum; None otherwise."""
     sides = [(which, sum_.origins[which], sum_.edges[1 - which]) for which in (0, 1)]
-    sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in reached(y)]
+    sides = [(which, x, y) for which, x, y in sides if x.node is not y.node and x.node in graph_nodes(y.node)]
     if sides and not bool(sum_.like.isfinite().all()):
         raise _not_finite(f"a sum x + f(x) in {sum_.name[0] or 'the model itself'}")
     for which, x, y in sides:
@@ -362,27 +364,13 @@ def _residual(sum_: Sum, sums: Sequence[Sum]) -> Residual | None:
         if axis is not None:
             return Residual(sum_, which, axis)
     for which, x, y in sides:
-        around = reached(y, past=x)
+        around = graph_nodes(y.node, around=x.node)
         earlier = [other for other in sums if other.time < sum_.time and other.out.node in around]
-        others = [other for other in earlier if x.node not in reached(other.out)]
+        others = [other for other in earlier if x.node not in graph_nodes(other.out.node)]
         axis = _mixed_axis(y, others[-1].out, sum_) if others else None
         if axis is not None:
             return Residual(sum_, which, axis)
     return None
-
-
-@no_type_check  # runtime type checks of thousands of nodes are slow
-def reached(start, past=None):
-    """Return the graph nodes that a tensor depends on; with ``past``, only along paths around that node."""
-    seen = set()
-    todo = [start.node]
-    while todo:
-        node = todo.pop()
-        if node in seen or (past is not None and node is past.node):
-            continue
-        seen.add(node)
-        todo.extend(after for after, _ in node.next_functions if after is not None)
-    return seen
 
 
 def _mixed_axis(

@@ -37,11 +37,6 @@ def linear_parts(module: nn.Module) -> tuple[Float[Tensor, "O D"], Float[Tensor,
     return None
 
 
-def is_linear(_name: str, module: nn.Module) -> bool:
-    """Return True for a linear layer; used as the filter of modules in `record_calls`."""
-    return linear_parts(module) is not None
-
-
 def find_projection(
     heads: Float[Tensor, "B H T K"], outputs: Mapping[str, Float[Tensor, "B T O"]]
 ) -> Projection | None:
