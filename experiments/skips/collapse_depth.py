@@ -10,7 +10,7 @@ Setting   T = D = 64, 4 heads, states of 16 numbers, blocks without feed-forward
           weights N(0, 1/fan-in), the state spaces' own parameters as published, input N(0, 1); 3 seeds of
           weights and input; float64.
 Hardware  two CPU cores, some minutes
-Expect    causal softmax, no skip, post-norm: μ/‖Y‖ below 0.05 at layer 64; TSSA above 0.9 with any skip
+Expect    causal softmax, no skip, post-norm: token spread < 0.05 at layer 64; TSSA > 0.9 with any skip
 """
 
 import math
@@ -49,7 +49,7 @@ COLORS = {0.0: "#111111", -2.0: "#b2182b", -1.0: "#ef8a62", 0.5: "#92c5de", 1.0:
 """Colors of the lines by λ; 0 means without a skip."""
 NORMS = {"none": "no norm", "pre": "pre-norm", "post": "post-norm"}
 FLOOR = -6
-"""Lowest log10 of μ/‖Y‖ that the figure shows."""
+"""Lowest log10 of the token spread that the figure shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +219,7 @@ def select(report: Report, **wanted: Any) -> list[Report]:
 
 
 def grid_tables(report: Report) -> Iterator[str]:
-    """Yield μ/‖Y‖ and effective rank at the last layer, one table per norm and gate."""
+    """Yield token spread and effective rank at the last layer, one table per norm and gate."""
     for (norm, name), gate in product(NORMS.items(), (False, True)):
         rows: dict[str, list[str]] = {}
         for one in select(report, norm=norm, gate=gate):
@@ -240,7 +240,7 @@ def weight_tables(report: Report) -> Iterator[str]:
     ]
     by_size = {tuple(one["setting"][key] for key in ("mixer", "weights", "inputs")): one for one in plain}
     sizes = sorted({key[1:] for key in by_size})
-    for name, show in (("μ/‖Y‖ (effective rank)", cell), ("log10 μ", power)):
+    for name, show in (("token spread (effective rank)", cell), ("log10 μ", power)):
         rows = [
             [mixer, *(show(by_size[mixer, *size]) for size in sizes)]
             for mixer in dict.fromkeys(key[0] for key in by_size)
@@ -275,7 +275,7 @@ def skip_name(skip: float) -> str:
 
 
 def figures(report: Report) -> dict[str, str]:
-    """Return panels of norms by `DRAWN`: μ/‖Y‖ over depth for each λ, gate off."""
+    """Return panels of norms by `DRAWN`: token spread over depth for each λ, gate off."""
     width, height = 100 + 132 * len(DRAWN), 426
     end = len(report["layers"]) - 1
     parts = []
@@ -298,9 +298,9 @@ def figures(report: Report) -> dict[str, str]:
     legend = Panel((0, 5), (0, 1), left=100, top=12, width=520, height=height - 22)
     for at, (skip, color) in enumerate(COLORS.items()):
         parts += [legend.dot(at, 1, color), legend.text(at, 1, skip_name(skip), "start", right=10, down=5)]
-    depth = f"μ/‖Y‖ (log scale) at layers 0, 1, 2, 4 … {report['layers'][-1]}, left to right"
+    depth = f"token spread (log scale) at layers 0, 1, 2, 4 … {report['layers'][-1]}, left to right"
     parts.append(legend.text(0, 0, depth, "start"))
-    return {"collapse-depth.svg": chart("μ/‖Y‖ by depth, mixer, norm and λ", parts, width, height, font=16)}
+    return {"collapse-depth.svg": chart("Token spread by depth, norm and λ", parts, width, height, font=16)}
 
 
 STUDY = Study("collapse_depth", lambda data: measure(Settings()), "evidence/collapse-depth", tables, figures)

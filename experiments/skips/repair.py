@@ -11,7 +11,7 @@ audit.
 Hardware  one CPU core, a few minutes
 Expect    the random model and all-MiniLM collapse (COLLAPSE), and the repair removes the finding. The trained
           demo does not: its loss rises from 1.4 to 6, but its heads do not average, so that tokens stay apart
-          (μ/‖Y‖ 0.9 → 0.7); the same command restores its loss
+          (token spread 0.9 → 0.7); the same command restores its loss
 """
 
 import shlex
@@ -148,7 +148,7 @@ def section(model: dict[str, Any]) -> str:
     findings = "\n".join(changes).strip()
     return f"""## {model["name"]}
 
-{markdown_table(("model", "loss", "μ/‖Y‖ by layer", "COLLAPSE"), rows)}
+{markdown_table(("model", "loss", "token spread by layer", "COLLAPSE"), rows)}
 
 The repair ({why} a COLLAPSE), then the findings of `rankwise compare`, broken against repaired:
 

@@ -1,4 +1,4 @@
-"""Memberships of the tokens of a picture in the heads of a ToST, trained and with fresh weights.
+"""Memberships of the tokens of a picture in the heads of a ToST, trained and at initialization.
 
 Claim     Wu et al., “Token Statistics Transformer”, ICLR 2025, figures of memberships: heads group the tokens
           of a picture by their content.

@@ -289,7 +289,7 @@ def test_a_rank_beyond_the_references_names_its_band_and_the_references() -> Non
         "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
     }  # fmt: skip
     assert finding.meaning == (
-        "1 of 1 heads have over 1.25 times the rank of each reference (of 32: random winners 16, "
+        "1 of 1 heads have over 1.25 times the rank of each reference (of 32: one-hot rows 16, "
         "equal weights 1), whatever δ from 0.0032 to 0.032."
     )
 

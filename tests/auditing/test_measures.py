@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import rankwise as rw
 from rankwise.auditing import HeadRecord, LayerRecord
-from rankwise.auditing.measure_table import NULLS
+from rankwise.auditing.measure_table import REFERENCES
 from rankwise.operators import DenseMixing
 
 UNBOUNDED = {row.name for row in (*HEAD_MEASURES, *LAYER_MEASURES) if "∞" in row.range.text} | {
@@ -38,7 +38,7 @@ def test_every_row_is_a_field_with_a_complete_description(rows, record) -> None:
             assert getattr(measure, text).strip() == getattr(measure, text) != "", (measure.name, text)
         assert measure.range.text
         assert not measure.drawn or measure.range.high == measure.range.high or measure.name in UNBOUNDED
-        assert set(measure.nulls) <= set(NULLS) <= set(HeadRecord.model_fields)
+        assert set(measure.references) <= set(REFERENCES) <= set(HeadRecord.model_fields)
     assert len({measure.title for measure in rows}) == len(rows)
 
 

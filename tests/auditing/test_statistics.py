@@ -155,7 +155,7 @@ def test_costs_are_means_over_tokens_and_the_removable_set_is_dropped() -> None:
 def test_the_required_head_dim_is_dropped_with_one_note(shards) -> None:
     merged = rw.Audit.merge([rw.Audit.merge(shards[:2]), shards[3]])
     assert all(math.isnan(head.required_head_dim) and head.width == 4 for head in merged.heads)
-    assert sum("width needed left out" in note for note in merged.provenance.notes) == 1
+    assert sum("required width left out" in note for note in merged.provenance.notes) == 1
     assert not math.isnan(shards[0].heads[0].required_head_dim)
 
 

@@ -95,7 +95,7 @@ def test_two_processes_find_the_same_as_one(told, folder, monkeypatch) -> None:
     whole, shared = alone(folder, "shared", monkeypatch), Audit.load(folder / "shared")
     assert compared(whole, shared, of_all=set()) == []
     assert not any(math.isnan(head.required_head_dim) for head in shared.heads)
-    assert not any("width needed" in note for note in shared.provenance.notes)
+    assert not any("required width" in note for note in shared.provenance.notes)
     assert (shared.provenance.audits, shared.provenance.sequences) == (2, 5)
     assert any(head.attention_map for head in whole.heads), "a head is to be flagged"
     for one, other in zip(whole.heads, shared.heads, strict=True):

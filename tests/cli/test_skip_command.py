@@ -111,7 +111,7 @@ def test_only_skips_are_fitted_and_held_out_sequences_measure_them(run, tiny, tm
     assert {path.stat().st_mode for path in (tmp_path / "new").iterdir()} == {plain}
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
-    for words in ("λ before", "λ after", "loss, held out", "μ/‖Y‖ by layer", "new/skips.json"):
+    for words in ("λ before", "λ after", "loss, held out", "Token spread μ/‖Y‖ by layer", "new/skips.json"):
         assert words in result.output
 
 

@@ -67,7 +67,7 @@ def test_columns_hold_the_numbers_of_the_records() -> None:
 def test_references_have_their_means_on_the_scale_and_notes() -> None:
     expected = 1 - (1 - 1 / 128) ** 128
     (winners,) = column(records.encoder().heads, "numerical_rank")["references"]
-    assert (winners["name"], winners["at"]) == ("random winners", pytest.approx(expected, rel=1e-5))
+    assert (winners["name"], winners["at"]) == ("one-hot rows", pytest.approx(expected, rel=1e-5))
     assert winners["label"] == f"{expected:.2g}"
     assert " not " in winners["note"]
     (winners,) = column(records.mixed().heads, "numerical_rank")["references"]
@@ -83,7 +83,7 @@ def test_initial_weights_are_a_reference_on_every_scale_and_a_second_spectrum() 
     first, *others = column(heads, "numerical_rank")["references"]
     assert (first["name"], first["at"], first["label"]) == ("at initialization", 0.5, "0.5")
     assert "2 seeds" in first["note"]
-    assert [one["name"] for one in others] == ["random winners"]
+    assert [one["name"] for one in others] == ["one-hot rows"]
     assert column(heads, "sigma_max")["references"][0]["at"] == 1.5
     assert column(heads, "first_token_mass")["references"] == []
     data = documents.data(audit.model_copy(update={"heads": heads}))

@@ -187,7 +187,7 @@ def test_references_are_on_the_scale_and_in_the_legend(encoder: Page) -> None:
     share = (mark["x"] + mark["width"] / 2 - ramp["x"]) / ramp["width"]
     # The scale runs from 0 to 1 inside its border; the mark may be off by its own 2 pixels.
     assert share == pytest.approx(1 - (1 - 1 / 128) ** 128, abs=3 / ramp["width"])
-    assert encoder.locator("#legend").inner_text().startswith("① random winners 0.63: ")
+    assert encoder.locator("#legend").inner_text().startswith("① one-hot rows 0.63: ")
 
 
 def test_a_finding_leads_to_its_cell_and_opens_the_head(encoder: Page) -> None:

@@ -163,7 +163,7 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
     text = printed("encoder")
     order = [
         text.index(word)
-        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "μ/‖Y‖ of 0", "dtype: bfloat16")
+        for word in ("COLLAPSE", "SINK", "IDENTITY", "full mask", "spread μ/‖Y‖ of 0", "dtype: bfloat16")
     ]
     assert order == sorted(order)
 
@@ -171,7 +171,7 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
     at = lines.index("error    COLLAPSE  encoder.layer after 6 blocks")
-    said = ["μ/‖Y‖ 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
+    said = ["token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
     assert lines[at + 1 : at + 3] == said
     assert lines.index("→ rankwise skip sample/encoder-6x12 --init 1.0") < at  # an action of the verdict
 
@@ -297,7 +297,7 @@ def test_a_console_without_unicode_gets_words() -> None:
     file.flush()
     text = raw.getvalue().decode("ascii")
     assert "Threshold delta: 0.01" in " ".join(text.split())
-    assert "mu/|Y| 0.213" in text
+    assert "token spread mu/|Y| of 0" in text
     assert "-> rankwise skip" in text
 
 

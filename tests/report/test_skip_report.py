@@ -42,9 +42,9 @@ def stack(**fields: float | None) -> StackCertificate:
 @pytest.mark.parametrize(
     ("kept", "words", "proved", "bound"),
     [
-        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch.", 2.5, "|λ| ≥ 2.5"),
+        (0.9, "h: keeps 0.90 of the token spread on this batch.", 2.5, "|λ| ≥ 2.5"),
         (None, "h: nothing to keep, its tokens are all equal where it starts.", 4e7, "none below 1,000"),
-        (0.9, "h: keeps 0.90 of μ/‖Y‖ on this batch.", math.inf, "none below 1,000"),
+        (0.9, "h: keeps 0.90 of the token spread on this batch.", math.inf, "none below 1,000"),
     ],
 )
 def test_a_certificate_names_the_kept_spread_and_explains_larger_scales(

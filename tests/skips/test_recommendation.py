@@ -88,7 +88,7 @@ def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.Monkey
     assert (choice.value, choice.removes_collapse, choice.instead) == (None, False, recommendation.UNHELPFUL)
     assert [value for value, _ in choice.tried] == [0.25, 0.5]
     (finding,) = collapse_of(advised(model))
-    assert "no |λ| up to 0.5 keeps μ/‖Y‖ above 0.1, and no λ is named. Proved" in finding.meaning
+    assert "no |λ| up to 0.5 keeps the token spread above 0.1, and no λ is named. Proved" in finding.meaning
     assert finding.remedy == choice.instead
     assert "lambda_tried" not in finding.evidence
     assert finding.evidence["relative_spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
@@ -369,7 +369,7 @@ def test_no_lambda_is_named_if_no_larger_one_helps(existing: float | None) -> No
     if existing is not None:
         rw.add_lambda_skip(model, init=existing, example=START)
     (finding,) = collapse_of(advised(model))
-    assert "Tried on this batch: no |λ| up to 16 keeps μ/‖Y‖ above 0.1, and no λ is named." in finding.meaning
+    assert "no |λ| up to 16 keeps the token spread above 0.1, and no λ is named." in finding.meaning
     assert finding.remedy == recommendation.UNHELPFUL
     for part in model.blocks:
         part[1] = nn.Identity()

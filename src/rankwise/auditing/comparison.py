@@ -271,7 +271,7 @@ def _totals(before: Audit, after: Audit) -> list[Total]:
         numbers["heads"].append(len(audit.heads))
         numbers["tokens of a sequence"].append(mean(head.tokens for head in audit.heads))
         numbers["width of the token states"].append(mean(layer.width for layer in last))
-        numbers["μ/‖Y‖ at the end"].append(mean(layer.relative_spread for layer in last))
+        numbers["token spread at the end"].append(mean(layer.relative_spread for layer in last))
         numbers["effective rank of the last states"].append(mean(layer.effective_rank for layer in last))
         numbers["findings"].append(len(audit.findings))
     known = [audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance]

@@ -15,7 +15,7 @@ from rankwise.auditing.importance_findings import (
     too_little,
     with_removal_costs,
 )
-from rankwise.auditing.measure_table import NULLS, mixer_kind
+from rankwise.auditing.measure_table import REFERENCES, mixer_kind
 from rankwise.auditing.provenance import loading_command, runnable
 from rankwise.auditing.records import (
     SEVERITY_ORDER,
@@ -343,14 +343,14 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         return min(abs(math.log(ratio)) for ratio in ratios)
 
     head = max(found, key=distance)
-    rank, baseline, references = head.middle_rank, _baseline(head), _middle(head.band).nulls
+    rank, baseline, references = head.middle_rank, _baseline(head), _middle(head.band).references
     deltas = {"delta_low": head.band[0].delta, "delta_high": head.band[-1].delta}
     span = "δ from {delta_low:.2g} to {delta_high:.2g}.".format(**deltas)
     evidence: dict[str, float | int] = {"heads": len(found), "of": judged, "numerical_rank": rank}
     words, high = f"{len(found)} of {judged} heads have", code == "HIGH_RANK"
     if baseline is None:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
-        listed = ", ".join(f"{NULLS[name]} {value:.0f}" for name, value in references.items())
+        listed = ", ".join(f"{REFERENCES[name]} {value:.0f}" for name, value in references.items())
         words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
         remedy = "see what training did: `{audit --baseline --out NAME-baseline | "
         remedy += "rw.audit(model, batches, baseline=True)}`"
@@ -384,8 +384,8 @@ def rank_code(head: HeadRecord) -> str | None:
         low = all(-point.difference_high > point.margin for point in baseline.band)
     else:
         known = bool(_references(head))
-        high = known and all(at.rank_low > HIGH_RANK * max(at.nulls.values()) for at in head.band)
-        low = known and all(at.rank_high < LOW_RANK * min(at.nulls.values()) for at in head.band)
+        high = known and all(at.rank_low > HIGH_RANK * max(at.references.values()) for at in head.band)
+        low = known and all(at.rank_high < LOW_RANK * min(at.references.values()) for at in head.band)
     return "HIGH_RANK" if high else "LOW_RANK" if low else None
 
 
@@ -394,8 +394,8 @@ def _references(head: HeadRecord) -> list[float]:
     if (baseline := _baseline(head)) is not None:
         at = _middle(baseline.band)
         return [(at.rank_low + at.rank_high) / 2]
-    known = bool(head.band) and all(at.nulls for at in head.band)
-    return list(_middle(head.band).nulls.values()) if known else []
+    known = bool(head.band) and all(at.references for at in head.band)
+    return list(_middle(head.band).references.values()) if known else []
 
 
 def _middle(band: Sequence[R]) -> R:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
 
-NULLS = {
-    "hardmax_rank": "random winners",
-    "random_rank": "random queries and keys",
+REFERENCES = {
+    "hardmax_rank": "one-hot rows",
+    "random_rank": "random heads",
     "uniform_rank": "equal weights",
 }
 """Fields that hold the reference ranks of a numerical rank, and their names for readers."""
@@ -86,7 +86,7 @@ class Measure:
     short: str = ""
     """Shorter title for a narrow column; empty if `title` is short enough."""
     symbol: str = ""
-    """Symbol of the measure in texts, such as ``μ/‖Y‖``; empty if texts use the name."""
+    """Name of the measure in texts, such as ``token spread``; empty if texts use the name of the field."""
     meaning: str
     """Definition in words, next to the measure's map or curve and in the reference."""
     drawn: bool = True
@@ -101,7 +101,7 @@ class Measure:
     """Field shown in place of this one for matrices with signed entries, whose scale differs by layer."""
     known_only: bool = False
     """True if tables leave the measure out when no record has a value."""
-    nulls: Sequence[str] = ()
+    references: Sequence[str] = ()
     """Names of the fields that hold reference values of the measure."""
     of_mixing: bool = False
     """True if the measure is informative only for mixers that mix tokens."""
@@ -190,8 +190,8 @@ class HeadMeasures(Record):
     numerical_rank: Annotated[Number, HeadMeasure(
         title="Numerical rank share", short="Rank share", range=RANK, share=True,
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN if an estimate only bounds it", low="no direction",
-        high="full rank", digits=2, cost="less than half an SVD", nulls=tuple(NULLS), of_mixing=True,
-        if_signed="relative_rank",
+        high="full rank", digits=2, cost="less than half an SVD", of_mixing=True,
+        references=tuple(REFERENCES), if_signed="relative_rank",
         meaning="Number of singular values at or above δ; pages show it as a share of min(T, S). It says in "
         "how many directions a head mixes, not how important it is. δ is absolute: if rows sum to 1 and T = "
         "S, σ₁ ≥ 1. Pages show the relative rank of matrices with signs, whose scale is arbitrary.",
@@ -206,7 +206,7 @@ class HeadMeasures(Record):
         title="Rank share at initialization", short="Initial rank share", symbol="rank at initialization",
         formula="as numerical_rank, mean over copies of the model at initialization; NaN without baseline",
         range=RANK, share=True, low="no direction", high="full rank", digits=2, cost="one audit per seed",
-        known_only=True, console="init\nshare", late=True, drawn=False,
+        known_only=True, console="initial\nshare", late=True, drawn=False,
         meaning="Numerical rank of the same head before training; relative rank if the matrix has signs.",
     )] = math.nan
     effective_rank: Annotated[Number, HeadMeasure(
@@ -220,7 +220,7 @@ class HeadMeasures(Record):
         symbol="effective rank at initialization",
         formula="as effective_rank, mean over copies of the model at initialization; NaN without baseline",
         range=DIRECTIONS, low="few directions", high="many directions", digits=1, cost="one audit per seed",
-        known_only=True, console="init\neffective", late=True, drawn=False,
+        known_only=True, console="initial\neffective", late=True, drawn=False,
         meaning="Effective rank of the same head before training.",
     )] = math.nan
     stable_rank: Annotated[Number, HeadMeasure(
@@ -315,16 +315,16 @@ class LayerMeasures(Record):
         meaning="Size of all token states of a sequence together.",
     )]
     token_spread: Annotated[Number, LayerMeasure(
-        title="Token spread μ", symbol="μ", formula="‖Y − 1ȳᵀ‖_F", range=POSITIVE._replace(text="[0, ‖Y‖_F]"),
-        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", drawn=False,
-        options={"normalized": False}, function="token_spread",
-        meaning="Distance of the tokens from their mean ȳ: 0 if all tokens are the same.",
+        title="Absolute token spread μ", symbol="absolute token spread", formula="‖Y − 1ȳᵀ‖_F",
+        range=POSITIVE._replace(text="[0, ‖Y‖_F]"), low="all tokens the same", high="the mean token is 0",
+        digits=3, cost="O(T D)", drawn=False, options={"normalized": False}, function="token_spread",
+        meaning="Distance μ of the tokens from their mean ȳ: 0 if all tokens are the same.",
     )]
     relative_spread: Annotated[Number, LayerMeasure(
-        title="Relative token spread μ/‖Y‖", symbol="μ/‖Y‖", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
-        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)", console="μ/‖Y‖",
-        function="token_spread",
-        meaning="Token spread divided by the norm: 0 if all tokens are the same.",
+        title="Token spread μ/‖Y‖", symbol="token spread", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
+        low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)",
+        console="token\nspread", function="token_spread",
+        meaning="Distance μ of tokens from their mean, divided by their norm: 0 if all tokens are the same.",
     )]
     mean_cosine: Annotated[Number, LayerMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",

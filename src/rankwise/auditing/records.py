@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from rankwise._internals.records import Count, Number, Record, Size, format_number
-from rankwise.auditing.measure_table import NULLS, HeadMeasures, LayerMeasures
+from rankwise.auditing.measure_table import REFERENCES, HeadMeasures, LayerMeasures
 from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
 from rankwise.tracing.head_id import HeadId as HeadId
@@ -63,10 +63,10 @@ class RankAt(Record):
     uniform_rank: Number
 
     @property
-    def nulls(self) -> dict[str, float]:
+    def references(self) -> dict[str, float]:
         """Reference ranks that are not NaN, by field name."""
-        named = {name: getattr(self, name) for name in NULLS}
-        return {name: null for name, null in named.items() if not math.isnan(null)}
+        named = {name: getattr(self, name) for name in REFERENCES}
+        return {name: rank for name, rank in named.items() if not math.isnan(rank)}
 
 
 class BaselineAt(Record):
@@ -368,7 +368,8 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
     def __repr__(self) -> str:
         return (
-            f"LayerRecord({self.stack!r}, layer {self.layer}: μ/‖Y‖ {format_number(self.relative_spread)}, "
+            f"LayerRecord({self.stack!r}, layer {self.layer}: "
+            f"token spread {format_number(self.relative_spread)}, "
             f"mean cosine {format_number(self.mean_cosine)}, "
             f"effective rank {format_number(self.effective_rank)})"
         )

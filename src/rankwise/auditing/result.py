@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
-NO_BASELINE = "baseline left out: differences to fresh weights, sequence by sequence, cannot be merged"
-NO_WIDTH = "width needed left out: it rests on second moments of all sequences, which audits do not hold"
+NO_BASELINE = "baseline left out: differences from initialization, sequence by sequence, cannot be merged"
+NO_WIDTH = "required width left out: it rests on second moments of all sequences, which audits do not hold"
 ADVISED = "examine the skip connections again: rw.skips.recommend(audit, model, batch)"
 LOAD = "Read a saved audit with `rw.Audit.load(path)`."
 _MOST_NAMES = 6

@@ -31,7 +31,7 @@ RTOL = 1e-6
 def token_spread(
     tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
 ) -> Float64[Tensor, " B"]:
-    """Return the distance μ of the tokens from their mean, by default divided by the norm of the tokens.
+    """Return the token spread μ/‖Y‖, or the absolute token spread μ: the distance of tokens from their mean.
 
     Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, where ȳ is the mean token; divided by ‖Y‖_F if ``normalized`` (0/0 = 0).
     Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 if all tokens are equal or there is only one. NaN for a
@@ -45,7 +45,7 @@ def token_spread(
     Args:
         tokens: states of B sequences, with T tokens of D features each.
         mask: True for real tokens, False for padding; by default all tokens are real.
-        normalized: True to return μ/‖Y‖_F, False to return μ.
+        normalized: True to return the token spread μ/‖Y‖_F, False to return μ.
 
     Examples:
         >>> import torch

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 EVERY = 500
 """Default number of steps between audits, which then take less than 1 % of the demo's training time."""
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
-"""COLLAPSE stops a training if the least μ/‖Y‖ of a stack is below this value in so many audits in a row
-after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
+"""COLLAPSE stops a training if the least token spread of a stack is below this value in so many audits in a
+row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("relative_spread", "mean_cosine", "effective_rank"),
@@ -77,7 +77,7 @@ class RankMonitor:
         probe: a batch or a list of batches: dicts, tuples or tensors, as in `rankwise.audit`.
         every: number of steps between audits, or more if steps do not count by one; step 0 is also audited.
         stop_on: codes of findings that stop training; COLLAPSE stops it if three audits in a row, after
-            step 0, have a μ/‖Y‖ below 0.0002 in one stack, because many training runs recover from less.
+            step 0, have a token spread below 0.0002 in one stack, because many runs recover from less.
         folder: folder for audits, as ``step-N/audit.json``; `finish` adds `history` and an HTML page. If
             None, nothing is written. Audits of another training run in the folder raise at the first step.
             If the disk is full later, one warning is logged and training continues.

@@ -15,6 +15,7 @@ from rankwise.auditing.measure_table import (
     DRAWN,
     HEAD_MEASURES,
     LAYER_MEASURES,
+    REFERENCES,
     HeadMeasure,
     mixer_kind,
     share,
@@ -39,7 +40,6 @@ MOST_LAYERS, FEW_LAYERS = 16, 5
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
 _CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
-_REFERENCE_COLUMNS = {"null": "hardmax_rank", "random": "random_rank", "uniform": "uniform_rank"}
 
 
 def audit_document(audit: Audit) -> Document:
@@ -235,10 +235,10 @@ def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     if len(lengths) > 1:
         columns["tokens"] = lambda own: format_number(mean(head.tokens for head in own), 0)
     columns["rank\nshare"] = _mean_rank_share
-    for name, field in _REFERENCE_COLUMNS.items():
+    for field, words in REFERENCES.items():
         known = any(math.isfinite(getattr(head, field)) for head in mine)
-        if name == "null" or known:
-            columns[f"{name}\nshare"] = partial(_mean_share, field)
+        if field == "hardmax_rank" or known:
+            columns[words.replace(" ", "\n")] = partial(_mean_share, field)
     for measure in _CONSOLE_HEADS:
         has_kind = not measure.kinds or kinds & set(measure.kinds)
         if has_kind and measure.known_in(mine):
@@ -288,7 +288,7 @@ def _console_states(stack: str, layers: Sequence[LayerRecord]) -> Table:
             [str(y.layer), format_number(y.tokens, 0), *(measure.formatted(y) for measure in _CONSOLE_STATES)]
             for y in mine
         ],
-        facts="μ/‖Y‖ of 0: all tokens the same",
+        facts="token spread μ/‖Y‖ of 0: all tokens the same",
         redrawn=True,
     )
 

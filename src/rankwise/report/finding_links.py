@@ -6,7 +6,7 @@ from typing import Literal
 
 from rankwise._internals.records import format_number
 from rankwise.auditing.findings import RULES, about
-from rankwise.auditing.measure_table import DRAWN, NULLS, PICTURED
+from rankwise.auditing.measure_table import DRAWN, PICTURED, REFERENCES
 from rankwise.auditing.records import SEVERITY_ORDER, Finding, Severity
 from rankwise.auditing.result import Audit
 from rankwise.auditing.verdict import number_words
@@ -16,7 +16,7 @@ from rankwise.report.heatmap_grid import Grid, HeadIndex
 
 _HEAD_NAMES = {measure.name for measure in PICTURED}
 _STATE_NAMES = {measure.name for measure in DRAWN}
-_ALIASES = dict.fromkeys(NULLS, "numerical_rank")
+_ALIASES = dict.fromkeys(REFERENCES, "numerical_rank")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_r
 """Measure of rank/min(T, S) for a T×S mixing matrix; for matrices with signs, the rank is relative to σ₁."""
 
 _TITLES = {
-    "relative_spread_layer_0": "μ/‖Y‖ of the input",
-    "relative_spread_lowest": "lowest μ/‖Y‖",
-    "relative_spread_lowest_at_1": "lowest μ/‖Y‖ with λ = 1",
+    "relative_spread_layer_0": "token spread of the input",
+    "relative_spread_lowest": "lowest token spread",
+    "relative_spread_lowest_at_1": "lowest token spread with λ = 1",
     "nonfinite": "not finite",
     "cost": "cost of removal",
     "loss": "loss after removal",
@@ -23,7 +23,7 @@ _TITLES = {
 
 
 def title(measure: str) -> str:
-    """Return the name of a measure as it is shown to readers, such as μ/‖Y‖ for `relative_spread`."""
+    """Return the name of a measure as it is shown to readers, such as token spread for `relative_spread`."""
     return _TITLES.get(measure, measure.replace("_", " "))
 
 

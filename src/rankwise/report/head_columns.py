@@ -12,7 +12,14 @@ from typing import Any
 
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, NULLS, HeadMeasure, Measure, share
+from rankwise.auditing.measure_table import (
+    HEAD_MEASURES,
+    LAYER_MEASURES,
+    REFERENCES,
+    HeadMeasure,
+    Measure,
+    share,
+)
 from rankwise.auditing.records import HeadRecord, LayerRecord
 from rankwise.report.format import count, round_for_page
 
@@ -159,8 +166,8 @@ def _reference_ranks(measure: HeadMeasure, heads: Sequence[HeadRecord]) -> list[
             values=[share(getattr(head, name), head) for head in heads],
             note=_NOTES[name],
         )
-        for name, words in NULLS.items()
-        if name in measure.nulls
+        for name, words in REFERENCES.items()
+        if name in measure.references
     ]
 
 

@@ -29,7 +29,7 @@ UNCLEAR = (
 def skip_document(
     scales: Mapping[str, Sequence[float]], report: Mapping[str, Any], notes: Sequence[str] = ()
 ) -> Document:
-    """Return the report on λ-skips before and after a fit: λ per site, spread μ/‖Y‖ by layer, and loss."""
+    """Return the report on λ-skips before and after a fit: λ per site, token spread by layer, and loss."""
     rows = [[name, f"{before:.3f}", f"{after:.3f}"] for name, (before, after) in scales.items()]
     states = report["collapse"]
     times = (", before", ", after") if len(states) > 1 else ("",)
@@ -42,7 +42,7 @@ def skip_document(
     loss = f"loss, held out: {losses}" if losses else ""
     tables = [
         Table("λ-skips", ["site", "λ before", "λ after"], rows),
-        Table("μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
+        Table("Token spread μ/‖Y‖ by layer", ["stack", "input, and after each layer"], spread),
     ]
     return Document(
         command="Rankwise skip",
@@ -116,7 +116,7 @@ def _kept(stack: StackCertificate) -> str:
     name = stack.stack or "model"
     if stack.kept is None:
         return f"{name}: nothing to keep, its tokens are all equal where it starts."
-    return f"{name}: keeps {stack.kept:.2f} of μ/‖Y‖ on this batch."
+    return f"{name}: keeps {stack.kept:.2f} of the token spread on this batch."
 
 
 def _uses(stack: StackCertificate, root: str) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ class _Numbers(Record):
 
 
 class LayerCertificate(_Numbers):
-    """Certificate of one λ-skip: the measured spread μ of its tokens, and the least |λ| of each bound.
+    """Certificate of one λ-skip: the absolute token spread μ of its tokens, and the least |λ| of each bound.
 
     μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of the token states Y from their mean ȳ. Numbers are of the worst
     sequence unless stated otherwise. A number is None if it is unknown or does not apply.
@@ -107,7 +107,7 @@ def upgraded(content: dict[str, Any]) -> dict[str, Any]:
 
 
 class SkipCertificate(SavedRecord, _Numbers):
-    """Spread μ of tokens that λ-skips keep on one batch, measured and proved, by layer and by stack."""
+    """Absolute token spread μ that λ-skips keep on one batch, measured and proved, by layer and by stack."""
 
     _unmarked: ClassVar[bool] = True
     _report: ClassVar[str] = "skip_report"
@@ -116,7 +116,7 @@ class SkipCertificate(SavedRecord, _Numbers):
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
     schema_version: Literal[2] = 2
     a: float
-    """Fraction of μ² (squared spread of the tokens) that each layer should keep."""
+    """Fraction of μ² (squared absolute token spread) that each layer should keep."""
     sequences: int
     layers: list[LayerCertificate]
     stacks: list[StackCertificate]
@@ -138,9 +138,9 @@ class LambdaChoice(Record):
     """Least |λ| tried with which tokens stay apart. None without one, or if with it a mixer would be
     reported as INACTIVE_BLOCK: then no λ is named."""
     removes_collapse: bool
-    """True if with the last |λ| of `tried` tokens stay apart: μ/‖Y‖ is at least 0.1, above COLLAPSE."""
+    """True if the last |λ| of `tried` keeps tokens apart: a token spread of at least 0.1, above COLLAPSE."""
     tried: list[tuple[float, Number]]
-    """Pairs (|λ|, lowest μ/‖Y‖ after a block of the stack), in the order of the trials."""
+    """Pairs (|λ|, lowest token spread after a block of the stack), in the order of the trials."""
     proved: float | None
     """|λ| from which on each layer is proved to keep half of the μ² of its input on this batch (half of
     μ²/‖Y‖² if no norm follows the sum). None if it is unknown or infinite."""

@@ -1,4 +1,4 @@
-"""Certify λ-skips: measure the spread μ of tokens on a batch, and prove bounds of it by `rankwise.theory`.
+"""Certify λ-skips: measure the absolute token spread μ on a batch, and prove bounds by `rankwise.theory`.
 
 In this file Y are the states x of a sequence, and B is the branch f(Y).
 """
@@ -37,9 +37,9 @@ NORM_KINDS: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
 
 def certify_skip(model: nn.Module, batch: Batch, a: float = 0.5) -> SkipCertificate:
-    """Certify each skip connection: the token spread μ kept on this batch, and the least |λ| proved for it.
+    """Certify each skip connection: the absolute token spread μ kept on this batch, and the least |λ| proved.
 
-    The spread is μ(Y) = ‖Y − 1ȳᵀ‖_F, the distance of the token states Y from their mean ȳ. The certificate
+    This is μ(Y) = ‖Y − 1ȳᵀ‖_F, the distance of the token states Y from their mean ȳ. The certificate
     has for each layer: μ before and after the skip connection; a proved lower bound of their ratio, and the
     least |λ| for which it is √a (`rankwise.theory.skip_bound`, `min_lambda`); the least |λ| of the paper's
     theorem; and ‖f(x)‖ relative to the sum. A model without λ-skips is certified at λ = 1;

@@ -42,10 +42,10 @@ from rankwise.tracing import StateSite, capture
 AuditT = TypeVar("AuditT", bound=Audit)
 
 APART = 0.1
-"""Least μ/‖Y‖ that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a model does
-not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
+"""Least token spread that a tried λ must leave after every block. In docs/tutorials/repair-collapse.md a
+model does not train with λ = 4, which leaves 0.05, and does with 8, which leaves 0.15."""
 KEEP = 0.5
-"""Fraction of μ² (squared token spread) that each layer keeps with the λ for which the bound is proved."""
+"""Fraction of μ² (μ: absolute token spread) that each layer keeps with the λ that is proved."""
 SAMPLE = 4
 """Number of sequences that `recommend` examines if a batch is a dict."""
 AGAIN = "the model ran again on the first batch"
@@ -70,8 +70,8 @@ TRIAL = (
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack of blocks stay apart.
 
-    A trial raises every smaller |λ| of the stack to the tried value. Tokens stay apart if μ/‖Y‖ of the batch
-    is at least 0.1, or half of its value at the input, after every block; COLLAPSE is found below 0.04.
+    A trial raises every smaller |λ| of the stack to the tried value. Tokens stay apart if the token spread of
+    the batch is at least 0.1, or half of its value at the input, after every block; COLLAPSE is below 0.04.
     Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if tokens stay
     apart with none of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
     what to do. `try_lambdas` shows what trains.
@@ -159,7 +159,7 @@ def _choose(
     proved = max(known) if known and len(known) == len(least) else None
     named, told = removed and not suppressed, f"|λ| = {best:g} removes COLLAPSE"
     if not removed:
-        told = f"no |λ| up to {TRIED[-1]:g} keeps μ/‖Y‖ above {APART:g}, and no λ is named"
+        told = f"no |λ| up to {TRIED[-1]:g} keeps the token spread above {APART:g}, and no λ is named"
     elif suppressed:
         told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
     elif all(bool((own.abs() >= best).all()) for own in current.values()):
@@ -175,7 +175,7 @@ def _choose(
 
 
 def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
-    """Return True if the tokens of a stack stay apart, and the lowest μ/‖Y‖ after its blocks."""
+    """Return True if the tokens of a stack stay apart, and the lowest token spread after its blocks."""
     layers = _layers(model, [batch])
     _check_stack(model, stack, {layer.stack for layer in layers})
     own = [layer for layer in layers if layer.stack == stack]

@@ -9,7 +9,7 @@ def mixing_strength(product: float, eps: float = 0.0, size: float = 1.0, shortes
     r"""Return the value that replaces S·C_M in `min_lambda_paper` for states of any length and any ε.
 
     Formula: √((S·C_M·q)² + ε)/ℓ, which is S·C_M if each state has norm √D and ε = 0, as the theorem assumes.
-    With it, Theorem 4.1 holds for all states if the squared token spread μ² is replaced by D·μ(U)², where U
+    With it, Theorem 4.1 holds for all states if μ² (μ: absolute token spread) is replaced by D·μ(U)², where U
     are the states divided by their lengths.
     Range: [0, ∞]. Cost: O(1) time.
     Source: this project; proof in docs/explanation/skip-bound.md.
@@ -68,5 +68,5 @@ def min_lambda_paper(strength: float, a: float, tokens: int, width: int, spread:
 
 
 def check_share(a: float) -> float:
-    """Return ``a``, the fraction of μ² (squared spread) that a layer must keep; raise if not in (0, 1)."""
+    """Return ``a``, the fraction of μ² (μ: token spread) that a layer must keep; raise if not in (0, 1)."""
     return in_range("`a`", a, "(0, 1)", fix="0.5 keeps half of μ² in each layer.")

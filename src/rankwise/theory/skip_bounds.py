@@ -28,7 +28,7 @@ def skip_bound(
     norm: Norm = "none",
     eps: float = 0.0,
 ) -> Float64[Tensor, "*batch"]:
-    r"""Return a proved lower bound of the spread μ(λx + f(x)), or of μ after a norm of this sum.
+    r"""Return a proved lower bound of the absolute token spread μ(λx + f(x)), or of μ after a norm.
 
     μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.token_spread`).
 

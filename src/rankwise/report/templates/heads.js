@@ -185,8 +185,8 @@ function drawNumbers(head) {
   const rows = drawn.filter((column) => (column.name !== "removal_cost" || !report.costs) && column.values[head] !== null || column.labels?.[head]).map((column) => {
     const name = element("dt", { textContent: column.short_title });
     const value = element("dd", {}, element("b", { textContent: label(column, head) }), element("span", { className: "spread", textContent: spreadLabel(column, head) }));
-    const fresh = columnNamed[`init_${column.name}`];
-    if (fresh && fresh.values[head] !== null) value.append(element("small", { textContent: `initially ${label(fresh, head)}${spreadLabel(fresh, head)}`, title: "The same head at initialization, mean ± standard deviation over seeds" }));
+    const initial = columnNamed[`init_${column.name}`];
+    if (initial && initial.values[head] !== null) value.append(element("small", { textContent: `initially ${label(initial, head)}${spreadLabel(initial, head)}`, title: "The same head at initialization, mean ± standard deviation over seeds" }));
     if (undefinedFor[column.name].has(head)) value.replaceChildren(element("span", { textContent: "╱╱╱", title: "not informative for a diagonal mixer" }));
     const chosen = column.name === measurePicker?.value;
     return element("div", { className: chosen ? "chosen" : "" }, name, value);
@@ -281,7 +281,7 @@ function spectrumTraces(head, paint, dash, width) {
 function initialTrace(head) {
   if (!initialSpectra?.points[head]) return [];
   return [{
-    type: "scatter", mode: "lines", name: "at initialization", ...spectrumOf(head, initialSpectra), meta: { fresh: head },
+    type: "scatter", mode: "lines", name: "at initialization", ...spectrumOf(head, initialSpectra), meta: { initial: head },
     line: { color: color("muted"), width: 5 }, opacity: 0.35, hovertemplate: "at initialization<br>%{y:.3g} at %{x:.2f}<extra></extra>",
   }];
 }
