@@ -580,6 +580,22 @@ def test_no_command_is_printed_that_compress_refuses(case: str, folder: Path) ->
     assert merged.provenance.refused == audit.provenance.refused
 
 
+@pytest.mark.parametrize("where", ["heads_find.find_removable_heads", "qk_find.find_query_key_layers"])
+def test_a_bug_is_not_a_refusal(where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from tests.auditing import test_remedies\n"
+    code += "def build():\n    return test_remedies.both(), [test_remedies.ids()]\n"
+    (folder / "net.py").write_text(code)
+
+    def bug(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(f"rankwise.compression.{where}", bug)
+    audit = audited("net.py:build", "--importance", "exact")
+    assert [finding.remedy for finding in audit.findings if "refuses" in finding.remedy] == []
+    [note] = [note for note in audit.provenance.notes if "a bug" in note]
+    assert note == "`rankwise compress` was not tried, and no λ is named: KeyError('a bug')"
+
+
 class Outcome(NamedTuple):
     code: str
     command: str

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from tests.support.nets import NETS
 from torch import Tensor, nn
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 import rankwise as rw
 from rankwise import skips
-from rankwise.cli import load_data, load_model, skip
+from rankwise.cli import app, load_data, load_model, skip
 from rankwise.cli.load_data import LoadedData
 from rankwise.cli.load_model import LoadedModel
 from rankwise.compression import save_compressed
@@ -525,6 +525,46 @@ def test_the_advice_for_a_model_of_a_factory_is_followed(run: Run, tmp_path: Pat
     assert "COLLAPSE" not in {one.code for one in rw.audit(repaired, batches).findings}
     result = run("own.py:build", "--certify")  # with the λ that the factory has loaded
     assert "tried: an audit of this batch finds no COLLAPSE" in " ".join(result.output.split())
+
+
+SHORT = """
+import torch
+from torch import nn
+
+class Short(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(256, 8), nn.Embedding(16, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.added = nn.Parameter(torch.zeros(16, 8))
+
+    def forward(self, ids):
+        places = self.added if ADDS else self.places(torch.arange(ids.shape[1]))
+        return self.layer(self.words(ids) + places)
+
+def build():
+    return Short()
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.parametrize("how", [("--out", "new"), ("--certify",), ("--try-steps", 1)])
+@pytest.mark.parametrize("adds", ["True", "False"])
+def test_a_text_longer_than_a_model_reads_has_the_hint_of_an_audit(
+    run: Run, tiny: Path, how: tuple[object, ...], adds: str
+) -> None:
+    Path("short.py").write_text(SHORT.replace("ADDS", adds))
+    data = ("--text", "text.txt", "--tokens", 32)
+    audit = CliRunner().invoke(app, ["audit", "short.py:build", *map(str, data)])
+    said = "Can the model read 32 tokens? If not, cut them (`--tokens`)."
+    said = said if adds == "True" else "The usual cause is a sequence that is too long"
+    assert said in str(audit.exception)
+    skip = run("short.py:build", *data, *how)
+    assert isinstance(skip.exception, InputError)
+    assert said in str(skip.exception)
+    assert run("short.py:build", *data[:2], "--tokens", 16, *how).exit_code == 0  # the remedy
 
 
 def test_a_certificate_shows_what_is_advised_if_no_lambda_helps(run: Run, monkeypatch) -> None:

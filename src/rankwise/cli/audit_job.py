@@ -224,7 +224,7 @@ def run(
 def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Audit, bool]:
     """Return the audit with recommended λ, and True if Ctrl-C stopped the audit or the recommendation.
 
-    An incomplete audit has no recommendation. If the recommendation fails, a note of the audit says why.
+    An incomplete audit has no recommendation. If a step fails, a note of the audit says why.
     Commands against oversized and removable heads are tried up to the first change of the model.
     """
     from rankwise.auditing.run import build_audit
@@ -236,18 +236,20 @@ def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Aud
     audit = build_audit(statistics, maps)
     if not audit.complete:
         return audit, True
+    failed = "`rankwise compress` was not tried, and no λ is named"
     try:
         remedies = " ".join(finding.remedy for finding in audit.findings)
         if parts := re.findall(r"rankwise compress .*? --parts (\S+)", remedies):
             refused = {part: refusal(loaded.model.model, loaded.first[0], part) for part in set(parts)}
             statistics.provenance = statistics.provenance.model_copy(update={"refused": refused})
             audit = build_audit(statistics, maps)
+        failed = "no λ is named for COLLAPSE"
         return recommend(audit, loaded.model.model, loaded.first[0], loaded.model.loss), False
     except KeyboardInterrupt:
         note, stopped = "skip connections not looked at: interrupted from the keyboard", True
-    except Exception as error:  # an error in the recommendation must not lose the audit
+    except Exception as error:  # it must not lose the audit
         reason = str(error) if isinstance(error, RankwiseError | RuntimeError) else repr(error)
-        note, stopped = f"no λ is named for COLLAPSE: {reason}", False
+        note, stopped = f"{failed}: {reason}", False
         say(note)
     provenance = audit.provenance.model_copy(update={"notes": [*audit.provenance.notes, note]})
     return audit.model_copy(update={"provenance": provenance}), stopped

@@ -15,7 +15,7 @@ import typer
 from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import PARTS
-from rankwise.errors import INTERRUPTED, CompressionError, InputError, RankwiseError
+from rankwise.errors import INTERRUPTED, CompressionError, InputError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,13 +156,16 @@ def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
         return "it is compressed already"
     finds = {"heads": find_removable_heads, "qk": find_query_key_layers, "rotary": find_rotary_layers}
     reason = ""
+    try:
+        check_saveable(model)
+    except CompressionError as error:
+        return error.got
     for part in parts.split(","):
         try:
-            check_saveable(model)
             finds[part](model, batch)
             return ""
-        except Exception as error:  # the command reports it in the same words
-            reason = error.got if isinstance(error, RankwiseError) else f"{type(error).__name__}: {error}"
+        except CompressionError as error:  # the command reports it in the same words
+            reason = error.got
     return reason
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from rankwise._internals import forward
 from rankwise._internals.forward import (
     Batch,
-    batch_errors,
     drop_unused_labels,
     each_batch,
     eval_mode,
@@ -27,7 +26,7 @@ from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX, LossBatch
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
-from rankwise.skips.locate import check_module
+from rankwise.skips.locate import check_module, example_errors
 from rankwise.skips.observe import TRIED, raise_lambdas
 
 LossOfModel = Callable[[nn.Module, Any], Tensor]
@@ -203,7 +202,7 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         fix = "Leave it out; `attention_mask` is 1 at real tokens."
         raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
     inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
-    with batch_errors(model, inputs, subject="batch"):
+    with example_errors(model, inputs, "batch"):
         loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss
@@ -285,7 +284,8 @@ def _train(
     model.train()
     for batch in islice(cycle(batches), steps):
         optimizer.zero_grad()
-        lost = loss(model, batch)
+        with example_errors(model, batch):
+            lost = loss(model, batch)
         losses.append(float(lost.detach()))
         if not math.isfinite(losses[-1]):
             break
@@ -298,7 +298,7 @@ def _train(
 def loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
     """Return the mean loss that fits a model and its batches; raise if they have nothing to predict."""
     inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    with batch_errors(model, inputs[0]), eval_mode(model), torch.no_grad():
+    with example_errors(model, inputs[0]), eval_mode(model), torch.no_grad():
         output = run_model(model, inputs[0])
     chosen = choose_loss(model, LossBatch(inputs[0], batches[0]), output, ImportanceSettings())
     if chosen.compares_outputs:

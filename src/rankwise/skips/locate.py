@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,13 +94,20 @@ def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
+def example_errors(model: nn.Module, batch: Any, subject: str = "`batch`") -> AbstractContextManager[None]:
+    """Return a context manager that raises `InputError`, with the hint of an audit, as `batch_errors`."""
+    from rankwise.auditing.error_hints import fix_hint
+
+    return batch_errors(model, batch, fix_hint, subject)
+
+
 def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
     """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
 
     Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
     the norm of the site only if every sum has a reader; otherwise it is the final norm of a stack.
     """
-    with batch_errors(model, example):
+    with example_errors(model, example):
         residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:
