@@ -30,7 +30,7 @@ from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.importance.records import HeadImportance, agreement
 
 ESTIMATES = {
-    "first_order": "first order, mean of abs. ∂L_i/∂ξ",
+    "first_order": "first order, Σ abs. ∂S_i/∂ξ / N",
     "fisher": "empirical Fisher",
     "curvature": "curvature, 8 projections",
     "estimate": "curvature − gradient, 8 projections",

@@ -29,9 +29,9 @@ class HeadImportance(Record):
     gradient: Number = math.nan
     """∂L/∂ξ of a gate (factor) ξ = 1 on the head's output; 0 if the loss measures change of the output."""
     first_order: Number = math.nan
-    """Σ_i |∂L_i/∂ξ| / N, with L_i the loss of sequence i, ξ the gate, N tokens (Michel et al., 2019)."""
+    """Σ_i |∂S_i/∂ξ| / N, with S_i the summed loss of sequence i, N tokens or labels (Michel et al., 2019)."""
     fisher: Number = math.nan
-    """½ Σ_i (∂L_i/∂ξ)² / N, half of the empirical Fisher information of the gate ξ, per token."""
+    """½ Σ_i (∂S_i/∂ξ)² / N, half of the empirical Fisher information of the gate ξ, per token."""
     curvature: Number = math.nan
     """½ ∂²L/∂ξ², a Gauss–Newton estimate from random projections of the output."""
     estimate: Number = math.nan
