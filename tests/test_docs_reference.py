@@ -59,6 +59,23 @@ def test_every_public_name_is_rendered(name: str, rendered: set[str]) -> None:
     assert {f"{module.__name__}.{one}" for one in public} - rendered == set()
 
 
+def test_every_public_function_has_an_example() -> None:
+    """An example may be in the docstring of another function, which is then named: "example: `audit`"."""
+    modules = [import_module(f"rankwise.{name}".rstrip(".")) for name in ["", *sorted({*PACKAGES} - NOT_API)]]
+    public = {name: getattr(one, name) for one in modules for name in getattr(one, "__all__", ())}
+    functions = {
+        name: inspect.getdoc(value) or "" for name, value in public.items() if inspect.isroutine(value)
+    }
+    assert len(functions) > 60
+    missing = []
+    for name, text in functions.items():
+        other = re.search(r"xample: `(\w+)`|as in `(\w+)` \(example there\)", text)
+        shown = functions.get((other[1] or other[2]) if other else "", "")
+        if ">>> " not in text and not re.search(rf">>> .*\b{name}\b|\.\.\. .*\b{name}\b", shown):
+            missing.append(name)
+    assert missing == []
+
+
 def records() -> Iterator[type]:
     """Yield the records of the package: everything that it writes as JSON."""
     for path in sorted((ROOT / "src" / "rankwise").rglob("*.py")):

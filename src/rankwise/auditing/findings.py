@@ -151,7 +151,12 @@ def about(code: str) -> Subject | Literal[""]:
 
 
 def check_codes(codes: Sequence[str]) -> list[str]:
-    """Return codes in upper case with underscores; raise if one is unknown, with similar known codes."""
+    """Return codes in upper case with underscores; raise if one is unknown, with similar known codes.
+
+    Examples:
+        >>> check_codes(["collapse", "low-rank"])
+        ['COLLAPSE', 'LOW_RANK']
+    """
     return [one_of(f"code {code}", code.upper().replace("-", "_"), RULES) for code in codes]
 
 

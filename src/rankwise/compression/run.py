@@ -94,9 +94,6 @@ def compress(
         seed: random seed.
         on_step: called with a description of each step.
 
-    Returns:
-        Widths, costs and savings. The cost `output_kl` has the same unit for all parts.
-
     Raises:
         CompressionError: if a part is unknown or has two targets, a target is out of range, a part cannot be
             done, memory runs out, or the model is already compressed or cannot be saved. The model is then

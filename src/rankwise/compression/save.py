@@ -219,6 +219,7 @@ def save_compressed(model: nn.Module, folder: str | Path, record: Compression | 
 
     Models of transformers are written by their ``save_pretrained``, which also works alone: the structure is
     in ``config.json``. Other modules are written as ``model.safetensors`` and ``structure.json``.
+    Example: `load_compressed`.
 
     Raises:
         CompressionError: if the model is not compressed, or has weights that a new model of its class lacks.
@@ -282,7 +283,7 @@ def load_compressed(folder: str | Path, model: nn.Module | None = None, **option
         >>> ids = torch.randint(0, 50, (2, 24))
         >>> done = rw.compress(model, [{"input_ids": ids}], keep=0.5)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     model.save_pretrained(folder)
+        ...     _ = rw.compression.save_compressed(model, folder, done)
         ...     again = rw.load_compressed(folder)
         >>> bool(torch.equal(model(ids).logits, again(ids).logits))
         True

@@ -193,6 +193,11 @@ def sort_by_cost(
     """Return groups of heads, cheapest group first; the cost of a group is the sum over its heads.
 
     Groups with a head of unknown cost are left out. ``exact`` sorts by exact costs, otherwise by estimates.
+
+    Examples:
+        >>> known = {HeadId(head=at): HeadImportance(exact=cost) for at, cost in enumerate([0.3, 0.1])}
+        >>> [[head.head for head in heads] for heads in sort_by_cost(known, exact=True)]
+        [[1], [0]]
     """
     members: dict[Hashable, list[HeadId]] = {}
     costs: dict[Hashable, float] = {}

@@ -35,17 +35,12 @@ def token_spread(
 
     Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, where ȳ is the mean token; divided by ‖Y‖_F if ``normalized`` (0/0 = 0).
     Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 if all tokens are equal or there is only one. NaN for a
-    sequence without a real token, or with NaN or infinity in a real token. Padding is ignored.
+    sequence without a real token (``mask`` False), or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence.
     Numerics: the first real token is subtracted from all tokens before the mean is subtracted. So the
     relative error is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
     Source: μ measures collapse in the paper on λ-skip connections, "the architectural component that
     prevents rank collapse". Normalize if the norms of the states change with depth.
-
-    Args:
-        tokens: states of B sequences, with T tokens of D features each.
-        mask: True for real tokens, False for padding; by default all tokens are real.
-        normalized: True to return the token spread μ/‖Y‖_F, False to return μ.
 
     Examples:
         >>> import torch
@@ -131,16 +126,11 @@ def relative_update(before: Tokens, after: Tokens, mask: TokenMask | None = None
     """Return how much a block changes the states, relative to their norm; a mere rescaling counts as 0.
 
     Formula: min_c ‖Z − cY‖_F/‖Z‖_F = √(1 − ⟨Y, Z⟩²/(‖Y‖²‖Z‖²)) for states Y before and Z after the block; 0
-    if Z is 0.
+    if Z is 0. ``mask`` is True for real tokens, by default all.
     Range: [0, 1]; 0 if the block only rescales its input (it is inactive, or its skip connection dominates).
     Independent of scale and sign of Y and Z. NaN if a state is not finite or no token is real.
     Cost: O(T D) time per sequence.
     Numerics: Z − cY is computed and summed, because 1 − cos² would lose all digits of results below 1e-8.
-
-    Args:
-        before: states that the block reads.
-        after: states that the block returns.
-        mask: True for real tokens, False for padding; by default all tokens are real.
 
     Raises:
         ShapeError: if the states have different shapes or no shape (B, T, D), or the mask is not bool (B, T).

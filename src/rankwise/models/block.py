@@ -24,10 +24,6 @@ class LayerScale(nn.Module):
     """Learned factor per channel, by which the output of a mixer or feed-forward part is multiplied.
 
     Source: Touvron et al., "Going deeper with Image Transformers", ICCV 2021, Section 2.
-
-    Args:
-        hidden_size: D, the model width.
-        init: initial value of every factor.
     """
 
     def __init__(self, hidden_size: int, init: float) -> None:
@@ -75,10 +71,6 @@ class Block(GradientCheckpointingLayer):
     Pre-norm: ``y = λ x + γ₁ g(u) mixer(u)`` with ``u = norm(x)``; ``z = y + γ₂ mlp(norm(y))``.
     Post-norm: ``y = norm(λ x + γ₁ g(x) mixer(x))``; ``z = norm(y + γ₂ mlp(y))``.
     The gate g is SiLU of a linear map, or 1 without a gate. γ₁ and γ₂ are `LayerScale` factors, or 1.
-
-    Args:
-        config: sizes and options of the model.
-        layer: index of the block, from 0.
     """
 
     def __init__(self, config: ToSTConfig, layer: int) -> None:

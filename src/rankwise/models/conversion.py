@@ -35,17 +35,13 @@ MODELS = {"language": ToSTForCausalLM, "vision": ToSTForImageClassification}
 def load_released_tost(
     path: str | Path, *, tokens_norm: bool = True
 ) -> ToSTForCausalLM | ToSTForImageClassification:
-    """Load a released ToST checkpoint, a language (.pt) or vision (.pth) model.
+    """Load a released ToST checkpoint (.pt: language, .pth: vision) in float32 and evaluation mode.
 
     The configuration is inferred from weight shapes. Only tensors, plain containers and
     `argparse.Namespace` (the command line in vision checkpoints) are unpickled.
 
     Args:
-        path: checkpoint file.
         tokens_norm: field of `ToSTConfig` for vision models, which weight shapes do not determine.
-
-    Returns:
-        Model in evaluation mode, with float32 weights.
 
     Raises:
         InputError: if the file cannot be read, lacks weights, has wrong shapes or is of another model.
@@ -67,19 +63,19 @@ def load_released_tost(
 
 
 def save_model(model: PreTrainedModel, folder: str | Path) -> list[Path]:
-    """Save a model as safetensors and JSON files; write either all files or none.
+    """Save a model of this package as safetensors and JSON files, all or none; return their paths.
 
     Image classifiers also get the settings that `image_processor_config` returns.
 
-    Args:
-        model: model of this package.
-        folder: folder to write to, created if necessary.
-
-    Returns:
-        Paths of the written files.
-
     Raises:
         InputError: if the folder cannot be written to.
+
+    Examples:
+        >>> import tempfile, rankwise as rw
+        >>> config = rw.models.ToSTConfig(hidden_size=24, num_hidden_layers=1, vocab_size=9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sorted(path.name for path in save_model(rw.models.ToSTForCausalLM(config), folder))
+        ['config.json', 'generation_config.json', 'model.safetensors']
     """
 
     def write(partial: Path) -> None:
@@ -229,10 +225,7 @@ def image_processor_config(config: ToSTConfig) -> dict[str, Any]:
     """Return the content of ``preprocessor_config.json``: resize, center crop, ImageNet mean and deviation.
 
     Released checkpoints do not store how images were preprocessed. These settings are the evaluation
-    settings of the DeiT code, on which the released code is based.
-
-    Args:
-        config: configuration of the model; only ``image_size`` is used.
+    settings of the DeiT code, on which the released code is based, for the ``image_size`` of a configuration.
 
     Examples:
         >>> settings = image_processor_config(ToSTConfig(image_size=224))

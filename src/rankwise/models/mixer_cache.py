@@ -18,9 +18,6 @@ class MixerCache(Cache):
 
     States of softmax layers grow with the number of tokens; states of all other mixers have constant size.
     Tensors are never modified in place, so a shallow copy of the list of states is an independent cache.
-
-    Args:
-        layers: number of layers L.
     """
 
     def __init__(self, layers: int) -> None:

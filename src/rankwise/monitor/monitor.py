@@ -137,14 +137,7 @@ class RankMonitor:
         """Messages that were logged and are not repeated."""
 
     def step(self, model: nn.Module, step: int) -> Audit | None:
-        """Audit the probe if an audit is due; call this method after every training step.
-
-        Args:
-            model: model in training; it is not changed.
-            step: index of the training step, from 0.
-
-        Returns:
-            The audit; None if no audit is due or the step was already audited.
+        """Audit the probe and return the audit, if one is due; call this after every training step, from 0.
 
         Raises:
             AuditError: at the first call, if the model cannot run on the probe, but has the memory for it.

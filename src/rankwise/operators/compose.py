@@ -140,14 +140,9 @@ class SumMixing(_SeveralMixing):
 
 
 class IndexedMixing(ComposedMixing):
-    """Selected rows and columns of an operator M, ``M[rows][:, columns]``, such as all except padding.
+    """Rows and columns of an operator M where masks are True, ``M[rows][:, columns]``, such as no padding.
 
     Products cost as much as products with the whole M, because values are padded with zeros.
-
-    Args:
-        operator: M, of shape (..., T, S).
-        rows: True at the rows to keep.
-        columns: True at the columns to keep.
 
     Raises:
         ShapeError: if rows or columns do not have the sizes of M, or no row or column is kept.

@@ -14,20 +14,11 @@ from rankwise.errors import InputError
 def half_lives(
     heads: int, shortest: float | int = 4, longest: float | int = 1024, infinite: int = 0
 ) -> Float64[Tensor, " H"]:
-    """Return one half-life per head for `tssa`, evenly spaced on a logarithmic scale.
+    """Return one half-life per head in tokens, on the CPU, for the argument ``half_life`` of `tssa`.
 
     The first n = heads − infinite heads have ``h_i = shortest · (longest/shortest)^(i/(n−1))``. The last
     ``infinite`` heads do not decay, as in the published causal TSSA. With half-life h, a token that is u
     tokens old has the weight 2^(−u/h) in a sum, so that a sum effectively covers 1.44·h tokens.
-
-    Args:
-        heads: number of heads H.
-        shortest: half-life of the first head, in tokens.
-        longest: half-life of the last head that decays, in tokens.
-        infinite: number of heads without decay.
-
-    Returns:
-        Half-lives in tokens, on the CPU, for the argument ``half_life`` of `tssa`.
 
     Raises:
         InputError: if ``heads`` or ``infinite`` is out of range, or not 0 < shortest ≤ longest < ∞.

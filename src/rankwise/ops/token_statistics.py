@@ -112,8 +112,8 @@ def tssa(
     Its own output and gradient are 0, even if w is NaN there. Padding may be on the left, on the right or
     between tokens; results at real tokens equal the results without padding.
 
-    NaN in w reaches all outputs that depend on it. It reaches the gradients of other tokens only if the loss
-    depends on one of these outputs.
+    Gradients flow through output, memberships and state. NaN in w reaches all outputs that depend on it. It
+    reaches the gradients of other tokens only if the loss depends on one of these outputs.
 
     Range: Π in [0, 1]; |out| ≤ Π |w|. Cost: O(B T H K) time; O(B T H) memory in addition to input and output.
     A CPU also stores the sums at every 64th token: 1/32 of the size of w forward, 1/16 backward. On a CPU,
@@ -138,9 +138,6 @@ def tssa(
         half_life: half-life of the sums in tokens, per head, only if causal; not learned. See `half_lives`.
         cu_seqlens: boundaries [0, n_1, n_1 + n_2, …, T] of N sequences packed in one row (B = 1). The
             sequences are independent, and the state has one row per sequence.
-
-    Returns:
-        Output, memberships and state; gradients flow through all three.
 
     Raises:
         ShapeError: if a shape or dtype is wrong, or the bias is shorter than the longest sequence.

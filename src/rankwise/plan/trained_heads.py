@@ -21,12 +21,9 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
     Cost: one run of the model, O(T K²) per head and sequence of T tokens, and O(K³) per head.
 
     Args:
-        model: model with softmax attention.
+        model: model with softmax self-attention; without it, no record is returned.
         batches: inputs of the model, dicts or tensors.
         tolerance: allowed KL divergence of attention rows, in nats, to second order.
-
-    Returns:
-        One record per head of each self-attention; empty if the model has no softmax self-attention.
 
     Raises:
         InputError: if there are no batches, or the model does not run on one.

@@ -36,6 +36,7 @@ def print_document(document: Document, console: Console | None = None, *, verbos
     """Print a report on a rich console, by default on standard output: verdict, actions, tables, notes.
 
     A report with tables for the first screen prints its sections, all notes and the origin if `verbose`.
+    Example: `document_text`.
     """
     with ascii_fallback(console or Console()) as out:
         title = line((document.command, "bold"), (document.heading, "bold cyan"), document.setting)
@@ -86,7 +87,16 @@ def _print_first(document: Document, console: Console) -> None:
 
 
 def document_text(document: Document, width: int = 100, *, verbose: bool = False) -> str:
-    """Return the text that `print_document` prints, without colors, in lines of up to `width` characters."""
+    """Return the text that `print_document` prints, without colors, in lines of up to `width` characters.
+
+    Examples:
+        >>> from rankwise.auditing import Audit, Provenance
+        >>> from rankwise.report.audit_report import audit_document
+        >>> about = Provenance(model="gpt2", delta=0.01)
+        >>> document = audit_document(Audit(provenance=about, heads=[], layers=[], findings=[]))
+        >>> document_text(document).splitlines()[0]  # as print_document and write_page show it
+        'rankwise audit · gpt2 · 0 sequences'
+    """
     file = StringIO()  # by default, rich in Jupyter displays text and does not write it to a file
     console = Console(file=file, width=width, color_system=None, force_jupyter=False)
     print_document(document, console, verbose=verbose)

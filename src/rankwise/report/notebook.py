@@ -93,6 +93,14 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
 
     Raises:
         InputError: if the measure is unknown, or the audit has no heads.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
+        >>> audit = rw.audit(model, [torch.randn(1, 9, 8)])
+        >>> plot_heads(audit, "effective_rank").data[0].type, plot_depth(audit).data[0].type
+        ('heatmap', 'scatter')
     """
     column = measure_column(_named(measure, HEAD_MEASURES), audit.heads)
     _need(audit.heads, "heads", "No mixing operator was captured: see `audit.uncaptured`.")
@@ -117,9 +125,7 @@ def plot_heads(audit: Audit, measure: str) -> "go.Figure":
 def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
     """Draw measures of the token states against depth: a line per stack of blocks, ± 1 standard deviation.
 
-    Args:
-        audit: audit whose token states are drawn.
-        measure: name of one measure; by default, all measures that the page draws.
+    By default all measures of the page are drawn (example: `plot_heads`).
 
     Raises:
         InputError: if the measure is unknown, or the audit has no token states.

@@ -32,6 +32,7 @@ def write_page(document: Document, path: Path) -> Path:
     """Write a document as one HTML file and return the path; into a folder, write `index.html`.
 
     The file contains its scripts, styles and data; its security policy forbids loading anything else.
+    Example: `document_text` makes a document.
 
     Raises:
         InputError: if the file cannot be written.

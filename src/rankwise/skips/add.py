@@ -103,7 +103,7 @@ def add_lambda_skip(
     show that f moves information between tokens. λ is a parameter (``lambda_skip``) of an existing module, so
     that optimizers, ``state_dict`` and ``.to()`` include it; no class changes. With λ = 1, outputs are
     bit-identical. A second call adds λ at further ``sites`` and does not change λ at other sites. The changed
-    model is then compared to scaled sums on the example.
+    model is then compared to scaled sums on the example. All λ of the model are returned.
 
     Cost: five forward passes on the example, and derivatives of its sums; afterwards one multiply-add of the
     token states per site.
@@ -119,9 +119,6 @@ def add_lambda_skip(
         example: batch to run, as in `audit`; created automatically for models of transformers.
         exist_ok: True to accept that all chosen sites have a λ already.
 
-    Returns:
-        All λ-skips of the model: the parameters λ by the name of the site.
-
     Raises:
         SkipError: if the model has no residual mixer, all chosen sites have λ-skips already, a name matches
             no site, λ is not finite, or the changed model does not compute λ·x + f(x).
@@ -133,6 +130,8 @@ def add_lambda_skip(
         >>> skips
         Skips({dropout1: 2})
         >>> rw.remove_lambda_skip(layer)
+        >>> rw.skips.skips_of(layer)
+        Skips({})
     """
     check_traceable(model)
     if example is not None:
@@ -194,7 +193,7 @@ def add_lambda_skip(
 
 
 def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
-    """Remove all λ-skips of a model; raise `SkipError` if it has none, unless ``missing_ok`` is True."""
+    """Remove all λ-skips (example: `add_lambda_skip`); raise `SkipError` if none, unless ``missing_ok``."""
     if not missing_ok:
         check_skips(model)
     for module in model.modules():
@@ -210,7 +209,7 @@ def remove_lambda_skip(model: nn.Module, missing_ok: bool = False) -> None:
 
 
 def skips_of(model: nn.Module) -> Skips:
-    """Return the λ-skips of a model, or of a copy of a model; empty if there are none."""
+    """Return the λ-skips of a model, or of a copy; empty if there are none (example: `add_lambda_skip`)."""
     sites = skip_sites(model)
     return Skips(model, sites, _notes(sites))
 

@@ -75,6 +75,16 @@ def fit_skips(
             is not finite.
 
     Any error restores the original λ. After Ctrl-C, λ of the last finished step are kept and returned.
+
+    Examples:
+        >>> import torch, rankwise as rw
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)).eval()
+        >>> ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+        >>> batch, _ = {"input_ids": ids, "attention_mask": ids > 0}, rw.add_lambda_skip(model)
+        >>> losses = rw.skips.fit_skips(model, [batch], steps=2).losses
+        >>> losses[0] > losses[1] > rw.skips.mean_loss(model, [batch])
+        True
     """
     in_range("`lr`", lr, "(0, inf)", fix=RATE)
     whole_number("`steps`", steps, 0)
@@ -159,7 +169,7 @@ def skip_parameter_groups(
 
 
 def mean_loss(model: nn.Module, batches: Iterable[TextBatch], mask_token: int | None = None) -> float:
-    """Return the mean loss over batches, in evaluation mode; arguments are the same as in `fit_skips`."""
+    """Return the mean loss over batches, in evaluation mode; arguments as in `fit_skips` (example there)."""
     check_module(model)
     with eval_mode(model), torch.no_grad():
         losses = [loss_of(model, batch, mask_token).item() for batch in each_batch(batches)]

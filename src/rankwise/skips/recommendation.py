@@ -270,7 +270,14 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
 
 
 def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, list[float]]:
-    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block."""
+    """Return the mean token spread μ/‖Y‖ per stack: before its first block, and after each block.
+
+    Examples:
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+        >>> len(spread_by_layer(model, [torch.randn(1, 5, 8)])["layers"])
+        3
+    """
     check_module(model)
     ordered = sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer))
     stacks = grouped(ordered, lambda layer: layer.stack)

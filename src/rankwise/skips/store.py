@@ -91,7 +91,7 @@ def save_skips(
 
 
 def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips:
-    """Add saved λ-skips to a model of the same class and with the same parameters.
+    """Add saved λ-skips to a model of the same class, with the same parameters (example: `save_skips`).
 
     Args:
         model: model without λ-skips.
@@ -150,7 +150,12 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
 
 
 def apply_saved_skips(model: nn.Module, folder: str | Path, example: Batch | None = None) -> Skips | None:
-    """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub."""
+    """Load λ-skips by `load_skips`; return None if the folder has none, or is a name on the Hub.
+
+    Examples:
+        >>> apply_saved_skips(nn.Linear(2, 2), "gpt2") is None
+        True
+    """
     folder = Path(instance_of("`folder`", folder, (str, Path), "a path", fix="Name a folder."))
     saved = any((folder / name).is_file() for name in (FACTS, NUMBERS))
     return load_skips(model, folder, example) if saved else None

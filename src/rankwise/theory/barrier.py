@@ -45,12 +45,10 @@ def rank_barrier(
 
     Args:
         tokens: number of rows T.
-        mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j.
+        mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j; for a boolean
+            mask the result is a float64 tensor (...) on its device.
         sources: number of columns S; T by default.
         window: number of columns that each row of the causal mask sees, including its own.
-
-    Returns:
-        Float for a named mask; float64 tensor (...) on the device of the mask for a boolean mask.
 
     Raises:
         ShapeError: if the sizes do not match the mask, or a mask tensor is not boolean.

@@ -26,7 +26,7 @@ def uniform_rank(
     a matrix B with i on the diagonal and −(i − 1) below it. So the σ_i ≥ δ of M correspond to eigenvalues ≤
     1/δ² of the tridiagonal BᵀB, and the signs of its pivots count these (Sturm). Under a window, M is
     decomposed.
-    Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S.
+    Range: [0, min(T, S)]; at least 1 if δ ≤ 1 and T = S; NaN with a shorter window and T > 4,096.
     Cost: O(T) time for the causal mask; one trial of `random_head_rank` with a window. Results are cached.
 
     Args:
@@ -35,9 +35,6 @@ def uniform_rank(
         window: number w such that row i sees column j only if |i − j| < w.
         delta: threshold δ; singular values ≥ δ are counted.
         sources: number of columns S; T by default. S ≠ T is allowed only without a mask.
-
-    Returns:
-        The rank; NaN if T exceeds 4,096 and a shorter window is passed.
 
     Raises:
         ShapeError: if the sizes do not match the mask.

@@ -50,7 +50,12 @@ def check_capturable(model: nn.Module) -> None:
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that `torch.compile` has compiled."""
+    """Return the names of the modules that `torch.compile` has compiled.
+
+    Examples:
+        >>> compiled_modules(nn.Sequential(nn.Linear(2, 2)))
+        []
+    """
     return [name for name, module in model.named_modules() if is_compiled(module)]
 
 
