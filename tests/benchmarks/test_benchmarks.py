@@ -253,13 +253,13 @@ def of_ways(rows):
 
 
 PAGES = {
-    "state_space": ("how-to/adapters", of_state_space),
+    "state_space": ("evidence/speed", of_state_space),
     "monitor": ("how-to/monitor", of_monitor),
-    "skip": ("how-to/skip", of_skip),
-    "tssa": ("how-to/tost", of_tssa),
+    "skip": ("evidence/speed", of_skip),
+    "tssa": ("evidence/speed", of_tssa),
     "rank_1024": ("decisions/004-fast-ranks", of_rank),
-    "estimate": ("how-to/scale", of_estimate),
-    "estimate_4096": ("how-to/scale", of_ways),
+    "estimate": ("evidence/speed", of_estimate),
+    "estimate_4096": ("evidence/speed", of_ways),
 }
 
 
