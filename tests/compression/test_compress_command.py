@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,13 @@ FACTORY = """
 from tests.compression.compression_cases import gpt2, ids
 def build():
     return gpt2(), [ids(6, 30, seed) for seed in range(4)]
+"""
+SURE = """
+from tests.compression.compression_cases import ids
+from tests.compression.test_heads import decided, llama, own_words
+def build():
+    model = MODEL()
+    return model, [own_words(model, ids(6, 30, seed)) for seed in range(2)]
 """
 BROKEN = FACTORY.replace(
     "return gpt2(), ",
@@ -97,9 +105,12 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run, monkeypatch: pyt
     assert record.figures == "held-out data"
     assert math.isfinite(record.loss_before)
     assert record.loss_after != record.loss_before
+    losses = record.loss_before, record.loss_after
+    headline = f"loss {losses[0]:.4f} → {losses[1]:.4f} ({losses[1] / losses[0] - 1:+.2%}) on held-out data"
+    assert headline in words(done)
     assert {timing.phase for timing in record.latency} == {"prefill", "decode"}
     assert len({timing.tokens for timing in record.latency if timing.phase == "prefill"}) == 2
-    assert f"attention KL {record.kl:.4f}" in words(done)
+    assert f"attention KL, nats 0 {record.kl:.4f}" in words(done)
     (curve,) = record.curves
     assert [point.width for point in curve.points] == [1, 2, 4, 6]
     by_head = [head.kl for head in record.heads]
@@ -178,16 +189,42 @@ def test_each_part_has_its_own_target_on_a_narrow_console(run: Run, monkeypatch:
         assert f"{layer.output_error:.4f}" in done.output
 
 
-def test_without_a_change_costs_are_printed_and_nothing_is_written(run: Run) -> None:
+def test_without_a_change_nothing_is_written(run: Run) -> None:
     few = ("compress", "own.py:build", "--parts", "heads", "--out", "new", "--keep")
     done = run(*few, 0.99, works=False)
-    assert "Raise --tolerance, lower --keep" in str(done.exception)
+    assert "heads: nothing was removed. Lower --keep" in str(done.exception)
     assert "Nothing was written" in str(done.exception)
-    assert "Costs" in done.output
-    assert "0 of 8 heads removed" in words(done)
-    assert "load_compressed" not in done.output
+    assert not done.output
     assert not Path("new").exists()
     assert "load_compressed" in run(*few, 0.5).output  # the remedy
+
+
+@pytest.mark.parametrize("model", ["decided", "llama"])
+@pytest.mark.parametrize(
+    "targets", [("--parts", "heads", "--tolerance", 1e-4), ("--tolerance", "heads=1e-4")]
+)
+def test_the_price_of_the_cheapest_head_is_named_and_its_tolerance_removes_it(
+    run: Run, model: str, targets: tuple[object, ...]
+) -> None:
+    Path("sure.py").write_text(SURE.replace("MODEL", model))
+    done = run("compress", "sure.py:build", *targets, "--out", "new", works=False)
+    said = re.search(
+        r"by estimate: (.*), \+([\d.]+)% of the loss; (--tolerance \S+) removes (it|them)\.",
+        str(done.exception),
+    )
+    assert said, done.exception
+    assert not done.output  # no table of zeros
+    option, value = said[3].split()
+    assert ("heads=" in value) == (targets[0] == "--tolerance")
+    again = ("--parts", "heads") if targets[0] == "--parts" else ()
+    run("compress", "sure.py:build", *again, option, value, "--out", "new")
+    record = Compression.load("new")
+    gone = {f"{head.stack} layer {head.layer} head {head.head}" for head in record.heads if not head.width}
+    assert {*said[1].split(", ")} <= gone
+    assert len(said[1].split(", ")) == (1 if model == "decided" else 2)
+    if len(gone) == len(said[1].split(", ")):
+        cost = next(note for note in record.notes if note.startswith("Heads: "))
+        assert f"{float(said[2]):+.1f}"[:-1] in cost
 
 
 REFUSED: list[tuple[tuple[object, ...], str]] = [

@@ -26,6 +26,7 @@ from tests.compression.compression_cases import (
     output,
     smollm3,
 )
+from tests.compression.test_heads import decided, own_words
 from tests.support.torch_names import hooks_of
 from torch import Tensor, nn
 
@@ -253,6 +254,20 @@ def test_a_cost_above_the_tolerance_is_noted(monkeypatch: pytest.MonkeyPatch) ->
     done = rw.compress(llama(), [ids(8, 30)], tolerance={"kv": 1e-6})
     cost = max(sum(latent.nats for latent in done.latents), done.output_kl)
     assert any("above the tolerance" in note for note in done.notes) == (cost > 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "tolerance", "above"),
+    [("heads", 0.2, True), ("heads", 3.0, False), ("qk", 0.01, True), ("kv", 1e-4, True)],
+)
+def test_a_held_out_cost_above_the_tolerance_is_noted(part: str, tolerance: float, above: bool) -> None:
+    model, same = decided(), {"input_ids": torch.full((16, 24), 7)}
+    data, held_out = own_words(model, same), own_words(model, ids(16, 24, 5))
+    done = rw.compress(model, [data], tolerance=tolerance, parts=part, held_out=[held_out])
+    cost = {"qk": done.kl, "kv": done.output_kl}.get(part, done.loss_after / done.loss_before - 1)
+    assert (cost > tolerance) == above
+    said = f"{part}: the cost on held-out data is {cost:.3g}, above the tolerance {tolerance:g}."
+    assert [note for note in done.notes if "above the tolerance" in note] == [said] * above
 
 
 @pytest.mark.parametrize(("parts", "family"), [(("heads", "qk"), "gpt2"), (("heads", "rotary"), "llama")])

@@ -5,7 +5,6 @@ import shlex
 import shutil
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,11 +123,11 @@ def command(
         )
         subject.restore_use_cache()
         if not structure_of(subject.model).changes:
-            document = compression_document(record)
-            sections = [section for section in document.sections if section.name != "next"]
-            output.print_results(replace(document, sections=sections))
+            parts_of_notes = tuple(f"{part}: " for part in record.parts)
+            advice = " ".join(note for note in record.notes if note.startswith(parts_of_notes))
+            option = "--tolerance heads=" if isinstance(tolerances, dict) else "--tolerance "
+            fix = f"{advice.replace('`tolerance` ', option)} Nothing was written."
             got = "nothing, at the given targets"
-            fix = "Raise --tolerance, lower --keep, or choose other --parts. Nothing was written."
             raise CompressionError(f"model {subject.name}", expected="something to remove", got=got, fix=fix)
         save_compressed(subject.model, out, record)
         if subject.source:

@@ -1,5 +1,6 @@
 """Input and output of each part of `compress`. CONTRIBUTING describes how to add a part."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -47,6 +48,10 @@ class Solution:
     skipped: dict[str, str] = field(default_factory=dict)
     """Layers that cannot be changed, each with the reason."""
     notes: list[str] = field(default_factory=list)
+    advice: str = "Lower `keep` or raise the tolerance."
+    """What to do if nothing was removed."""
+    cost: float = math.nan
+    """Cost on the evaluation data, in the unit of the tolerance; NaN if the part leaves it to `compress`."""
     complete: bool = True
     """False if Ctrl-C or a lack of memory stopped calibration."""
 

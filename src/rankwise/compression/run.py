@@ -293,10 +293,12 @@ def _record(
     ]
     narrowed = {head.site for head in heads if head.part in NARROWS}
     notes = [note for solution in every for note in solution.notes]
-    alone = len(solutions) == 1 and not held_out  # then the measured costs are those of the part
+    figures = "held-out data" if held_out else "the calibration data"
     for name, solution in solutions.items():
-        measured = [after.fields["output_kl"] if name == "kv" else mean(kl.values())] if alone else []
-        notes += _part_notes(name, targets[name][1], solution, measured)
+        cost = solution.cost
+        if len(solutions) == 1 and name != "heads":  # then the measured costs are those of the part
+            cost = after.fields["output_kl"] if name == "kv" else mean(kl.values())
+        notes += _part_notes(name, targets[name][1], solution, figures, cost)
     fewer, more = after.fields["parameters_before"], after.fields["parameters_after"]
     if more > fewer:
         notes.append(
@@ -313,7 +315,7 @@ def _record(
         complete=all(solution.complete for solution in every),
         sequences=sum(batch_size(batch) for batch in data),
         tokens=tokens,
-        figures="held-out data" if held_out else "the calibration data",
+        figures=figures,
         heads=heads,
         layers=layers,
         curves=[curve for solution in every for curve in solution.curves],
@@ -332,19 +334,20 @@ def _record(
 
 
 def _part_notes(
-    part: str, tolerance: float | int | None, solution: Solution, measured: list[float]
+    part: str, tolerance: float | int | None, solution: Solution, figures: str, measured: float
 ) -> list[str]:
-    """Return notes if a part removed nothing, or costs more than its tolerance on all calibration data."""
+    """Return notes if a part removed nothing, or costs more than its tolerance on some data."""
     heads, latents = solution.heads, solution.latents
     removed = [*(x.width < x.before for x in heads), *(x.rank < x.full for x in latents)]
-    notes = [f"{part}: nothing was removed. Lower `keep` or raise the tolerance."] if not any(removed) else []
-    attention = sum(head.kl_calibrated for head in heads) / max(len(heads), 1)
-    cost = max(attention, sum(latent.nats for latent in latents), *measured)
-    if tolerance is not None and part != "heads" and cost > tolerance:
-        notes.append(
-            f"{part}: the cost on the calibration data is {cost:.3g}, above the tolerance {tolerance:g}."
-        )
-    return notes
+    notes = [] if any(removed) else [f"{part}: nothing was removed. {solution.advice}"]
+    attention = mean(head.kl_calibrated for head in heads) if part != "heads" else 0.0
+    costs = {"the calibration data": max(attention, sum(latent.nats for latent in latents))}
+    costs[figures] = max(costs.get(figures, 0.0), measured)  # NaN is not above a number
+    return notes + [
+        f"{part}: the cost on {data} is {cost:.3g}, above the tolerance {tolerance:g}."
+        for data, cost in costs.items()
+        if tolerance is not None and cost > tolerance
+    ]
 
 
 def slower(timing: Latency, record: Compression) -> str:

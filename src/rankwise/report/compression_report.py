@@ -56,9 +56,13 @@ def _headline(record: Compression, removed: list[HeadWidth], narrowed: list[Head
         latents = f"latents of {rank:.1f} for {channels:.0f} channels on average"
         words.append(f"keys and values computed from {latents}")
     done = "; ".join(words)
-    cost = f"attention KL {format_number(record.kl, 4)} nats"
-    if not math.isfinite(record.kl):
-        cost = f"relative error of the output {format_number(record.output_error, 4)}"
+    cost = f"relative error of the output {format_number(record.output_error, 4)}"
+    if math.isfinite(record.loss_before):
+        before, after = record.loss_before, record.loss_after
+        change = f" ({(after - before) / abs(before):+.2%})" if before else ""
+        cost = f"loss {format_number(before, 4)} → {format_number(after, 4)}{change}"
+    elif math.isfinite(record.kl):
+        cost = f"attention KL {format_number(record.kl, 4)} nats"
     sizes = [("parameters", record.parameters_before, record.parameters_after)]
     if record.latents:
         sizes.append(("bytes of cache", record.cache_bytes_before, record.cache_bytes_after))
