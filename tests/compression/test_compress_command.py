@@ -108,6 +108,7 @@ def test_the_command_reports_costs_and_writes_a_model(run: Run, monkeypatch: pyt
     losses = record.loss_before, record.loss_after
     headline = f"loss {losses[0]:.4f} → {losses[1]:.4f} ({losses[1] / losses[0] - 1:+.2%}) on held-out data"
     assert headline in words(done)
+    assert "nothing was removed" not in words(done)
     assert {timing.phase for timing in record.latency} == {"prefill", "decode"}
     assert len({timing.tokens for timing in record.latency if timing.phase == "prefill"}) == 2
     assert f"attention KL, nats 0 {record.kl:.4f}" in words(done)
@@ -236,7 +237,7 @@ REFUSED: list[tuple[tuple[object, ...], str]] = [
     (("--keep", "half"), "--keep: expected a number, or PART=NUMBER, got half"),
     (("--keep", "kv=0.5", "--keep", "kv=0.4"), "one PART=NUMBER per part, got kv=0.5 and kv=0.4"),
     (("--tolerance", "0.1", "--tolerance", "kv=0.4"), "--tolerance: expected one number"),
-    (("--keep", "kv=0.5", "--parts", "kv"), "Omit --parts"),
+    (("--keep", "kv=0.5", "--parts", "kv"), "--parts: expected None, because the targets name"),
     (("--keep", "kv=0.5", "--tolerance", "0.1"), "--tolerance: expected a mapping"),
     (("--keep", "vk=0.5"), "got 'vk'"),
     (("--text", "text.txt", "--images", "text.txt"), "--text and --images"),

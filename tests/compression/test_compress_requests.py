@@ -184,13 +184,9 @@ def test_a_target_that_removes_nothing_changes_nothing(
     assert not any("above the tolerance" in note for note in done.notes)
 
 
-def test_a_slower_model_is_noted_with_its_savings() -> None:
-    done = rw.compress(gpt2(), [ids()], keep=5 / 8)
-    assert not any("nothing was removed" in note for note in done.notes)
+def test_a_slower_model_is_noted() -> None:
     late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
-    assert "fewer parameters and bytes of the cache, but no time saved" in slower(late, done)
-    sizes = {"parameters_after": done.parameters_before, "cache_bytes_after": done.cache_bytes_before}
-    assert "no memory saved either" in slower(late, done.model_copy(update=sizes))
+    assert slower(late).startswith("decode of 9 tokens became slower on this machine: 1.00 to 2.00 ms.")
 
 
 @pytest.mark.parametrize("part", ["heads", "kv"])

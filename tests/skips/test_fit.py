@@ -199,6 +199,6 @@ def test_a_batch_on_which_the_model_fails_is_refused(call: Any) -> None:
     model = skipped(init=0.7)
     with (
         untouched(model),
-        pytest.raises(InputError, match="batch: expected a batch that GPT2LMHeadModel runs on"),
+        pytest.raises(InputError, match="`batch`: expected a batch that GPT2LMHeadModel runs on"),
     ):
         call(model, [{"input_ids": IDS + 1000}])

@@ -85,9 +85,6 @@ def command(
     from rankwise.skips.store import FACTS, NUMBERS
 
     shares, tolerances = _target("--keep", keep), _target("--tolerance", tolerance)
-    if parts is not None and (isinstance(shares, dict) or isinstance(tolerances, dict)):
-        expected, got = "one number for all parts", "targets that name their parts"
-        raise InputError("--parts", expected=expected, got=got, fix="Omit --parts.")
     names = None if parts is None else [name.strip() for name in parts.split(",") if name.strip()]
     part_targets(names, shares, tolerances)
     check_data([model], text=text, images=images, dataset=dataset)

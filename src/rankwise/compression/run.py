@@ -177,7 +177,7 @@ def compress(
     record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
     others = [name for name in solutions if calibrate and name not in NARROWS]
     plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
-    slow = [slower(x, record) for x in record.latency if x.ratio > SLOWER and x.low > 1]
+    slow = [slower(x) for x in record.latency if x.ratio > SLOWER and x.low > 1]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
     unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
@@ -350,15 +350,9 @@ def _part_notes(
     ]
 
 
-def slower(timing: Latency, record: Compression) -> str:
-    """Return a note that the model became slower, and what became smaller."""
-    sizes = (
-        ("parameters", record.parameters_before, record.parameters_after),
-        ("bytes of the cache", record.cache_bytes_before, record.cache_bytes_after),
-    )
-    smaller = [what for what, before, after in sizes if after < before]
-    saved = f"fewer {' and '.join(smaller)}, but no time saved" if smaller else "no memory saved either"
+def slower(timing: Latency) -> str:
+    """Return a note that the model became slower."""
     return (
         f"{timing.phase} of {timing.tokens} tokens became slower on this machine: {timing.before:.2f} to "
-        f"{timing.after:.2f} ms; {saved}. To go back, load the original."
+        f"{timing.after:.2f} ms. To go back, load the original."
     )

@@ -212,7 +212,7 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         fix = "Leave it out; `attention_mask` is 1 at real tokens."
         raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
     inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
-    with example_errors(model, inputs, "batch"):
+    with example_errors(model, inputs):
         loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss

@@ -94,11 +94,11 @@ def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
-def example_errors(model: nn.Module, batch: Any, subject: str = "`batch`") -> AbstractContextManager[None]:
+def example_errors(model: nn.Module, batch: Any) -> AbstractContextManager[None]:
     """Return a context manager that raises `InputError`, with the hint of an audit, as `batch_errors`."""
     from rankwise.auditing.error_hints import fix_hint
 
-    return batch_errors(model, batch, fix_hint, subject)
+    return batch_errors(model, batch, fix_hint)
 
 
 def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
