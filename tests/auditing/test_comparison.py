@@ -30,7 +30,7 @@ def pair(*updates: dict[str, object]) -> list[Audit]:
     return [changed(ENCODER, {0: update}) for update in updates]
 
 
-values = st.floats(0.0, 1.0) | st.just(math.nan)
+values = st.floats(0.0, 1.0).map(lambda value: round(value, 3)) | st.just(math.nan)
 edits = st.dictionaries(
     st.integers(0, 71), st.dictionaries(st.sampled_from(sorted(RANGES)), values, max_size=3), max_size=6
 )
@@ -112,6 +112,36 @@ def test_measures_of_states_have_their_own_ranges(measure: str, scale: float) ->
     (change,) = compare(before, after).changes
     where = HeadId(stack="encoder.layer", layer=2, site="encoder.layer.0")
     assert (change.where, change.size) == (where, pytest.approx(0.5 / scale))
+
+
+def scaled(factor: float, heads: int, dtype: str) -> list[Audit]:
+    """Return the encoder, and the encoder with other numbers in its first heads."""
+    numbers = [{name: getattr(head, name) * factor for name in RANGES} for head in ENCODER.heads[:heads]]
+    audits = [ENCODER, changed(ENCODER, dict(enumerate(numbers)))]
+    fields = {"model_dtype": dtype, "measure_dtype": "float64"}
+    origin = ENCODER.provenance.model_copy(update=fields)
+    return [audit.model_copy(update={"provenance": origin}) for audit in audits]
+
+
+@pytest.mark.parametrize(("dtype", "small"), [("float32", 1e-8), ("bfloat16", 1e-8), ("float64", 3e-16)])
+def test_differences_below_rounding_are_counted_and_not_listed(dtype: str, small: float) -> None:
+    every = len(compare(*scaled(1.001, 72, dtype)).changes)
+    assert every > 400
+    comparison = compare(*scaled(1 + small, 72, dtype))
+    assert comparison.changes == []
+    assert 0 < comparison.below_rounding <= every
+    assert comparison.is_empty
+    document = comparison_document(comparison)
+    said = f"No difference. {comparison.below_rounding} differences below rounding are left out."
+    assert document.verdict.sentence == said
+    assert not any(section.name in ("layers", "changes", "maps") for section in document.sections)
+    assert len(compare(*scaled(1 + 1e5 * small, 72, dtype)).changes) == every
+
+
+def test_a_layer_with_a_head_less_changes_its_means() -> None:
+    comparison = compare(ENCODER, ENCODER.model_copy(update={"heads": ENCODER.heads[1:]}))
+    assert comparison.changes == []
+    assert "layers" in {section.name for section in comparison_document(comparison).sections}
 
 
 def test_a_number_known_in_one_audit_is_a_change_of_the_whole_range() -> None:

@@ -43,6 +43,29 @@ def test_changes_are_printed_and_written(audits: tuple[Audit, Audit], tmp_path: 
     assert result.output == f"{told}comparison: {tmp_path / 'changes.json'}\n"
 
 
+def test_a_model_that_computes_the_same_has_no_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3).eval(), torch.randn(4, 24, 16)
+    rw.audit(model, [x]).save("before.json")
+    with torch.no_grad():
+        for one in model.layers:  # queries and keys in another basis: equal logits up to rounding
+            basis = torch.block_diag(*(torch.linalg.qr(torch.randn(8, 8)).Q for _ in range(2)))
+            for start in (0, 16):
+                one.self_attn.in_proj_weight[start : start + 16] = (
+                    basis @ one.self_attn.in_proj_weight[start : start + 16]
+                )
+    rw.audit(model, [x]).save("after.json")
+    result = CliRunner().invoke(app, ["compare", "before.json", "after.json"])
+    assert result.exit_code == 0, result.output
+    assert "0 numbers of heads and token states changed" in " ".join(result.output.split())
+    assert "differences below rounding are left out" in " ".join(result.output.split())
+    assert "Changes by layer" not in result.output
+    assert "Largest changes" not in result.output
+
+
 def test_files_of_an_audit_are_not_overwritten(audits: tuple[Audit, Audit]) -> None:
     Path("other").mkdir()
     audits[0].save("other/audit.json")

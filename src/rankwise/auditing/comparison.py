@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+import numpy as np
 from pydantic import Field
 
 from rankwise._internals.records import Count, Number, Record, grouped
@@ -106,6 +107,8 @@ class Comparison(Record):
     """Change of each measure of each layer, with its standard deviation over sequences."""
     changes: list[Change] = Field(default_factory=list)
     """Changes of heads and token states, the largest first."""
+    below_rounding: int = 0
+    """Number of differences that rounding alone can cause: they are not in `changes`."""
     findings: list[FindingChange] = Field(default_factory=list)
     """Findings of both audits, sorted by outcome: new, worse, better, changed, unchanged, resolved."""
     matched: list[HeadId] = Field(default_factory=list)
@@ -115,7 +118,7 @@ class Comparison(Record):
 
     @property
     def is_empty(self) -> bool:
-        """True if no number and no finding differs."""
+        """True if no number and no finding differs by more than rounding."""
         same = all(change.outcome == "unchanged" for change in self.findings)
         same = same and all(repr(total.before) == repr(total.after) for total in self.totals)
         return same and not (self.changes or self.only_before or self.only_after)
@@ -162,10 +165,14 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
     cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
-    changes = [
-        *(change for pair in heads for change in _changes(*pair, measures, cost_range)),
-        *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES)),
+    origins = before.provenance, after.provenance
+    dtypes = {dtype for about in origins for dtype in (about.model_dtype, about.measure_dtype)}
+    eps = float(np.finfo(np.float64 if dtypes == {"float64"} else np.float32).eps)
+    every = [
+        *(change for pair in heads for change in _changes(*pair, measures, eps, cost_range)),
+        *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES, eps)),
     ]
+    changes = [change for change in every if change.size]
     by_layer = _layer_changes(before, after, stacks)
     only = [[*map(place_of, only_heads[side]), *map(place_of, only_layers[side])] for side in (0, 1)]
     return Comparison(
@@ -173,6 +180,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
         warnings=[*_warnings(before, after, heads, layers), *costs, *baselines],
         structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
         by_layer=[change for change in by_layer if change.measure not in left_out],
+        below_rounding=len(every) - len(changes),
         changes=sorted(changes, key=lambda change: (-change.size, change.where.sort_key, change.measure)),
         findings=finding_changes(before, after), matched=[place_of(head) for _, head in heads],
         only_before=only[0], only_after=only[1],
@@ -209,7 +217,15 @@ def _matched(
     return both, only_ours, [record for key, record in theirs.items() if key not in ours]
 
 
-def _changes(before: R, after: R, measures: Iterable[AnyMeasure], cost_range: float = 1) -> Iterator[Change]:
+def _changes(
+    before: R, after: R, measures: Iterable[AnyMeasure], eps: float, cost_range: float = 1
+) -> Iterator[Change]:
+    """Yield the differences of two records; those that rounding alone can cause have size 0.
+
+    Numbers are sums over tokens of states that every layer up to this one has rounded. n rounding errors of
+    one eps of the range each, independent of each other, add up to about √n·eps.
+    """
+    rounding = eps * math.sqrt(after.tokens * (after.layer + 1))
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]
@@ -219,6 +235,7 @@ def _changes(before: R, after: R, measures: Iterable[AnyMeasure], cost_range: fl
         scale = cost_range if measure.name == COST else max(spans, default=max(abs(old), abs(new)))
         change = new - old if all(known) else math.nan
         size = min(abs(change) / scale, 1.0) if all(known) else 1.0
+        size = 0.0 if size <= rounding else size
         where, name = place_of(after), measure.name
         yield Change(where=where, measure=name, before=old, after=new, change=change, size=size)
 

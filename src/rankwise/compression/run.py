@@ -299,13 +299,6 @@ def _record(
         if len(solutions) == 1 and name != "heads":  # then the measured costs are those of the part
             cost = after.fields["output_kl"] if name == "kv" else mean(kl.values())
         notes += _part_notes(name, targets[name][1], solution, figures, cost)
-    fewer, more = after.fields["parameters_before"], after.fields["parameters_after"]
-    if more > fewer:
-        notes.append(
-            f"The model has more parameters than before: {more:,} after {fewer:,}. The factors of a latent "
-            "can have more numbers than the projections that they replace. Cache in bytes per token: "
-            f"{after.fields['cache_bytes_before']:,} to {after.fields['cache_bytes_after']:,}."
-        )
     notes += after.notes
     if not held_out:
         notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")

@@ -63,7 +63,8 @@ def comparison_document(comparison: Comparison) -> Document:
         "measure. Neither is better in itself. ╱: a number came or went."
     )
     not_drawn = f" Not drawn, for the size of the page: {', '.join(omitted)}." if omitted else ""
-    layers = [_layer_table(comparison.by_layer, of) for of in ("heads", "states")]
+    moved = comparison.changes or comparison.only_before or comparison.only_after
+    layers = [_layer_table(comparison.by_layer, of) for of in ("heads", "states") if moved]
     before, after = comparison.before, comparison.after
     heads, states = count(comparison.heads, "head"), count(comparison.layers, "layer")
     return Document(
@@ -86,8 +87,10 @@ def comparison_document(comparison: Comparison) -> Document:
 
 
 def _verdict(comparison: Comparison) -> str:
+    left_out = count(comparison.below_rounding, "difference") + " below rounding are left out."
+    left_out = f" {left_out}" if comparison.below_rounding else ""
     if comparison.is_empty:
-        return "No difference."
+        return f"No difference.{left_out}"
     losses = [total for total in comparison.totals if total.name.startswith(LOSS)]
     loss = "".join(
         f"Loss {one.before:.4g} → {one.after:.4g} {one.name.removeprefix(LOSS)}. " for one in losses
@@ -95,7 +98,7 @@ def _verdict(comparison: Comparison) -> str:
     outcomes = Counter(change.outcome for change in comparison.findings)
     counts = [f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome]]
     changes = count(len(comparison.changes), "number") + " of heads and token states changed"
-    return f"{loss}Findings: {', '.join(counts) or 'none'}. {changes}."
+    return f"{loss}Findings: {', '.join(counts) or 'none'}. {changes}.{left_out}"
 
 
 def _origin(when: str, provenance: Provenance) -> list[tuple[str, str]]:
