@@ -267,9 +267,13 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
             monitor.step(model, step)
     [line] = [record.getMessage() for record in caplog.records]
     stop = monitor.stopped_by
-    assert all(words in line for words in (f"at {stop.place}:", stop.meaning, stop.remedy))
+    assert all(words in line for words in (f"at {stop.place}:", stop.meaning))
     assert stop.place.endswith(f"after {stop.where.layer} blocks")
-    assert f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}" in line
+    lowest = min(monitor.history.audits[-1].layers, key=lambda layer: layer.relative_spread)
+    rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.relative_spread:.2g}"
+    assert f"{rule} after {lowest.layer} blocks" in line
+    advised = eval(line[line.index("rw.skips.recommend(") :], {"rw": rw, "monitor": monitor, "model": model})
+    assert advised.findings[0].remedy.startswith("raise λ in the config")
     assert f"at the lowest {stop.evidence['relative_spread_lowest']:.2g}" in line
 
 

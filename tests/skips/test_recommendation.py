@@ -80,6 +80,17 @@ def test_the_least_lambda_without_a_collapse_is_chosen(device: torch.device) -> 
         rw.remove_lambda_skip(model)
 
 
+@pytest.mark.parametrize("value", [3.0, -8.0, 40.0])
+def test_the_lambda_that_is_set_is_not_undercut(value: float) -> None:
+    """The statement "an audit with |λ| ≥ value finds no COLLAPSE" was tried, not only for the λ as it is."""
+    model = averaging(0.1)
+    skips = rw.add_lambda_skip(model, init=value, example=START)
+    choice = choose_lambda(model, START, "blocks")
+    assert (choice.value, [tried for tried, _ in choice.tried]) == (abs(value), [abs(value)])
+    fill(skips, [value, 2 * value] + [16.0] * 4)
+    assert choose_lambda(model, START, "blocks").value == min(abs(value), 16)
+
+
 def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recommendation, "TRIED", (0.25, 0.5))
     model = averaging(2.0)

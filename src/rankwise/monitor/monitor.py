@@ -312,9 +312,15 @@ class RankMonitor:
                 unsaved["probe"] = self._audit_folder.write_probe(self.batches)
                 causes = [f"{name} not saved ({cause})" for name, cause in unsaved.items() if cause]
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
-            stop = self.stopped_by
-            rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}." if stop.code == "COLLAPSE" else ""
-            words = f"at {stop.place}:{rule} {stop.meaning} {stop.remedy}"
+            stop, rule = self.stopped_by, ""
+            if stop.code == "COLLAPSE":
+                states = [layer for layer in result.layers if layer.stack == stop.where.stack]
+                lowest = min(states, key=lambda layer: layer.relative_spread)
+                rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
+                rule += f"{lowest.relative_spread:.2g} after {lowest.layer} blocks."
+            ours = "monitor.history.audits[-1], model, monitor.batches[0]"
+            remedy = stop.remedy.replace("audit, model, batch", ours)
+            words = f"at {stop.place}:{rule} {stop.meaning} {remedy}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:

@@ -69,9 +69,9 @@ TRIAL = (
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
     """Return the least |λ| of 1, 2, 4, 8 and 16 with which the tokens of a stack of blocks stay apart.
 
-    A trial raises every smaller |λ| of the stack to the tried value. Tokens stay apart if the token spread of
-    the batch is at least 0.1, or half of its value at the input, after every block; COLLAPSE is below 0.04.
-    Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if tokens stay
+    A trial raises every smaller |λ| of the stack to the tried value; the first value is the least |λ| of the
+    stack if that is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
+    its value at the input, after every block; COLLAPSE is below 0.04. Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if tokens stay
     apart with none of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
     what to do. `try_lambdas` shows what trains.
 
@@ -139,7 +139,8 @@ def _choose(
         )  # fmt: skip
     current = lambdas_of(model, inside)
     tried: list[tuple[float, float]] = []
-    for value in TRIED:
+    present = min(float(own.abs().min()) for own in current.values())
+    for value in sorted({max(value, present) for value in TRIED}):
         with with_lambdas(model, sites, raise_lambdas(current, value)):
             removed, lowest = _trial(model, batch, stack)
         tried.append((value, lowest))
@@ -161,7 +162,7 @@ def _choose(
         told = f"no |λ| up to {TRIED[-1]:g} keeps the token spread above {APART:g}, and no λ is named"
     elif suppressed:
         told += f", but suppresses {len(suppressed)} mixers, and no λ is named"
-    elif all(bool((own.abs() >= best).all()) for own in current.values()):
+    elif present >= best:
         told = "no COLLAPSE"
     bound = "none is known" if proved is None else lambda_words(proved)
     statement = f"{TOLD.lstrip()}{told}. Proved to keep half of μ² per layer: {bound}."
