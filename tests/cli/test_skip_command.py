@@ -273,6 +273,9 @@ def test_a_masked_language_model_learns_too(run, tmp_path, monkeypatch) -> None:
     assert result.exit_code == 0, result.output
     assert (tmp_path / "new" / "skips.json").is_file()
     assert {call["mask_token"] for call in (*fits, *losses)} == {tokenizer.mask_token_id}
+    result = run("bert", *ON_TEXT, "--try-steps", 1)
+    assert result.exit_code == 0, result.output
+    assert "λ = 16" in result.output
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -304,8 +307,10 @@ LOST = ("--learn-on", "text.txt", "--steps", 1, "--lr", "1e30")
             "Known: model.layers.0, mo",
         ),
         ("some", (*ON_TEXT, "--certify", "--per", "channel"), InputError, "--per layer, as the λ saved in s"),
-        ("nowhere", ("--certify", "--try-steps", 1), InputError, "--try-steps N alone, got both"),
-        ("nowhere", ("--certify", "--alternative", "a"), InputError, "--try-steps N alone, got neither"),
+        ("nowhere", ("--certify", "--try-steps", 1), InputError, "got --try-steps and --certify"),
+        ("nowhere", ("--try-steps", 1, "--sites", "a"), InputError, "got --try-steps and --sites"),
+        ("nowhere", ("--certify", "--alternative", "a"), InputError, "got --certify and --alternative"),
+        ("nowhere", ("--learn-on", "text.txt"), InputError, "--certify, or both; or --try-steps N, which"),
         (f"{NETS}:layer", ("--try-steps", 1), InputError, "`batches`: expected labels, or a loss"),
         (f"{NETS}:plain", (*FIT, "--certify"), InputError, "a model that takes its inputs by name"),
         (f"{NETS}:masked", (*FIT, "--certify"), SkipError, "expected the id of the mask token, got none"),

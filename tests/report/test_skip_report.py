@@ -91,3 +91,9 @@ def test_a_trial_in_which_no_run_learned_says_so(best: float, clear: bool) -> No
     said = trial_document(runs, "text", 10).verdict.sentence
     assert ("train more steps" not in said) == clear
     assert ("λ = 8" in said) == (best < 3.3)
+
+
+def test_a_lower_start_is_no_training() -> None:
+    for losses in ([2.9], [2.9, 2.89]):  # one step has trained nothing
+        runs = {"as it is": [3.4] * len(losses), "λ = 8": losses}
+        assert "train more steps" in trial_document(runs, "text", len(losses)).verdict.sentence

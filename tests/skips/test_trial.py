@@ -129,6 +129,19 @@ def test_ctrl_c_keeps_the_runs_that_are_done() -> None:
     assert {name: len(losses) for name, losses in runs.items()} == {"as it is": 2, "λ = 2": 2}
 
 
+def test_an_error_in_an_alternative_is_raised_before_any_training() -> None:
+    trained = []
+
+    def counted(model: nn.Module, batch: Any) -> Tensor:
+        trained.append(torch.is_grad_enabled())
+        return loss(model, batch)
+
+    for wrong in (lambda: 1 / 0, lambda: nn.Linear(3, 3)):
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            rw.skips.try_lambdas(Bytes, LABELLED, [2.0], steps=1, loss=counted, alternatives={"bad": wrong})
+    assert True not in trained
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

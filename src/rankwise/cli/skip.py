@@ -93,7 +93,7 @@ def command(
     )
     from rankwise.skips.add import check_lambda
     from rankwise.skips.certify import check_share
-    from rankwise.skips.fit import RATE
+    from rankwise.skips.fit import RATE, loss_of
     from rankwise.skips.store import fit_notes
 
     lr = (0.0003 if try_steps else 0.02) if lr is None else lr
@@ -101,10 +101,18 @@ def command(
     check_share(share)
     if per is not None:
         one_of("--per", per, ("layer", "channel"))
-    if (out is not None or certify) == (try_steps > 0) or (alternative and not try_steps):
-        expected, fix = "--out DIR, --certify, or both; or --try-steps N alone", "Change the options."
-        got = "both" if try_steps else "neither"
-        raise InputError("what to do", expected=expected, got=got, fix=fix)
+    others = {
+        "--out": out,
+        "--certify": certify,
+        "--sites": sites,
+        "--per": per,
+        "--alternative": alternative,
+    }
+    given = [name for name, value in others.items() if value and not (try_steps and name == "--alternative")]
+    if given if try_steps else "--alternative" in given or not (out or certify):
+        expected = "--out DIR, --certify, or both; or --try-steps N, which can have --alternative"
+        got = " and ".join([*["--try-steps"] * bool(try_steps), *given]) or "neither"
+        raise InputError("what to do", expected=expected, got=got, fix="Change the options.")
     # a folder that this command wrote for the model may be written again
     saved = {} if out is None or out.resolve() == Path(model).resolve() else fit_notes(out)
     if out is not None and saved.get("model") != model:
@@ -122,14 +130,15 @@ def command(
             loaded, text=learn_on or text, dataset=dataset, tokens=tokens, sequences=sequences,
             batch_size=1 if learn_on else batch_size,
         )  # fmt: skip
+        is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
+        mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         if try_steps:
-            _try(load, [model, *(alternative or ())], loaded.loss, inputs, init, try_steps, lr)
+            lost = loaded.loss if mask is None else partial(loss_of, mask_token=mask)
+            _try(load, [model, *(alternative or ())], lost, inputs, init, try_steps, lr)
             return
         learning, held = split_batches(inputs, loaded, learn=learn_on is not None, batch_size=batch_size)
         skips, scales = _add_skips(loaded, init, per, sites, example=None if loaded.source else held[0])
         report: dict[str, Any] = {"command": output.command_line(), "data": inputs.data, "model": model}
-        is_masked = type(loaded.model).__name__.endswith("ForMaskedLM")
-        mask = inputs.tokenizer.mask_token_id if is_masked and loaded.source else None
         report["collapse"] = [spread_by_layer(loaded.model, held)]
         notes, complete = [*loaded.notes, *skips.notes], True
         if learn_on is not None:

@@ -21,8 +21,8 @@ ABOUT = "Bounds are about single layers, trials about a stack, so that they diff
 PLAIN, CLEAR = "as it is", 0.02
 """Unchanged model of a trial, and the share of its loss by which a run must be better."""
 UNCLEAR = (
-    f"No run is {CLEAR:.0%} or more below the model as it is: train more steps or use another learning rate "
-    "before you choose."
+    f"No run ends {CLEAR:.0%} or more below its start and the model as it is: train more steps or use "
+    "another learning rate before you choose."
 )
 
 
@@ -61,7 +61,8 @@ def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -
     rows = [[name, f"{runs[name][0]:.3f}", f"{end:.3f}", f"{len(runs[name])}"] for name, end in ends.items()]
     lowest, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
     plain = ends.get(PLAIN, math.nan)
-    unclear = f" {UNCLEAR}" if math.isfinite(plain) and lowest > plain - CLEAR * abs(plain) else ""
+    before = [one for one in (plain, runs.get(best, [lowest])[0]) if math.isfinite(one)]
+    unclear = f" {UNCLEAR}" if any(lowest > one - CLEAR * abs(one) for one in before) else ""
     at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
     headings = ["run", "loss at the start", at_end, "steps"]
     return Document(

@@ -236,7 +236,8 @@ def try_lambdas(
 
     Each run builds its model from the same seed and trains a copy by AdamW, with gradients clipped to norm 1
     and without warm-up. λ-skips are added, or every smaller |λ| is raised to the value. A run ends with its
-    first loss that is not finite. Ctrl-C ends the trial: the runs that are done are returned.
+    first loss that is not finite. Ctrl-C ends the trial: the runs that are done are returned. Each alternative
+    runs on a batch first, so that its error is raised before any training.
 
     Cost: ``steps`` forward and backward passes per run.
 
@@ -271,19 +272,32 @@ def try_lambdas(
     tried += [(name, other, None) for name, other in (alternatives or {}).items()]
     devices = range(torch.cuda.device_count())  # those that `manual_seed` seeds
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
+        for other in (alternatives or {}).values():  # first, so that an error loses no training
+            model, own, lost = _prepared(other, read, None, seed, loss)
+            with torch.no_grad():
+                lost(model, own[0])
         for name, make, value in tried:
-            torch.manual_seed(seed)
-            model = deepcopy(make())
-            own = forward.to_device(read, forward.device_of(model))
-            if value is not None:
-                example = drop_unused_labels(model, own[0])[0]
-                skips = skips_of(model) or add_lambda_skip(model, value, example=example)
-                for site, raised in raise_lambdas(skips, value).items():
-                    skips[site].data.copy_(raised)
-            lost = loss or loss_on_labels(model, own)
-            torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
+            model, own, lost = _prepared(make, read, value, seed, loss)
             runs[name] = _train(model, own, steps, lr, lost)
     return runs
+
+
+def _prepared(
+    make: Callable[[], nn.Module], batches: Sequence[Batch], value: float | None, seed: int,
+    loss: LossOfModel | None,
+) -> tuple[nn.Module, list[Batch], LossOfModel]:  # fmt: skip
+    """Return a new model with |λ| of at least a value, the batches on its device, and its loss."""
+    torch.manual_seed(seed)
+    model = deepcopy(make())
+    own = forward.to_device(batches, forward.device_of(model))
+    if value is not None:
+        example = drop_unused_labels(model, own[0])[0]
+        skips = skips_of(model) or add_lambda_skip(model, value, example=example)
+        for site, raised in raise_lambdas(skips, value).items():
+            skips[site].data.copy_(raised)
+    lost = loss or loss_on_labels(model, own)
+    torch.manual_seed(seed)  # for dropout, whatever the weights have drawn
+    return model, own, lost
 
 
 def _train(

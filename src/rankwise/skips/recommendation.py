@@ -71,9 +71,10 @@ def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
 
     A trial raises every smaller |λ| of the stack to the tried value; the first value is the least |λ| of the
     stack if that is above 1. Tokens stay apart if the token spread of the batch is at least 0.1, or half of
-    its value at the input, after every block; COLLAPSE is below 0.04. Signs of λ are preserved, and 0 counts as positive. The model is not changed. No λ is named if tokens stay
-    apart with none of them, or if λ suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says
-    what to do. `try_lambdas` shows what trains.
+    its value at the input, after every block; COLLAPSE is below 0.04. Signs of λ are preserved, and 0 counts
+    as positive. The model is not changed. No λ is named if tokens stay apart with none of them, or if λ
+    suppresses a mixer (INACTIVE_BLOCK): `LambdaChoice.instead` then says what to do. `try_lambdas` shows what
+    trains.
 
     Cost: up to twelve forward passes, two with derivatives if the model has no λ-skips, and ‖M‖_F of the
     mixing matrix of each head.
