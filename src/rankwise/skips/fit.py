@@ -236,7 +236,7 @@ def try_lambdas(
 
     Each run builds its model from the same seed and trains a copy by AdamW, with gradients clipped to norm 1
     and without warm-up. λ-skips are added, or every smaller |λ| is raised to the value. A run ends with its
-    first loss that is not finite. Ctrl-C ends the trial: the runs that are done are returned. Each alternative
+    first loss that is not finite. Ctrl-C ends the trial: the finished runs are returned. Each alternative
     runs on a batch first, so that its error is raised before any training.
 
     Cost: ``steps`` forward and backward passes per run.
