@@ -111,14 +111,6 @@ def costs(**fields: object) -> dict[str, list[str]]:
     return {str(row[0]): [str(cell) for cell in row[1:]] for table in tables for row in table.rows}
 
 
-@pytest.mark.parametrize(("loss", "shown"), [(2.0, "7.389"), (800.0, "–"), (math.inf, "–"), (math.nan, "–")])
-def test_only_the_loss_of_next_tokens_has_a_perplexity(loss: float, shown: str) -> None:
-    losses = {"loss_before": 1.0, "loss_after": loss}
-    assert costs(**losses, cache_bytes_before=8)["perplexity"] == ["2.718", shown]
-    assert "perplexity" not in costs(**losses)  # such as the squared error of a regression
-    assert "perplexity" not in costs(**losses, metric="accuracy")
-
-
 def test_unknown_numbers_of_a_compression_are_dashes() -> None:
     timed = Latency(phase="prefill", tokens=4, before=1.0, after=2.0, low=math.nan, high=math.nan)
     found = costs(loss_before=1.0, metric="accuracy", latency=[timed])

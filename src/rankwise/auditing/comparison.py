@@ -165,8 +165,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
     cost_range = max((loss for loss in losses if math.isfinite(loss) and loss > 0), default=1.0)
     measures = [measure for measure in HEAD_MEASURES if measure.name not in left_out]
-    origins = before.provenance, after.provenance
-    dtypes = {dtype for about in origins for dtype in (about.model_dtype, about.measure_dtype)}
+    dtypes = {before.provenance.model_dtype, after.provenance.model_dtype}
     eps = float(np.finfo(np.float64 if dtypes == {"float64"} else np.float32).eps)
     every = [
         *(change for pair in heads for change in _changes(*pair, measures, eps, cost_range)),

@@ -158,9 +158,7 @@ def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:
 
 def _count(plan: Plan, layers: list[HeadProjections]) -> str:
     removed = sum(len(plan.get(layer.name, ())) * layer.group for layer in layers)
-    empty = sum(len(plan.get(layer.name, ())) == layer.units for layer in layers)
-    words = f"{removed} of {sum(layer.heads for layer in layers)} removed"
-    return words + (f", all of {empty} layers" if empty else "")
+    return f"{removed} of {sum(layer.heads for layer in layers)} removed"
 
 
 def _records(layers: list[HeadProjections], plan: Plan, importance: Importance) -> list[HeadWidth]:

@@ -25,7 +25,7 @@ def find_query_key_layers(model: nn.Module, batch: Any) -> tuple[list[Projection
     return keep_passing(
         model,
         batch,
-        find_projections(model, batch),
+        find_layers(model, batch, read_projections),
         turned,
         "its outputs change with the basis of queries and keys: not only inner products read them",
         expected="softmax attention whose queries and keys are outputs of linear layers, unrotated",
@@ -42,12 +42,7 @@ def turned(model: nn.Module, layers: list[Projections]) -> Change:
     return narrow_layers(model, [(layer, random_bases(layer)) for layer in layers], cache=False)
 
 
-def find_projections(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the linear layers behind queries and keys, and the reason for each other attention layer."""
-    return find_layers(model, batch, _projections)
-
-
-def _projections(site: MixerSite, near: Nearby) -> Projections | str:
+def read_projections(site: MixerSite, near: Nearby) -> Projections | str:
     """Return the projections behind queries and keys, or the reason why there are none."""
     operator = site.operator
     if isinstance(operator, DenseMixing):

@@ -23,7 +23,7 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
     return keep_passing(
         model,
         batch,
-        find_rotations(model, batch),
+        find_layers(model, batch, read_rotations),
         turned,
         "its outputs change if a pair turns by the same angle in queries and keys",
         expected="softmax attention whose queries and keys are rotated by position and nothing else",
@@ -31,12 +31,8 @@ def find_rotary_layers(model: nn.Module, batch: Any) -> tuple[list[Projections],
     )
 
 
-def find_rotations(model: nn.Module, batch: Any) -> tuple[list[Projections], dict[str, str]]:
-    """Return the projections behind rotated queries and keys, and why each other layer is left out."""
-    return find_layers(model, batch, _rotary_layer)
-
-
-def _rotary_layer(site: MixerSite, near: Nearby) -> Projections | str:
+def read_rotations(site: MixerSite, near: Nearby) -> Projections | str:
+    """Return the projections behind rotated queries and keys, or the reason why there are none."""
     operator = site.operator
     if isinstance(operator, DenseMixing):
         return "its softmax is written out by hand: load the model with attn_implementation='sdpa'"

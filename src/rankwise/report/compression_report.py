@@ -84,9 +84,6 @@ def _costs(record: Compression) -> Table:
     if math.isfinite(record.loss_before):
         losses = record.loss_before, record.loss_after
         rows.append(["loss", *(format_number(loss, 4) for loss in losses)])
-        if record.cache_bytes_before:  # a decoder: its loss is the cross entropy of next tokens
-            perplexities = (math.exp(loss) if loss < 709 else math.inf for loss in losses)
-            rows.append(["perplexity", *(format_number(one, 3) for one in perplexities)])
     if record.metric:
         shares = record.metric_before, record.metric_after
         rows.append([record.metric, *(format_number(one, 4) for one in shares)])
