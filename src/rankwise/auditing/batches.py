@@ -6,11 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, tensors_of
-from rankwise.auditing.text_inputs import model_batches
+from rankwise.auditing.text_inputs import PASS_TEXTS, model_batches
 from rankwise.errors import InputError, instance_of
 from rankwise.tracing.model_checks import without_copies
-
-PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 
 
 def check_batches(batches: object) -> None:

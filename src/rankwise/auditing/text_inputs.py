@@ -15,6 +15,7 @@ from rankwise.errors import InputError, whole_number
 T = TypeVar("T")
 Tokenizer = Callable[..., Any]
 """A transformers tokenizer, or a callable that maps a list of texts to a dict with ``input_ids``."""
+PASS_TEXTS = "Pass strings with their tokenizer: `rw.audit(model, texts=[…], tokenizer=tokenizer)`."
 
 
 class Shard(NamedTuple):

@@ -300,8 +300,6 @@ def _record(
             cost = after.fields["output_kl"] if name == "kv" else mean(kl.values())
         notes += _part_notes(name, targets[name][1], solution, figures, cost)
     notes += after.notes
-    if not held_out:
-        notes.append("Costs were measured on the calibration data; held-out data shows the cost on new text.")
     return Compression(
         model=config_value(model, "name_or_path") or type(model).__name__,
         parts=list(solutions),

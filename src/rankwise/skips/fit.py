@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from rankwise._internals import forward
 from rankwise._internals.forward import (
     Batch,
+    batch_errors,
     drop_unused_labels,
     each_batch,
     eval_mode,
     run_model,
 )
 from rankwise._internals.parameters import parameter_groups
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
 from rankwise.importance.choose_loss import choose_loss
 from rankwise.importance.losses import IGNORE_INDEX, LossBatch
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
-from rankwise.skips.locate import check_module, example_errors
+from rankwise.skips.locate import check_module
 from rankwise.skips.observe import TRIED, raise_lambdas
 
 LossOfModel = Callable[[nn.Module, Any], Tensor]
@@ -212,7 +214,7 @@ def loss_of(model: nn.Module, batch: Batch, mask_token: int | None = None) -> Te
         fix = "Leave it out; `attention_mask` is 1 at real tokens."
         raise SkipError("batch", expected="a real token to predict", got=got, fix=fix)
     inputs["labels"] = ids.masked_fill(~predicted, IGNORE_INDEX)
-    with example_errors(model, inputs):
+    with batch_errors(model, inputs, fix_hint):
         loss = run_model(model, inputs).loss
     assert isinstance(loss, Tensor)  # a model that takes labels returns a loss
     return loss
@@ -308,7 +310,7 @@ def _train(
     model.train()
     for batch in islice(cycle(batches), steps):
         optimizer.zero_grad()
-        with example_errors(model, batch):
+        with batch_errors(model, batch, fix_hint):
             lost = loss(model, batch)
         losses.append(float(lost.detach()))
         if not math.isfinite(losses[-1]):
@@ -322,7 +324,7 @@ def _train(
 def loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
     """Return the mean loss that fits a model and its batches; raise if they have nothing to predict."""
     inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    with example_errors(model, inputs[0]), eval_mode(model), torch.no_grad():
+    with batch_errors(model, inputs[0], fix_hint), eval_mode(model), torch.no_grad():
         output = run_model(model, inputs[0])
     chosen = choose_loss(model, LossBatch(inputs[0], batches[0]), output, ImportanceSettings())
     if chosen.compares_outputs:

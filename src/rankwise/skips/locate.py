@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rankwise._internals.forward import Batch, batch_errors
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError, instance_of
 from rankwise.skips.find import ForwardRecord, Passage, Residual, Sum, SumName, Version, find_residuals
 from rankwise.skips.hooks import Port, items
@@ -94,20 +94,13 @@ def _parts(name: str) -> list[str]:
     return name.split(".") if name else []
 
 
-def example_errors(model: nn.Module, batch: Any) -> AbstractContextManager[None]:
-    """Return a context manager that raises `InputError`, with the hint of an audit, as `batch_errors`."""
-    from rankwise.auditing.error_hints import fix_hint
-
-    return batch_errors(model, batch, fix_hint)
-
-
 def find_sites(model: nn.Module, example: Batch) -> tuple[list[SkipSite], list[str]]:
     """Run a model once; return its sites, and the blocks with residual connections that no hook reaches.
 
     Several calls of a module in a forward pass belong to the same site. A norm outside of its block counts as
     the norm of the site only if every sum has a reader; otherwise it is the final norm of a stack.
     """
-    with example_errors(model, example):
+    with batch_errors(model, example, fix_hint):
         residuals, record = find_residuals(model, example)
     located, missed = [], []
     for residual in residuals:

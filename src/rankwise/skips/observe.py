@@ -10,15 +10,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from rankwise._internals.forward import Batch, Change, run_model, tensors_in, tensors_of
+from rankwise._internals.forward import Batch, Change, batch_errors, run_model, tensors_in, tensors_of
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise._internals.torch_private import without_forward_hooks
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import SkipError
 from rankwise.importance.losses import real_tokens
 from rankwise.skips.find import SumChange, SumName, probe_mode, replacing_sums
 from rankwise.skips.hooks import SkipHook, current
-from rankwise.skips.locate import SkipSite, example_errors, find_sites, skip_sites
+from rankwise.skips.locate import SkipSite, find_sites, skip_sites
 from rankwise.skips.modules import LambdaSkip
 from rankwise.tracing import RecordedCall, record_calls
 
@@ -89,7 +90,7 @@ def observe(
 
     norms = {site.norm for site in sites} - {""}
     recording, scaled = record_calls(model, norms, copy=True), with_lambdas(model, sites, lambdas, note)
-    with example_errors(model, batch), scaled, recording as calls, probe_mode(model), torch.no_grad():
+    with batch_errors(model, batch, fix_hint), scaled, recording as calls, probe_mode(model), torch.no_grad():
         run_model(model, batch)
     by_site = grouped(seen, lambda added: added.site.name)
     if missing := unlike | {site.name for site in sites} - set(by_site):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from rankwise._internals import forward
-from rankwise._internals.forward import Batch, Change, check_batch, each_batch, run_model
+from rankwise._internals.forward import Batch, Change, batch_errors, check_batch, each_batch, run_model
 from rankwise._internals.records import grouped
+from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, RULES
 from rankwise.auditing.measure import measure_states
 from rankwise.auditing.provenance import runnable
@@ -24,7 +25,7 @@ from rankwise.skips.certificate import LambdaChoice, lambda_words
 from rankwise.skips.certify import certify_sites, check_tokens
 from rankwise.skips.find import probe_mode
 from rankwise.skips.fit import LossOfModel, loss_on_labels
-from rankwise.skips.locate import SkipSite, check_module, example_errors, find_sites, skip_sites
+from rankwise.skips.locate import SkipSite, check_module, find_sites, skip_sites
 from rankwise.skips.modules import own_skips
 from rankwise.skips.observe import (
     TRIED,
@@ -236,7 +237,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
     collapsed, own = any(finding.code == "COLLAPSE" for finding in found), own_skips(model)
     skips = bool(skip_sites(model) or own)
     if collapsed or skips:
-        with example_errors(model, sample), probe_mode(model), torch.no_grad():
+        with batch_errors(model, sample, fix_hint), probe_mode(model), torch.no_grad():
             run_model(model, sample)
         check_traceable(model)
         sites, _ = sites_in(model, sample)
@@ -295,7 +296,7 @@ def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
 
     with probe_mode(model), torch.no_grad(), capture(model, on_mixer=lambda _: None, on_state=note):
         for batch in each_batch(batches):
-            with example_errors(model, batch):
+            with batch_errors(model, batch, fix_hint):
                 run_model(model, batch)
     return [states.to_record() for states in statistics.states.values()]
 
