@@ -17,8 +17,8 @@ from tests.compression.compression_cases import (
 )
 
 import rankwise as rw
-from rankwise.compression.layers import Factors, find_layers, rank_notes
-from rankwise.compression.qk_find import read_projections
+from rankwise.compression import qk_find
+from rankwise.compression.layers import Factors, rank_notes
 from rankwise.compression.qk_modules import narrow_linear, replace_cache_layer
 from rankwise.compression.qk_solve import (
     allocate_widths,
@@ -194,7 +194,9 @@ def test_narrow_weights_in_half_precision_are_rounded_once() -> None:
 def test_narrow_queries_and_keys_are_equally_large(make: Any) -> None:
     """Otherwise, half precision would lose the smaller ones."""
     model = make()
-    layer = collect_statistics(model, find_layers(model, ids(), read_projections)[0][:1], [ids()])[0]
+    layer = collect_statistics(
+        model, qk_find.find_layers(model, ids(), qk_find.read_projections)[0][:1], [ids()]
+    )[0]
     factors = closed_form(layer, [5] * len(layer.key_moments))
     groups = layer.projections.groups
     for head, (P, S) in enumerate(zip(layer.query_moments, layer.key_moments, strict=True)):
@@ -251,7 +253,7 @@ def test_each_call_of_a_shared_layer_has_its_own_sample() -> None:
     moments = []
     for attention in ("sdpa", "eager"):  # shown by fused attention, and read off the linear layers
         model = made("Albert", "Model", **SIZES, embedding_size=16, attn_implementation=attention)
-        (found,), reasons = find_layers(model, ids(), read_projections)
+        (found,), reasons = qk_find.find_layers(model, ids(), qk_find.read_projections)
         assert not reasons
         (layer,) = collect_statistics(model, [found], [ids()])
         assert (len(layer.samples), layer.tokens) == (2, 2 * 4 * 24)

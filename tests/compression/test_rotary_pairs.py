@@ -6,11 +6,9 @@ import pytest
 import torch
 from tests.compression.compression_cases import ROTARY, ids, output
 
-from rankwise.compression import compress
-from rankwise.compression.layers import find_layers
+from rankwise.compression import compress, rotary_find
 from rankwise.compression.qk_modules import narrow_layers
 from rankwise.compression.qk_statistics import collect_statistics, layer_divergence, usable_layers
-from rankwise.compression.rotary_find import read_rotations
 from rankwise.compression.rotary_solve import Order, greedy, kept_factors, rows_of, units_of, whole_factors
 from rankwise.errors import CompressionError
 
@@ -22,7 +20,7 @@ EPS = torch.finfo(torch.float32).eps
 def test_at_full_width_nothing_changes(family: str) -> None:
     model, batch = ROTARY[family](), ids(2, 12)
     before = output(model, batch)
-    found, _ = find_layers(model, batch, read_rotations)
+    found, _ = rotary_find.find_layers(model, batch, rotary_find.read_rotations)
     assert len(found) == 2
     layers = collect_statistics(model, found, [batch])
     swap = narrow_layers(model, [(layer.projections, whole_factors(layer)) for layer in layers])
@@ -40,14 +38,14 @@ def test_pairs_are_found_from_values() -> None:
         "neox": [[0, 1]],
         "glm": [[0, 1], [2, 3]],
     }.items():
-        found, reasons = find_layers(ROTARY[family](), batch, read_rotations)
+        found, reasons = rotary_find.find_layers(ROTARY[family](), batch, rotary_find.read_rotations)
         assert not reasons
         assert all(one.pairs.tolist() == pairs for one in found)
 
 
 def test_greedy_is_the_best_first_step_and_its_curve_is_measured() -> None:
     model, batch = ROTARY["llama"](), ids(2, 12)
-    found, _ = find_layers(model, batch, read_rotations)
+    found, _ = rotary_find.find_layers(model, batch, rotary_find.read_rotations)
     layer = collect_statistics(model, found[:1], [batch])[0]
     whole, units = whole_factors(layer), units_of(layer)
     rows = rows_of(layer.samples, 1, whole, units, seed=0)
@@ -86,7 +84,7 @@ def test_the_order_of_key_heads_does_not_matter() -> None:
 
 def test_layers_with_nan_in_later_batches_are_left_out_or_named() -> None:
     model = ROTARY["llama"]()
-    found, _ = find_layers(model, ids(2, 12), read_rotations)
+    found, _ = rotary_find.find_layers(model, ids(2, 12), rotary_find.read_rotations)
     layers = collect_statistics(model, found, [ids(4, 24)])
     layers[0].broken = {1, 3}
     fine, left_out = usable_layers(layers, {"other": "it runs more than once"})
