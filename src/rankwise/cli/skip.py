@@ -64,7 +64,7 @@ def command(
         str | None, typer.Option(help="Use one λ per layer or per channel: layer (default) or channel.")
     ] = None,
     certify: Annotated[
-        bool, typer.Option("--certify", help="Show how much of the token spread μ each λ is proved to keep.")
+        bool, typer.Option("--certify", help="Show how much absolute token spread μ each λ provably keeps.")
     ] = False,
     share: Annotated[float, typer.Option("--a", help="Fraction of μ² that each layer should keep.")] = 0.5,
     tokens: options.Tokens = 128,

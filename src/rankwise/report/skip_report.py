@@ -95,8 +95,8 @@ def certificate_document(certificate: SkipCertificate, choices: Sequence[LambdaC
             "What each layer does",
             ["site", "λ", "norm", "kept", "proved", "mixing", "‖M‖", "S"],
             rows[0],
-            note="Kept: μ after the layer over μ before; proved: a lower bound of it for this batch; "
-            "mixing: ‖f(x)‖/‖λx + f(x)‖.",
+            note="μ: absolute token spread. Kept: μ after the layer over μ before; proved: a lower bound "
+            "of it for this batch; mixing: ‖f(x)‖/‖λx + f(x)‖.",
         ),
         Table("Least |λ|", ["site", "proved", "any mixing", "paper"], rows[1], note=f"To keep {root} of μ."),
     ]
