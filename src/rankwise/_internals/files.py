@@ -67,12 +67,8 @@ def write_file(
     """Write a file under a temporary name, then rename it; return its path.
 
     Readers find either the old or the complete new file. After a full disk or Ctrl-C the old file remains.
-
-    Args:
-        path: file to write; missing folders are created.
-        content: text, or a function that writes the file to the path that it gets as argument.
-        subject: noun for the file in error messages.
-        in_folder: name of the file if ``path`` is an existing folder.
+    Missing folders are created. ``content`` is text, or a function that writes the file to the path that it
+    gets as argument; ``in_folder`` names the file if ``path`` is an existing folder.
 
     Examples:
         >>> import tempfile
@@ -111,12 +107,8 @@ def write_file(
 def write_files(folder: Path, write: Callable[[Path], object], subject: str) -> list[Path]:
     """Write several files into a folder, all or none; return their paths. Other files in it are kept.
 
-    The files are written to a hidden folder, then moved. After an error or Ctrl-C the old files are restored.
-
-    Args:
-        folder: target folder, created if it is missing.
-        write: function that writes the files into the folder that it gets as argument.
-        subject: noun for the files in error messages.
+    ``write`` writes them to a hidden folder, its argument; they are then moved into ``folder``, which is
+    created if it is missing. After an error or Ctrl-C the old files are restored.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -58,10 +58,7 @@ def mean_distance(
     """Return μ = ‖Y − 1ȳᵀ‖_F, the distance of the rows of a matrix Y from their mean ȳ.
 
     The first real row is subtracted before the mean, so that nearly equal rows lose no digits.
-
-    Args:
-        rows: rows of Y; real rows must be finite.
-        real: True for real rows, False for padding; by default all rows are real.
+    Rows that are not ``real`` (padding) are left out; real rows must be finite.
     """
     unit = unit_scale(rows, MATRIX)
     rows = rows / unit

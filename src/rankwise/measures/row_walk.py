@@ -72,14 +72,11 @@ def evaluate(names: Iterable[str], op: Mixing) -> dict[str, Tensor]:
     """Return values of measures by name; all measures of rows share one pass over the operator's rows.
 
     On a CPU the sequences of (B, H, T, S) are processed by parallel threads. No gradient is kept. Measures of
-    tokens must be called directly: ``MEASURES[name].function(tokens, mask)``.
+    tokens must be called directly: ``MEASURES[name].function(tokens, mask)``. Measures of heads require a
+    tensor (..., H, T, S) or an operator.
 
     Cost: one pass over the rows for all measures of rows (O(H² T S) time with `head_distance`), with memory
     for a block of rows and S numbers per matrix. Each other measure adds the cost in its docstring.
-
-    Args:
-        names: names of measures of matrices or heads in `MEASURES`.
-        op: mixing operator, or tensor (..., T, S); (..., H, T, S) for measures of heads.
 
     Examples:
         >>> from rankwise import measures

@@ -24,14 +24,10 @@ class CausalScanMixing(FastMixing):
 def log_weights(log_decay: Float[Tensor, "*batch N"], start: int = 0) -> Float[Tensor, "*batch R N"]:
     """Return the log-decay from each token s to each row t ≥ ``start``: Σ_{s < r ≤ t} log a_r.
 
-    Entries with s > t are −inf. Log-decays are added and never subtracted, so a log-decay of −inf at token r
-    affects only the pairs with s < r ≤ t.
+    The decay a_r is from token r − 1 to token r. Entries with s > t are −inf. Log-decays are added and never
+    subtracted, so a log-decay of −inf at token r affects only the pairs with s < r ≤ t.
 
     Cost: O(R N) memory per sequence and head.
-
-    Args:
-        log_decay: log a_r, in [−inf, 0]; a_r is the decay from token r − 1 to token r.
-        start: index of the first row to return.
 
     Examples:
         >>> import torch

@@ -261,13 +261,9 @@ class MembershipScan(nn.Module):
         membership: Float[Tensor, "B T H"],
         past: Float[Tensor, "B H F K"] | None,
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H F K"]]:
-        """Return TSSA's output plus the output of the scan, and the scan's state after the last token.
+        """Return TSSA's output ``mixed`` plus the output of the scan, and the state after the last token.
 
-        Args:
-            mixed: TSSA's output, -Π w / (1 + m).
-            features: c and b, concatenated, E = 2 H F.
-            membership: memberships Π.
-            past: state of the scan before these tokens, or None.
+        ``features`` are c and b, concatenated, E = 2 H F; ``past`` is the state before these tokens.
         """
         c, b, log_decay = self._scan(features, membership)
         values = mixed.to(b.dtype)
