@@ -170,6 +170,7 @@ LEADS = (
     "see what training did: ",
     "train it briefly with each λ: ",
     "to add the least λ that keeps tokens apart here: ",
+    "then add the line “load:” that it prints to the factory",
     "see what the model loses without it: ",
     "remove heads one by one, ",
     "nothing: that is too little to notice; to do it anyway, ",
@@ -500,6 +501,21 @@ def test_the_command_against_a_collapse_removes_it(folder: Path) -> None:
     assert "removes COLLAPSE" in finding.meaning
     run(finding.remedy)
     assert "COLLAPSE" not in codes(audited("net-s-weights-skips", *data))
+
+
+@pytest.mark.parametrize("case", ["COLLAPSE", "COLLAPSE advised, with labels"])
+def test_the_remedy_of_a_factory_ends_the_advice(case: str, folder: Path) -> None:
+    (folder / "net.py").write_text(FACTORY.format(case=case))
+    (command,) = [
+        words for words, _ in split_code(of("COLLAPSE", audited("net.py:build")).remedy) if "--init" in words
+    ]
+    (line,) = [line for line in run(command).output.splitlines() if line.startswith("load: ")]
+    load = line.removeprefix("load: ").partition("   #")[0]
+    code = FACTORY.format(case=case).replace("return made(), ", f"model = made(); {load}\n    return model, ")
+    (folder / "repaired.py").write_text(code)
+    audit = audited("repaired.py:build")
+    assert "COLLAPSE" not in codes(audit)
+    assert not any("skip" in action for action in audit.verdict.actions)
 
 
 def test_there_is_a_case_for_every_code() -> None:

@@ -368,7 +368,7 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
     assert (audit.provenance.advised, audit.provenance.batches) == (True, 2)
     (finding,) = [one for one in audit.findings if one.code == "COLLAPSE"]
     assert "lambda_tried" in finding.evidence
-    assert finding.remedy.startswith(f"rankwise skip {NETS}:collapsing --init ")
+    assert f"`rankwise skip {NETS}:collapsing --init " in finding.remedy
     said = "the model ran again on the first batch, 2 sequences, for λ against COLLAPSE"
     assert said in " ".join(result.output.split())
 

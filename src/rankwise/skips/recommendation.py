@@ -65,6 +65,8 @@ TRIAL = (
     "to add the least λ that keeps tokens apart here: "
 )
 """First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
+LOAD = "; then add the line “load:” that it prints to the factory"
+"""Last step for a model that a factory builds, because λ-skips are written without the model."""
 
 
 def choose_lambda(model: nn.Module, batch: Batch, stack: str) -> LambdaChoice:
@@ -259,12 +261,13 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
             found.append(suppressed)
     if collapsed:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
+        trial, load = "", LOAD * any(".py:" in words[0] for words in audit.provenance.arguments[:1])
         with suppress(InputError), probe_mode(model):  # without a loss there is no trial
             _ = loss or loss_on_labels(model, [forward.to_device(batch, forward.device_of(model))])
-            trial = TRIAL.replace("batches)", "batches, loss=loss)") if loss else TRIAL
-            for at, one in enumerate(found):
-                if one.remedy.startswith("{skip --init") and not skips:
-                    found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`"})
+            trial = "" if skips else TRIAL.replace("batches)", "batches, loss=loss)") if loss else TRIAL
+        for at, one in enumerate(found):
+            if one.remedy.startswith("{skip --init") and (trial or load):
+                found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`{load}"})
         notes += [TRAINS] * any("lambda_tried" in one.evidence for one in found)
     about = audit.provenance.model_copy(update={"advised": True, "notes": notes})
     found = [one.model_copy(update={"remedy": runnable(one.remedy, about)}) for one in found]
