@@ -32,7 +32,6 @@ import rankwise as rw
 from rankwise.auditing.text_inputs import longest_sequence
 from rankwise.compression import Latency, evaluate
 from rankwise.compression.kv_modules import LatentCache
-from rankwise.compression.run import slower
 from rankwise.errors import CompressionError, InputError
 
 
@@ -185,9 +184,13 @@ def test_a_target_that_removes_nothing_changes_nothing(
     assert not any("above the tolerance" in note for note in done.notes)
 
 
-def test_a_slower_model_is_noted() -> None:
+def test_a_slower_model_is_noted_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Latency(phase="decode", tokens=9, before=1, after=2, ratio=2, low=2, high=2)
-    assert slower(late).startswith("decode of 9 tokens became slower on this machine: 1.00 to 2.00 ms.")
+    monkeypatch.setattr(evaluate, "measure_latency", lambda *_: ([late], []))
+    said = "decode of 9 tokens became slower on this machine: 1.00 to 2.00 ms."
+    with pytest.warns(UserWarning, match=said):
+        done = rw.compress(gpt2(), [ids()], keep=5 / 8, time=True)
+    assert any(note.startswith(said) for note in done.notes)
 
 
 @pytest.mark.parametrize("part", ["heads", "kv"])

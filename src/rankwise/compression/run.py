@@ -27,7 +27,7 @@ from rankwise.compression import NARROWS, PARTS
 from rankwise.compression.evaluate import Snapshot, evaluate, snapshot
 from rankwise.compression.layers import NoLayersError
 from rankwise.compression.part import Job, Solution, solve_part
-from rankwise.compression.record import Compression, Latency, LayerPrice
+from rankwise.compression.record import Compression, LayerPrice
 from rankwise.compression.save import check_saveable, note_structure, pretrained_models, structure_of
 from rankwise.errors import (
     CompressionError,
@@ -177,7 +177,12 @@ def compress(
     record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
     others = [name for name in solutions if calibrate and name not in NARROWS]
     plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
-    slow = [slower(x) for x in record.latency if x.ratio > SLOWER and x.low > 1]
+    slow = [
+        f"{x.phase} of {x.tokens} tokens became slower on this machine: {x.before:.2f} to {x.after:.2f} ms. "
+        "To go back, load the original."
+        for x in record.latency
+        if x.ratio > SLOWER and x.low > 1
+    ]
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
     unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
@@ -339,11 +344,3 @@ def _part_notes(
         for data, cost in costs.items()
         if tolerance is not None and cost > tolerance
     ]
-
-
-def slower(timing: Latency) -> str:
-    """Return a note that the model became slower."""
-    return (
-        f"{timing.phase} of {timing.tokens} tokens became slower on this machine: {timing.before:.2f} to "
-        f"{timing.after:.2f} ms. To go back, load the original."
-    )
