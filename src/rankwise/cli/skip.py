@@ -193,7 +193,7 @@ def _try(
     builds = {name: partial(lambda name: load(name).model, name) for name in models}
     build = builds.pop(models[0])
     runs = try_lambdas(build, inputs.batches, values, steps=steps, lr=lr, loss=loss, alternatives=builds)
-    print_results(trial_document(runs, inputs.data, steps))
+    print_results(trial_document(runs, f"{inputs.data} · learning rate {lr:g}", steps))
     if len(runs) <= len(values) + len(builds):
         raise typer.Exit(INTERRUPTED)
 

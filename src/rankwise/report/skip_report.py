@@ -54,7 +54,7 @@ def skip_document(
     )
 
 
-def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -> Document:
+def trial_document(runs: Mapping[str, Sequence[float]], setting: str, steps: int) -> Document:
     """Return the report on the losses of training runs by name; the last tenth of the steps counts."""
     last = max(steps // 10, 1)
     ends = {name: fmean(losses[-last:]) for name, losses in runs.items()}
@@ -62,14 +62,15 @@ def trial_document(runs: Mapping[str, Sequence[float]], data: str, steps: int) -
     lowest, best = min(((end, name) for name, end in ends.items() if math.isfinite(end)), default=(0, "none"))
     plain = ends.get(PLAIN, math.nan)
     before = [one for one in (plain, runs.get(best, [lowest])[0]) if math.isfinite(one)]
-    unclear = f" {UNCLEAR}" if any(lowest > one - CLEAR * abs(one) for one in before) else ""
+    unclear = any(lowest > one - CLEAR * abs(one) for one in before)
+    sentence = UNCLEAR if unclear else f"Lowest loss at the end, with one seed: {best}."
     at_end = "loss in the last step" if last == 1 else f"mean loss of the last {last} steps"
     headings = ["run", "loss at the start", at_end, "steps"]
     return Document(
         command="Rankwise skip",
         heading="Training with λ",
-        setting=data,
-        verdict=Verdict(sentence=f"Lowest loss at the end, with one seed: {best}.{unclear}"),
+        setting=setting,
+        verdict=Verdict(sentence=sentence),
         sections=[Section("trial", "Losses", tables=[Table("Losses", headings, rows)])],
     )
 
