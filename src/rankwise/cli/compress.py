@@ -113,7 +113,9 @@ def command(
             "load": loading_line(subject.model, str(out), subject.name),
         }
         if subject.source:  # a model of a factory has no tokenizer or image processor
-            data = {"--text": text, "--images": images, "--dataset": dataset}
+            length = None if images else tokens
+            data = {"--text": text, "--images": images, "--dataset": dataset, "--tokens": length}
+            data["--revision"] = revision
             about["data"] = shlex.join(str(word) for pair in data.items() if pair[1] for word in pair)
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}

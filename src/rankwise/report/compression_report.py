@@ -207,7 +207,9 @@ def _next_steps(record: Compression) -> str:
     option = about.get("data", "")
     if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(option, option):  # of older files
         code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
-        audit = f"rankwise audit {shlex.quote(about['folder'])} {option}{code}"
-        lines.append(f"{audit}   # then: rankwise compare BEFORE AFTER")
+        code += " --loss" if math.isfinite(record.loss_before) else ""
+        models = {"before": about.get("source", ""), "after": about["folder"]}
+        lines += [f"rankwise audit {shlex.quote(models[at])} {option}{code} --out {at}" for at in models]
+        lines.append("rankwise compare before after")
     back = f"# back: {about.get('source', 'the original')} is unchanged, load it instead"
     return "\n".join([*lines, back])
