@@ -76,6 +76,27 @@ def test_every_public_function_has_an_example() -> None:
     assert missing == []
 
 
+OTHER_NAMES = re.compile(
+    "null share|random winners|(sink|peak) mass|relative (token )?spread|distance from collapse|"
+    "collapse distance|fresh weights|width needed|random q and k",
+    re.IGNORECASE,
+)
+"""Earlier names of quantities that are called token spread, one-hot rows, random heads and so on."""
+
+
+def test_a_quantity_has_one_name_in_sentences_and_headings() -> None:
+    folders = [ROOT / "src" / "rankwise", ROOT / "docs", ROOT / "experiments"]
+    ending = {".md", ".py", ".js", ".html", ".svg"}
+    pages = [path for folder in folders for path in folder.rglob("*") if path.suffix in ending]
+    read = {
+        path: path.read_text(encoding="utf-8")
+        for path in pages
+        if not {"vendor", "decisions"} & {*path.parts}
+    }
+    assert len(read) > 300
+    assert {path.name: name[0] for path, text in read.items() if (name := OTHER_NAMES.search(text))} == {}
+
+
 def records() -> Iterator[type]:
     """Yield the records of the package: everything that it writes as JSON."""
     for path in sorted((ROOT / "src" / "rankwise").rglob("*.py")):

@@ -97,7 +97,7 @@ class HeadDimPlan(SavedRecord):
     curve: list[tuple[int, Number, Number]] = Field(min_length=1)
     """Points (K, mean rank/T, standard deviation of rank/T over trials), with the width K ascending."""
     barrier: Number
-    """Expected rank (not divided by T) of hardmax with random winners: `rankwise.theory.rank_barrier`."""
+    """Expected rank (not divided by T) of one-hot rows at random: `rankwise.theory.rank_barrier`."""
     head_dim: int
     """K*: from this width on, gains stay below the tolerance; the widest width tried if not ``saturated``."""
     interval: tuple[int, int]
