@@ -1,16 +1,11 @@
 r"""The part ``kv``: low-rank keys and values of least output KL, and one budget of cache bytes.
 
-To second order, other keys and values change the outputs by a KL divergence of ½ Σ_s tr(F_s δ_s δ_sᵀ), summed
-over tokens s, if the errors δ_s of different tokens are uncorrelated. F_s is the Fisher information of the
-outputs about [key; value] of token s: the second moment of the gradient of log p(y), with y drawn from the
-model itself. With δ_s = (W − W')x_s, and F and x uncorrelated,
+To second order, keys and values W'x in place of Wx change the outputs by a KL divergence of
 
     KL ≈ ½ tr(G (W − W') A (W − W')ᵀ) nats per token,   A = mean x xᵀ,   G = mean g gᵀ
 
-(the Kronecker factors of K-FAC, arXiv 1503.05671). By the chain rule, g of a key is Σ_t a_ts q_t over the
-queries that read it, and g of a value is Σ_t p_ts Oᵀ e_t through the output projection. So G weighs keys,
-values, heads and layers in one unit.
-
+with g the gradient of log p(y) at [key; value] of a token, and y drawn from the model itself (the Kronecker
+factors of K-FAC, arXiv 1503.05671; docs/evidence/compress-cache.md has the derivation and its assumptions).
 Among all W' of rank r, G^−½ [G^½ W A^½]_r A^−½ has the least KL, ½ Σ_{i>r} σ_i² (Eckart and Young), where
 [·]_r keeps the r largest singular values σ. The σ_i²/2 of all layers are in nats, so one budget over layers
 goes to the largest of them.

@@ -20,9 +20,7 @@ from rankwise.report.format import split_code
 PAGE_BYTES = 1_990_000
 """Size in bytes above which a page stores fewer attention maps and fewer points of spectra."""
 CHART_FILE = "plotly-cartesian.min.js"
-CHART_VERSION = "4.1.1"
-CHART_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
-"""SHA-256 digest of `CHART_FILE` in this version of the npm package `plotly.js-cartesian-dist-min`."""
+"""File of the npm package `plotly.js-cartesian-dist-min`; tests hold its version and digest."""
 _SCRIPTS = ("theme.js", "save.js", "figures.js", "page.js")
 _INTERACTIVE = ("theme.js", "save.js", "figures.js", "heads.js", "tables.js", "page.js")
 """Scripts of pages with interactive parts, in loading order: later scripts use constants of earlier ones."""
