@@ -42,19 +42,16 @@ SINK_MASS = 0.9
 CONSTANT_STABLE_RANK, CONSTANT_DISTANCE = 1.1, 0.3
 # IDENTITY, DUPLICATE_HEADS: the squared distance is below 1 % (0.1²) of the sum of both squared norms.
 IDENTITY_DISTANCE = DUPLICATE_DISTANCE = 0.1
-# HIGH_RANK, LOW_RANK: rank divided by each reference rank. References are heads with random scores at three
-# temperatures: 0 (hardmax), the temperature of the measured head, and infinite (equal weights). For
-# T ≥ 32, the standard deviation of a random hardmax head's rank is about 10 % of its mean, or less.
+# HIGH_RANK, LOW_RANK: rank divided by each reference rank; for T ≥ 32 these vary by about 10 % or less.
 HIGH_RANK, LOW_RANK = 1.25, 0.5
-# COLLAPSE: threshold on μ/‖Y‖, whose square is the share of ‖Y‖² that differs between tokens; kept trainings
+# COLLAPSE: threshold on token spread, whose square is the share of ‖Y‖² that differs between tokens; runs
 # with a value below it halfway, and those of them that did not learn (docs/evidence/collapse-rule.md).
 COLLAPSE_SPREAD, COLLAPSED_RUNS, COLLAPSED_FAILED = 0.04, 40, 37
-# COLLAPSE also requires that μ/‖Y‖ has halved since the input, because input tokens may be similar.
+# COLLAPSE also requires that token spread has halved since the input, because input tokens may be similar.
 COLLAPSE_FALL = 0.5
 # INACTIVE_BLOCK: only 1e-4 (0.01²) of the output's squared norm is not a multiple of the input.
 INACTIVE_TURN = 0.01
-# OVERSIZED_HEADS: share of the head dimension that must be unneeded: 0.5, less a margin for the error of the
-# estimated KL divergence (docs/reference/findings.md).
+# OVERSIZED_HEADS: largest share of channels that is required: 0.5, less a margin for the estimate's error.
 OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
@@ -295,8 +292,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
 
-    Two heads are not joined if each has a finding of its own, such as SINK. Channels of state-space mixers
-    are left out, because dozens of them are similar.
+    Heads with findings of their own, such as SINK, are not joined, nor are channels of state-space mixers.
     """
     for mixer in measured.mixers:
         by_number: dict[int | None, HeadRecord] = {
