@@ -390,6 +390,8 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "beyond the error": (noisy(0.92, 400), noisy(0.95, 400), ["worse"]),
     "collapse within its error": (lowest(0.019, 2), lowest(0.016, 2), ["unchanged"]),
     "collapse beyond its error": (lowest(0.019, 400), lowest(0.016, 400), ["worse"]),
+    "a sink by rounding": (one(max_token_mass=0.91), one(max_token_mass=0.9100003), ["unchanged"]),
+    "collapse by rounding": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.019999999), ["unchanged"]),
     "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
     "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
     "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_distance": 0.1}), ["worse"]),

@@ -17,6 +17,8 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 ERRORS = 2.0
 """Two numbers count as equal if they differ by at most this many standard errors of the difference."""
+ROUNDING = 2.0**-19
+"""Two numbers also count as equal up to 16 eps of float32, if one sequence has no standard error."""
 
 
 class FindingChange(Record):
@@ -83,10 +85,11 @@ def _outcome(old: Finding | None, new: Finding, ours: "_Records", theirs: "_Reco
     if not change and rule is not None:
         numbers = [finding.evidence.get(rule.decided_by, math.nan) for finding in (old, new)]
         if rule.worse == "neither":
-            return "unchanged" if numbers[0] == numbers[1] else "changed"
+            return "unchanged" if math.isclose(*numbers, rel_tol=ROUNDING) else "changed"
         step = (numbers[1] - numbers[0]) * (1 if rule.worse == "higher" else -1)
         error = math.hypot(ours.standard_error(old), theirs.standard_error(new))
-        change = step if abs(step) > ERRORS * error else 0.0  # NaN yields 0.0
+        error = max(ERRORS * error, ROUNDING * abs(numbers[0]))
+        change = step if abs(step) > error else 0.0  # NaN yields 0.0
     return "worse" if change > 0 else "better" if change < 0 else "unchanged"
 
 
