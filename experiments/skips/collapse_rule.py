@@ -1,10 +1,10 @@
 """Readings of token spread in a training that tell that it does not learn: the rule of `stop_on`.
 
-The runs of `depth` are trained again with ten audits each after the first. A rule is a threshold on the
-least token spread after any block, and a number of audits in a row below it. It is chosen on these runs,
-and checked on the two later audits of `skips-image`, and on a model of 24 layers, with λ-skips and without.
+The runs of `depth` and some of `skips-image` are trained again with ten audits each after the first. A rule
+is a threshold on the least μ/‖Y‖ after any block, and a number of audits in a row below it. It is chosen on
+`depth`, and checked on `skips-image` and on a model of 24 layers, with λ-skips and without.
 
-Hardware  one CPU core, about an hour; the command goes on from the runs that are in runs/collapse_rule
+Hardware  one CPU core, about 2.5 hours; the command goes on from the runs that are in runs/collapse_rule
 """
 
 import statistics
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import set_seed
 
 import rankwise as rw
-from experiments.experiment import run_missing
+from experiments.experiment import Experiment, run_missing
 from experiments.render import markdown_table
 from experiments.results import Run, read_runs
 from experiments.skips.depth import DEPTH
-from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL
+from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL, label
 from experiments.study import Report, Study
 from experiments.tasks.text import byte_ids, read_text
 from rankwise.auditing.findings import COLLAPSE_SPREAD, COLLAPSED_FAILED, COLLAPSED_RUNS
@@ -41,16 +41,21 @@ FINDING = COLLAPSED_RUNS, COLLAPSED_FAILED
 """Numbers that the finding states: kept runs in the first band, and those of them that did not learn."""
 BANDS = (0.0, COLLAPSE_SPREAD, 0.3, 1.0)
 FOLDER = Path("runs") / "collapse_rule"
-AGAIN = replace(
-    DEPTH,
-    rows={row: replace(one, monitor_every=one.steps // AUDITS) for row, one in DEPTH.rows.items()},
-    large={},
-)
+IMAGES = [label(*row) for row in product(("softmax", "linear", "s4d"), (-2, -1, 0, 1, 2))]
 Reading = dict[str, Any]
 
 
+def with_audits(experiment: Experiment, rows: Sequence[str], seeds: Sequence[int]) -> Experiment:
+    """Return some rows of an experiment, with ten audits each after the first."""
+    again = {row: replace(one, monitor_every=one.steps // AUDITS) for row, one in experiment.rows.items()}
+    return replace(experiment, rows={row: again[row] for row in rows}, seeds=seeds, large={})
+
+
+AGAIN = with_audits(DEPTH, [*DEPTH.rows], DEPTH.seeds), with_audits(SKIPS_IMAGE, IMAGES, [0])
+
+
 def reading(name: str, run: Run) -> Reading:
-    """Return the score that decides if a run learned, and the least token spread after a block by step."""
+    """Return the score that decides whether a run learned, and the least μ/‖Y‖ after a block by step."""
     measures, scores = run["values"]["rank"], run["values"]["scores"]
     column = measures.get("states_relative_spread") or measures["states_relative_collapse"]  # its old name
     return {
@@ -145,22 +150,23 @@ def train_deep(name: str, text: Tensor, steps: int = 160, layers: int = 24) -> d
 
 
 def measure(data: Path) -> Report:
-    if not run_missing(AGAIN, data, list(AGAIN.rows), AGAIN.seeds, folder=FOLDER, results=FOLDER):
-        raise RankwiseError("runs failed. The same command goes on after them.")
-    runs = [reading(AGAIN.name, run) for run in read_runs(AGAIN.path(FOLDER))]
+    for one in AGAIN:
+        if not run_missing(one, data, list(one.rows), one.seeds, folder=FOLDER, results=FOLDER):
+            raise RankwiseError("runs failed. The same command goes on after them.")
+    runs, images = ([reading(one.name, run) for run in read_runs(one.path(FOLDER))] for one in AGAIN)
     text = torch.tensor(byte_ids(read_text(data / next(iter(DEPTH.rows.values())).text)).astype("int64"))
-    return {"runs": runs, "deep": [train_deep(name, text) for name in MODELS]}
+    return {"runs": runs, "images": images, "deep": [train_deep(name, text) for name in MODELS]}
 
 
 def tables(report: Report) -> dict[str, str]:
-    runs, kept = report["runs"], kept_readings()
+    runs, images, kept = report["runs"], report["images"], kept_readings()
     counted = {"depth and skips-image": kept["depth"] + kept["skips-image"], **kept}
     bands = [
         (name, *(f"{failed} of {of}" for of, failed in (in_band(own, *band) for band in pairwise(BANDS))))
         for name, own in counted.items()
     ]
     rules = [
-        (f"{limit:g}", str(audits), *counts(runs, limit, audits))
+        (f"{limit:g}", str(audits), *counts(runs, limit, audits), *counts(images, limit, audits))
         for limit, audits in product(THRESHOLDS, IN_A_ROW)
     ]
     borders = [
@@ -176,17 +182,18 @@ def tables(report: Report) -> dict[str, str]:
         )
         for run in report["deep"]
     ]
-    floor = min(value for run in runs if learned(run) for _, value in run["lowest"][1:])
-    image = [value for run in kept["skips-image"] if learned(run) for _, value in run["lowest"][1:]]
+    low = [run for run in kept["depth"] + kept["skips-image"] if run["lowest"][0][1] < COLLAPSE_SPREAD]
     stopped = ("stopped, of failed", "stopped, of learned", "left")
+    columns = ("below", "audits in a row", *stopped, *("pictures: " + one for one in stopped))
     return {
         "bands": markdown_table(("", *(f"{low:g} to {high:g}" for low, high in pairwise(BANDS))), bands),
-        "rules": markdown_table(("below", "audits in a row", *stopped), rules),
+        "rules": markdown_table(columns, rules),
         "borders": markdown_table(("border", *stopped), borders),
         "limit": f"{STOP_SPREAD:g} in {STOP_AUDITS} audits in a row",
-        "floor": f"{floor:.5f}",
-        "image": f"{min(image):.2f}",
-        "deep": markdown_table(("model", "loss", "stopped", "least token spread by step"), deep),
+        "floor": f"{min(value for run in runs if learned(run) for _, value in run['lowest'][1:]):.5f}",
+        "found": counts(runs, STOP_SPREAD, STOP_AUDITS)[0],
+        "start": f"{sum(not learned(run) for run in low)} of {len(low)} runs",
+        "deep": markdown_table(("model", "loss", "stopped", "least μ/‖Y‖ by step"), deep),
     }
 
 

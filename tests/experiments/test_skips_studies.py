@@ -50,9 +50,10 @@ def test_the_finding_has_the_numbers_of_the_kept_trainings() -> None:
 
 def test_the_rule_of_the_monitor_stops_no_kept_training_that_learned() -> None:
     report = collapse_rule.STUDY.kept()
-    stopped = {run["row"]: run for run in report["runs"] if collapse_rule.stop_step(run) is not None}
-    assert stopped
-    assert not any(collapse_rule.learned(run) for run in stopped.values())
+    for runs in (report["runs"], report["images"]):
+        stopped = [run for run in runs if collapse_rule.stop_step(run) is not None]
+        assert stopped
+        assert not any(collapse_rule.learned(run) for run in stopped)
     deep = {run["model"]: run for run in report["deep"]}
     for run in deep.values():
         readings = {"experiment": "deep", **run}
