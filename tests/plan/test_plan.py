@@ -210,6 +210,19 @@ def test_the_first_sentence_says_what_k_star_saves(options: dict[str, object], s
     assert said.format(**numbers) in plan_document(plan).verdict.sentence
 
 
+@pytest.mark.parametrize("tokens", [64, 400])
+def test_what_the_first_sentence_says_of_doubled_widths_holds_for_the_curve(tokens: int) -> None:
+    plan = plan_head_dim(tokens, mask="causal", trials=4, heads=4, width=128)
+    shares = {k: mean for k, mean, _ in plan.curve}
+    gains = {k: (shares[2 * k] - shares[k]) / k for k in shares if 2 * k in shares}
+    assert all(gain < plan.tolerance for k, gain in gains.items() if k >= plan.head_dim)
+    assert gains[max(k for k in gains if k < plan.head_dim)] >= plan.tolerance
+    said = (
+        f"if a width of K* or more is doubled, rank/T grows by less than {plan.tolerance:g} per added channel"
+    )
+    assert said in plan_document(plan).verdict.sentence
+
+
 def test_no_rank_is_stated_outside_the_widths_tried() -> None:
     plan = plan_head_dim(64, head_dims=[2, 4, 8, 16], heads=1, head_dim=3, width=3, trials=2)
     shares = {k: m for k, m, _ in plan.curve}

@@ -138,7 +138,7 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
     from rankwise.plan import trained_widths
 
     try:
-        trained = trained_widths(model, batches, plan.tolerance)
+        trained = trained_widths(model, batches)
     except KeyboardInterrupt:
         notes = [*plan.notes, "Interrupted before the trained heads were measured."]
         return plan.model_copy(update={"complete": False, "notes": notes})

@@ -74,7 +74,13 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """Kind (language or vision) and configuration of a released checkpoint, and its names of weights."""
+    """Configuration and weight names of a released checkpoint.
+
+    Args:
+        kind: ``language`` or ``vision``.
+        config: configuration inferred from weight shapes.
+        names: name in this package of each weight in the checkpoint, by its released name.
+    """
 
     kind: str
     config: ToSTConfig

@@ -14,7 +14,7 @@ _SPREAD = "± one standard deviation over trials."
 _KEPT = (
     "In recorded training runs (3 seeds; K* on orthonormal tokens) narrower queries and keys raised the loss "
     "by less than its spread: on bytes 1.852 ± 0.001 at K = 32, 1.856 ± 0.008 at K* = 12; on CIFAR-10 (K* = "
-    "9) 1.301 ± 0.023 at 16, 1.308 ± 0.040 at 8, 1.319 ± 0.034 at 1. Train both widths before you decide."
+    "9) 1.301 ± 0.023 at 16, 1.308 ± 0.040 at 8, 1.319 ± 0.034 at 1."
 )
 
 
@@ -49,8 +49,8 @@ def _headline(plan: HeadDimPlan) -> str:
     low, high = plan.interval
     rank = f"At {count(plan.heads or 0, 'head')}, rank" if plan.costs else "Rank"
     star = (
-        f"{rank} at random weights saturates at K* = {plan.head_dim} (95 % interval {low} to {high}): each "
-        f"further channel adds less than {plan.tolerance:g} to rank/T"
+        f"{rank} at random weights saturates at K* = {plan.head_dim} (95 % interval {low} to {high}): if a "
+        f"width of K* or more is doubled, rank/T grows by less than {plan.tolerance:g} per added channel"
     )
     share = f"rank/T is {_share_at_star(plan):.2f} at K*"
     if not plan.costs:
