@@ -26,7 +26,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     and parameters marked ``_no_weight_decay`` get none. A shared parameter is listed once.
 
     Args:
-        model: any torch module.
         weight_decay: weight decay of the first group, at least 0; it is 0 in the second group.
 
     Raises:

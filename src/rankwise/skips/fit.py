@@ -246,7 +246,6 @@ def try_lambdas(
     Args:
         build: function that returns the model.
         batches: batches, used in turn; at most ``steps`` of them are read.
-        values: λ to try.
         steps: number of steps of each run.
         lr: learning rate, for the groups of `rankwise.models.parameter_groups`.
         seed: random seed of weights and dropout.

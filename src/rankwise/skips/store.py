@@ -94,7 +94,6 @@ def load_skips(model: nn.Module, folder: str | Path, example: Batch | None = Non
     """Add saved λ-skips to a model of the same class, with the same parameters (example: `save_skips`).
 
     Args:
-        model: model without λ-skips.
         folder: folder that `save_skips` wrote; a warning says if old files do not describe the parameters.
         example: batch to run, as in `add_lambda_skip`.
 
