@@ -26,8 +26,6 @@ class LinearAttention(Mixer):
         feature_dim: F, the width of each head's queries and keys; ``head_dim`` by default.
         normalized: True to divide each row of M by the row sum.
         causal: True if each token reads only itself and earlier tokens.
-        bias: True for biases in the projections.
-        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch

@@ -43,8 +43,6 @@ class Mamba(RecurrentMixer):
         step_rank: rank of the linear map to the steps Δ; D / 16, rounded up, by default.
         conv_tokens: number of tokens that the short convolution reads.
         causal: must be True.
-        bias: True for biases in the input and output projections.
-        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch

@@ -38,8 +38,6 @@ class Mamba2(RecurrentMixer):
         groups: G, number of groups of heads, a divisor of H; the heads of a group share b and c.
         conv_tokens: number of tokens that the short convolution reads.
         causal: must be True.
-        bias: True for biases in the input and output projections.
-        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch

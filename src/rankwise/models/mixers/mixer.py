@@ -43,6 +43,7 @@ class Mixer(nn.Module, ABC):
 
     `mixing_operator` and `mixing_values` take the arguments of `forward`, so that a recorded call can be
     repeated. A decoding state is represented exactly by N source tokens before the T tokens: M is (T, N + T).
+    All mixers take ``bias`` for biases in their projections, and ``dropout``, the dropout rate of the output.
     CONTRIBUTING says how to add a mixer.
     """
 

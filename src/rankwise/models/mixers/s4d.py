@@ -31,8 +31,6 @@ class S4D(RecurrentMixer):
         hidden_size: D, the model width and number of channels, which replace heads.
         state_dim: N, number of complex states per channel, without conjugates.
         causal: must be True.
-        bias: True for biases in the input and output projections.
-        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch

@@ -27,8 +27,6 @@ class SoftmaxAttention(Mixer):
         query_dim: width of each head's queries and keys; ``head_dim`` by default.
         rotary_base: base of rotary position embeddings, usually 10,000; None for no positions.
         causal: True if each token reads only itself and earlier tokens.
-        bias: True for biases in the projections.
-        dropout: dropout rate of the output.
 
     Examples:
         >>> import torch

@@ -56,7 +56,6 @@ class TokenStatisticsAttention(Mixer):
         num_heads: H, the number of heads.
         head_dim: K, the head width; D / H by default.
         causal: True if each token reads only itself and earlier tokens; this changes the formula of TSSA.
-        bias: True for biases in the projections.
         max_positions: number of positions with a learned bias, if causal; 0 for no bias.
         membership: ``softmax`` over the heads, or ``uniform`` (1 / H, without temperature).
         half_life: number of tokens after which a token counts half in the sums, per head, if causal. A head
@@ -64,7 +63,6 @@ class TokenStatisticsAttention(Mixer):
         conv_tokens: number of tokens that a convolution of w, c and b reads, if causal; 0 for no
             convolution, as released.
         features: F, number of features of a `MembershipScan`, if causal; 0 for no scan, as released.
-        dropout: dropout rate of the output.
         impl: implementation of TSSA, as for `rankwise.ops.tssa`.
 
     Examples:
