@@ -168,7 +168,7 @@ LEADS = (
     "if it did not, the cause is in the inputs or the weights, ",
     "see how much mixing its λ-skip or LayerScale leaves, ",
     "see what training did: ",
-    "train it briefly with each λ: ",
+    "train it with each λ (add the --lr of your training): ",
     "to add the least λ that keeps tokens apart here: ",
     "then add the line “load:” that it prints to the factory",
     "see what the model loses without it: ",

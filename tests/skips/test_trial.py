@@ -53,11 +53,12 @@ def by_hand(build: Callable[[], nn.Module], steps: int, value: float | None = No
 
 
 def test_runs_are_trainings_with_adamw_from_one_seed() -> None:
-    other = {"pre-norm": lambda: Bytes(norm_first=True)}
+    other, told = {"pre-norm": lambda: Bytes(norm_first=True)}, list[str]()
     runs = rw.skips.try_lambdas(
-        Bytes, iter(LABELLED), [2.0, -3.0], steps=5, lr=0.01, seed=7, loss=loss, alternatives=other
-    )
-    assert list(runs) == ["as it is", "λ = 2", "λ = -3", "pre-norm"]
+        Bytes, iter(LABELLED), [2.0, -3.0], steps=5, lr=0.01, seed=7, loss=loss, alternatives=other,
+        on_run=told.append,
+    )  # fmt: skip
+    assert list(runs) == told == ["as it is", "λ = 2", "λ = -3", "pre-norm"]
     assert runs["as it is"] == by_hand(Bytes, 5)
     assert runs["λ = 2"] == by_hand(Bytes, 5, 2.0)
     assert runs["λ = -3"] == by_hand(Bytes, 5, -3.0)

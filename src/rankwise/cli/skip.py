@@ -184,7 +184,7 @@ def _try(
     init: float | None, steps: int, lr: float,
 ) -> None:  # fmt: skip
     """Train the first model with each λ, and the other models as they are; print the losses."""
-    from rankwise.cli.output import print_results
+    from rankwise.cli.output import print_results, show_progress
     from rankwise.report.skip_report import trial_document
     from rankwise.skips import try_lambdas
     from rankwise.skips.observe import TRIED
@@ -192,7 +192,11 @@ def _try(
     values = TRIED[1:] if init is None else (init,)
     builds = {name: partial(lambda name: load(name).model, name) for name in models}
     build = builds.pop(models[0])
-    runs = try_lambdas(build, inputs.batches, values, steps=steps, lr=lr, loss=loss, alternatives=builds)
+    with show_progress() as say:
+        runs = try_lambdas(
+            build, inputs.batches, values, steps=steps, lr=lr, loss=loss, alternatives=builds,
+            on_run=lambda name: say(f"training, {name}"),
+        )  # fmt: skip
     print_results(trial_document(runs, f"{inputs.data} · learning rate {lr:g}", steps))
     if len(runs) <= len(values) + len(builds):
         raise typer.Exit(INTERRUPTED)

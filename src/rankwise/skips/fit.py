@@ -233,6 +233,7 @@ def try_lambdas(
     seed: int = 0,
     loss: LossOfModel | None = None,
     alternatives: Mapping[str, Callable[[], nn.Module]] | None = None,
+    on_run: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
     """Train a model as it is, with each λ, and alternatives; return the loss before each step of each run.
 
@@ -252,6 +253,7 @@ def try_lambdas(
         loss: function of (model, batch) that returns the loss; by default the loss that
             `rankwise.importance.measure` reads from labels in the batches or from next tokens.
         alternatives: functions that return other models for the same batches, by name.
+        on_run: function called with the name of each run before it.
 
     Raises:
         InputError: if no loss is known, a model does not run on a batch, or an argument is out of its range.
@@ -278,6 +280,7 @@ def try_lambdas(
             with torch.no_grad():
                 lost(model, own[0])
         for name, make, value in tried:
+            on_run(name)
             model, own, lost = _prepared(make, read, value, seed, loss)
             runs[name] = _train(model, own, steps, lr, lost)
     return runs

@@ -61,8 +61,8 @@ BUILD_PRE_NORM = "build and train the model with pre-norm ({option}), which has 
 UNTRIED = "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas"
 TOLD = " Tried on this batch: "
 TRIAL = (
-    "train it briefly with each λ: `{skip --try-steps 100 | rw.skips.try_lambdas(lambda: model, batches)}`; "
-    "to add the least λ that keeps tokens apart here: "
+    "train it with each λ (add the --lr of your training): `{skip --try-steps 100 | "
+    "rw.skips.try_lambdas(lambda: model, batches)}`; to add the least λ that keeps tokens apart here: "
 )
 """First step against COLLAPSE if a loss is known, because a λ that keeps tokens apart need not train."""
 LOAD = "; then add the line “load:” that it prints to the factory"
