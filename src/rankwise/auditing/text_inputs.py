@@ -80,7 +80,6 @@ def text_batches(
         text: one text or many.
         tokenizer: a transformers tokenizer, or a callable that maps a list of texts to ``input_ids``.
         tokens: length of a window, or the maximum length of a sequence.
-        sequences: maximum number of sequences.
         batch_size: sequences per batch; the last batch may have fewer.
         shard: part of the data that this process reads.
 

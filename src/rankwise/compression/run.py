@@ -91,7 +91,6 @@ def compress(
         calibrate: steps of Adam per layer of ``qk`` and ``rotary``; Ctrl-C keeps the finished layers.
         held_out: data on which the costs are measured; the calibration data by default.
         time: if True, measure latency before and after.
-        seed: random seed.
         on_step: called with a description of each step.
 
     Raises:

@@ -79,7 +79,6 @@ class ToeplitzMixing(FastMixing):
             b: input weight of each state.
             c: output weight of each state.
             step: step size Δ of each head.
-            tokens: number of tokens T.
             conjugates: True if each complex state also represents its conjugate, as in S4D.
 
         Raises:

@@ -44,7 +44,6 @@ def rank_barrier(
     expectation without a mask by (1 − 1/e)·T + O(1). The formulas for masks are derived in this project.
 
     Args:
-        tokens: number of rows T.
         mask: "full", "causal", or a boolean mask (..., T, S), True if row i sees column j; for a boolean
             mask the result is a float64 tensor (...) on its device.
         sources: number of columns S; T by default.
