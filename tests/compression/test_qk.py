@@ -170,7 +170,7 @@ def test_second_moments_of_several_widths_share_one_note_on_rank() -> None:
     full, singular = torch.eye(3, dtype=torch.float64), torch.zeros(5, 5, dtype=torch.float64)
     assert rank_notes([full, full], "keys", 9) == []
     [note] = rank_notes([full, singular, full.expand(2, 3, 3)], "keys", 9)
-    assert note.startswith("Second moments of keys that do not have full rank on 9 tokens: 1.")
+    assert note.startswith("On 9 tokens, keys do not span all their directions in 1 places.")
 
 
 @pytest.mark.parametrize("frozen", [True, False])

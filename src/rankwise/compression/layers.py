@@ -341,6 +341,6 @@ def rank_notes(moments: Iterable[Float64[Tensor, "..."]], kinds: str, tokens: in
     if not singular:
         return []
     return [
-        f"Second moments of {kinds} that do not have full rank on {tokens} tokens: {singular}. A ridge was "
-        "added, and directions without data are dropped first. Use more text."
+        f"On {tokens} tokens, {kinds} do not span all their directions in {singular} places. The unused "
+        "directions are dropped first, so inputs that use them can cost more: calibrate on varied text."
     ]
