@@ -176,12 +176,9 @@ def compress(
     record = _record(model, data, tokens, targets, solutions, before, after, held_out is not None, seed)
     others = [name for name in solutions if calibrate and name not in NARROWS]
     plain = [f"{name}: steps of calibration are for qk and rotary alone." for name in others]
-    slow = [
-        f"{x.phase} of {x.tokens} tokens became slower on this machine: {x.before:.2f} to {x.after:.2f} ms. "
-        "To go back, load the original."
-        for x in record.latency
-        if x.ratio > SLOWER and x.low > 1
-    ]
+    slower = [x for x in record.latency if x.ratio > SLOWER and x.low > 1]
+    each = ", ".join(f"{x.phase} at {x.tokens} tokens {x.ratio:.2f} times the time" for x in slower)
+    slow = [f"The model became slower on this machine: {each}. To go back, load the original."] * bool(slower)
     for note in slow:
         warnings.warn(note, UserWarning, stacklevel=2)
     unused = [f"{name}: no layer has such queries and keys." for name in targets if name not in solutions]
