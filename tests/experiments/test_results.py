@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from experiments import render
 from experiments.audits import by_layer, collapse
 from experiments.experiment import PAPER_SIZE
 from experiments.registry import EXPERIMENTS
-from experiments.results import Run, append_run, audits_to_columns, read_runs
+from experiments.results import RESULTS, Run, append_run, audits_to_columns, read_runs
 from experiments.study import Study
 from experiments.tost.language_parts import frontier
 from experiments.training.cost import gpu_gib, gpu_hours
 from experiments.verdicts import BYTE_LOSS, Row
 from tests.experiments.runs import LANGUAGE, kept, made
+from tests.support.documents import plan_document
 
 from rankwise.errors import RecordError
+from rankwise.plan import plan_head_dim
 
 
 def test_published_numbers_and_expectations_name_rows() -> None:
@@ -231,6 +234,25 @@ def test_rows_at_the_size_of_the_paper_are_refused_with_their_cost(
     assert "about 9.3 to 11.4 hours and 42.0 to 75.7 GiB on one GPU per seed\n" in listed, (
         "softmax has T² more"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("language", "softmax-rotary", "bytes {} at K = 32"),
+        ("language", "softmax-rotary, K=12", ", {} at K* = 12"),
+        ("saturation-images", "D ≠ HK, K=16", " {} at 16,"),
+        ("saturation-images", "D ≠ HK, K=8", " {} at 8,"),
+        ("saturation-images", "D ≠ HK, K=1", " {} at 1."),
+    ],
+)
+def test_a_plan_states_the_losses_of_the_recorded_runs(name: str, row: str, words: str) -> None:
+    losses = [
+        run["values"]["scores"]["loss"] for run in read_runs(RESULTS / f"{name}.jsonl") if run["row"] == row
+    ]
+    assert len(losses) == 3
+    number = f"{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}"
+    assert words.format(number) in plan_document(plan_head_dim(32, trials=2)).verdict.no_action
 
 
 def test_all_pages_and_figures_agree_with_the_results(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,17 +211,44 @@ def test_the_first_sentence_says_what_k_star_saves(options: dict[str, object], s
     assert said.format(**numbers) in plan_document(plan).verdict.sentence
 
 
-@pytest.mark.parametrize("tokens", [64, 400])
-def test_what_the_first_sentence_says_of_doubled_widths_holds_for_the_curve(tokens: int) -> None:
-    plan = plan_head_dim(tokens, mask="causal", trials=4, heads=4, width=128)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens": 64, "heads": 4, "width": 128},
+        {"tokens": 400, "mask": "causal", "heads": 4, "width": 128},
+        {"tokens": 512, "mask": "causal", "tolerance": 0.02},
+        {"tokens": 64, "positions": "rope"},
+        {"tokens": 64, "head_dims": [1, 2, 3]},
+    ],
+)
+def test_what_the_first_sentence_says_of_doubled_widths_holds_for_the_curve(options: dict[str, Any]) -> None:
+    plan = plan_head_dim(**{"trials": 4, **options})
     shares = {k: mean for k, mean, _ in plan.curve}
     gains = {k: (shares[2 * k] - shares[k]) / k for k in shares if 2 * k in shares}
-    assert all(gain < plan.tolerance for k, gain in gains.items() if k >= plan.head_dim)
-    assert gains[max(k for k in gains if k < plan.head_dim)] >= plan.tolerance
-    said = (
-        f"if a width of K* or more is doubled, rank/T grows by less than {plan.tolerance:g} per added channel"
-    )
-    assert said in plan_document(plan).verdict.sentence
+    said = plan_document(plan).verdict.sentence
+    if plan.saturated:
+        assert all(gain < plan.tolerance for k, gain in gains.items() if k >= plan.head_dim)
+        assert gains[max(k for k in gains if k < plan.head_dim)] >= plan.tolerance
+        words = "if a width of K* or more is doubled, rank/T grows by less than"
+    else:
+        assert gains[max(gains)] >= plan.tolerance
+        words = f"if K = {max(gains)} is doubled, rank/T at random weights still grows by"
+    assert f"{words} {plan.tolerance:g} " in said
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, True),
+        ({"heads": 4, "width": 128}, True),
+        ({"heads": 64, "width": 64}, False),
+        ({"head_dims": [1, 2], "heads": 4, "width": 128}, False),
+    ],
+)
+def test_training_at_k_star_is_asked_for_only_if_it_can_save(options: dict[str, Any], asked: bool) -> None:
+    said = plan_document(plan_head_dim(64, trials=3, **options)).verdict.no_action
+    assert ("without training" in said) == ("recorded training runs" in said) == asked
+    assert "Trained heads require 15 to 30" in said
 
 
 def test_no_rank_is_stated_outside_the_widths_tried() -> None:
@@ -242,7 +270,7 @@ def test_a_plan_without_saturation_is_marked() -> None:
     plan = plan_head_dim(256, trials=2, head_dims=[1, 2, 4], heads=2, width=64)
     assert (plan.saturated, plan.head_dim, plan.interval) == (False, 4, (4, 4))
     assert [cost.head_dim for cost in plan.costs] == [32]
-    assert plan_document(plan).verdict.sentence.startswith("Not saturated: at K = 4")
+    assert plan_document(plan).verdict.sentence.startswith("Not saturated: if K = 2 is doubled")
 
 
 class Head(torch.nn.Module):

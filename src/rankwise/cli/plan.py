@@ -47,7 +47,7 @@ def command(
     mask: Annotated[
         str | None, typer.Option(help="Mask: full or causal; by default full, or as in the model.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Smallest gain in rank/T per unit of width.")] = 0.01,
+    tolerance: Annotated[float, typer.Option(help="Least gain in rank/T per channel, from K to 2K.")] = 0.01,
     model: Annotated[
         str | None, typer.Option(help="Use token states and heads of this model: name, folder or factory.")
     ] = None,

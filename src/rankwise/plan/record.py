@@ -30,7 +30,7 @@ class TrainedWidth(Record):
     width: int
     """Query/key width K of the head."""
     required: Number
-    """Smallest width that preserves the attention within ``tolerance`` nats; NaN if inputs are not finite."""
+    """Smallest width that keeps the attention within the tolerance in nats; NaN if inputs are not finite."""
 
 
 _CURVE = ("head_dim", "interval", "saturated", "fall")
@@ -91,7 +91,7 @@ class HeadDimPlan(SavedRecord):
     delta: float = 1e-2
     """Threshold δ: at temperatures above 0, the rank counts singular values ≥ δ."""
     tolerance: float
-    """Gain in rank/T per unit of width that K* stays below; for trained heads, KL divergence in nats."""
+    """Mean gain in rank/T per unit of width, from K to 2K, that K* and wider heads stay below."""
     trials: int
     seed: int = 0
     curve: list[tuple[int, Number, Number]] = Field(min_length=1)

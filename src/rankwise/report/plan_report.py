@@ -3,7 +3,7 @@
 import math
 
 from rankwise._internals.records import format_number, grouped
-from rankwise._internals.statistics import mean
+from rankwise._internals.statistics import WIDTH_TOLERANCE, mean
 from rankwise.auditing.records import Verdict
 from rankwise.plan.record import HeadDimPlan
 from rankwise.report.document import Document, Figure, Section, Table, nonempty
@@ -39,12 +39,18 @@ def _share_at_star(plan: HeadDimPlan) -> float:
     return next((mean for width, mean, _ in plan.curve if width == plan.head_dim), math.nan)
 
 
+def _saves(plan: HeadDimPlan) -> bool:
+    """Return False if no K* was found, or if the present width is not above it."""
+    return plan.saturated and not any(cost.head_dim <= plan.head_dim for cost in plan.costs[:1])
+
+
 def _headline(plan: HeadDimPlan) -> str:
     """Return K* and what queries and keys of that width save, in one sentence."""
     if not plan.saturated:
+        last = max(width for width, *_ in plan.curve if 2 * width <= plan.head_dim)
         return (
-            f"Not saturated: at K = {plan.head_dim}, the widest width tried, a unit of width still adds "
-            f"{plan.tolerance:g} or more to rank/T at random weights, so no width follows."
+            f"Not saturated: if K = {last} is doubled, rank/T at random weights still grows by "
+            f"{plan.tolerance:g} or more per added channel, so no width follows."
         )
     low, high = plan.interval
     rank = f"At {count(plan.heads or 0, 'head')}, rank" if plan.costs else "Rank"
@@ -56,7 +62,7 @@ def _headline(plan: HeadDimPlan) -> str:
     if not plan.costs:
         return f"{star}. R{share[1:]}. With heads and a model width, a plan counts what a width of K* saves."
     present = plan.costs[0]
-    if present.head_dim <= plan.head_dim:
+    if not _saves(plan):
         return f"{star}. Queries and keys are {present.head_dim} wide, so there is nothing to save."
     narrow, now = plan.costs[1], format_number(present.rank_share, 2)
     return (
@@ -74,7 +80,8 @@ def _evidence(plan: HeadDimPlan) -> str:
         wider = sum(width > plan.head_dim for width in required)
         average = f"{mean(required):.1f} channels on average in this model"
         trained = f"{average}; {wider} of {len(required)} require more than K*."
-    return f"Do not choose K* without training. Trained heads require {trained} {_KEPT}"
+    words = f"Trained heads require {trained}"
+    return f"Do not choose K* without training. {words} {_KEPT}" if _saves(plan) else words
 
 
 def _setting_words(plan: HeadDimPlan) -> str:
@@ -157,5 +164,5 @@ def _trained(plan: HeadDimPlan) -> Table:
         ["layer", "heads", "K", "required K", "mean"],
         rows,
         note="Smallest width whose best logits keep the attention on these tokens within "
-        f"{plan.tolerance:g} nats, to second order, as `required_head_dim` of an audit.",
+        f"{WIDTH_TOLERANCE:g} nats, to second order, as `required_head_dim` of an audit.",
     )
