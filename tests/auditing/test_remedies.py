@@ -583,17 +583,45 @@ def test_no_command_is_printed_that_compress_refuses(case: str, folder: Path) ->
     audit = audited("net.py:build", "--importance", "exact")
     for number, (name, parts) in enumerate({"REMOVABLE": "heads", "OVERSIZED_HEADS": "qk,rotary"}.items()):
         finding = of(name, audit)
-        assert finding.remedy.startswith("nothing: rankwise compress refuses this model, because ")
+        assert finding.remedy.startswith(f"nothing: rankwise compress --parts {parts} refuses this model, ")
         assert "`" not in finding.remedy
         assert finding.remedy not in audit.verdict.actions
         words = ("compress", "net.py:build", "--parts", parts, "--tolerance", "0.01", "--out", str(number))
         assert CliRunner().invoke(app, words).exit_code != 0
     assert reason in of("OVERSIZED_HEADS", audit).remedy
     if case == "layers of PyTorch":
-        assert audit.verdict.no_action.startswith("Nothing: rankwise compress refuses this model, because ")
+        cheapest, reason = audit.verdict.no_action.split(". rankwise ")
+        assert cheapest.startswith("Nothing worth doing: the cheapest head ")
+        assert reason.startswith("compress --parts heads refuses this model, because ")
     other = audit.provenance.model_copy(update={"parts": ["other"]})
     merged = rw.Audit.merge([audit, audit.model_copy(update={"provenance": other})])
     assert merged.provenance.refused == audit.provenance.refused
+
+
+def t5() -> nn.Module:
+    """Return a T5, which shares position biases between layers, with a head that nothing reads."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=259, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for block in (*model.encoder.block, *model.decoder.block):
+            block.layer[0].SelfAttention.o.weight[:, :8] = 0
+    return model
+
+
+def test_a_refusal_names_its_part_and_no_error_of_torch(folder: Path) -> None:
+    code = "from tests.auditing import test_remedies\n"
+    code += "def build():\n    one = test_remedies.ids() | {'labels': test_remedies.ids()['input_ids']}\n"
+    (folder / "net.py").write_text(code + "    return test_remedies.t5(), [one, one]\n")
+    finding = of("REMOVABLE", audited("net.py:build", "--importance", "exact"))
+    assert finding.remedy.startswith("nothing: rankwise compress --parts heads refuses this model, because ")
+    assert finding.remedy.endswith(": its own code does not compute with fewer heads")
+    run("rankwise compress net.py:build --parts qk --keep 0.5 --out narrow")
 
 
 @pytest.mark.parametrize("where", ["heads_find.find_removable_heads", "qk_find.find_query_key_layers"])

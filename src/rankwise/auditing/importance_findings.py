@@ -114,11 +114,11 @@ def cheapest_words(
     heads: Sequence[HeadRecord],
     layers: Sequence[LayerRecord],
     about: Provenance,
-) -> str:
-    """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
+) -> list[str]:
+    """Return a sentence on the head whose removal costs least; an empty list if no cost is known."""
     costs = [(one.cost, head) for head in heads if (one := head.importance) and math.isfinite(one.cost)]
     if not costs:
-        return ""
+        return []
     cost, head = min(costs, key=lambda pair: pair[0])
     exact = head.importance is not None and head.importance.method == "exact"
     saved = saved_share([head.id], heads, layers, about)
@@ -126,7 +126,7 @@ def cheapest_words(
     if not _of(importance) and not math.isnan(importance.share(cost)):
         costs_it += f" of {importance.reference_name}"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
-    return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
+    return [f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."]
 
 
 def whole_words(importance: ImportanceRecord) -> str:

@@ -43,7 +43,7 @@ LACKING = {"audit": "", "compress": "--device-map --tokenizer", "skip": "--devic
 """Options of this kind that other commands lack."""
 COMMAND_OR_CODE = re.compile(r"\{(?P<command>(?:audit|compress|skip) .+?) \| (?P<code>.+?)\}(?=`|$)")
 """Command without "rankwise", and Python code for the same step."""
-REFUSED = f"{NOTHING} rankwise compress refuses this model, because"
+REFUSED = f"{NOTHING} rankwise compress --parts"
 LINEAR = ", if heads come from nn.Linear"
 LATEST = ("method_asked", "created", "weights")
 SUMS = ("batches", "sequences", "audits", "seconds")
@@ -116,7 +116,7 @@ def runnable(remedy: str, about: Provenance | None) -> str:
         if verb == "compress":
             reason = None if about is None else about.refused.get(parts)
             if reason:
-                return f"{REFUSED} {reason}"
+                return f"{REFUSED} {parts} refuses this model, because {reason}"
             remedy += "" if reason == "" else LINEAR
     return COMMAND_OR_CODE.sub(form, remedy)
 

@@ -50,16 +50,16 @@ def verdict_of(audit: "Audit") -> Verdict:
             is_code = any(word in finding.remedy for word in ("rankwise ", "rw."))
             where = "" if is_code else f"{finding.place}: "
             actions.setdefault(finding.code, where + finding.remedy)
-    no_action = ""
-    refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
-    if refused and not severe and not actions:
-        no_action = f"N{refused[0][1:]}."
-    elif audit.importance is not None and not severe and not actions:
-        no_action = cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
+    no_action: list[str] = []
+    if not severe and not actions:
+        if audit.importance is not None:
+            no_action += cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
+        refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
+        no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
     return Verdict(
         sentence=" ".join(sentences),
         actions=tuple(actions.values())[:MOST_ACTIONS],
-        no_action=no_action,
+        no_action=" ".join(no_action),
     )
 
 

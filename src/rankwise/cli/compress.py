@@ -142,7 +142,7 @@ def command(
 
 def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
     """Return why this command refuses the parts of a model; an empty string if it changes some layers."""
-    from rankwise.compression.heads_find import find_removable_heads
+    from rankwise.compression.heads_find import NOT_FEWER, find_removable_heads
     from rankwise.compression.qk_find import find_query_key_layers
     from rankwise.compression.rotary_find import find_rotary_layers
     from rankwise.compression.save import check_saveable, structure_of
@@ -163,7 +163,8 @@ def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
             finds[part](model, batch)
             return ""
         except CompressionError as error:  # the command reports it in the same words
-            reason = error.got
+            reason, short, _ = error.got.partition(NOT_FEWER)
+            reason += short
     return reason
 
 

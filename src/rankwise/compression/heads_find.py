@@ -48,6 +48,7 @@ from rankwise.tracing.projections import (
     linear_parts,
 )
 
+NOT_FEWER = "its own code does not compute with fewer heads"
 SIZE_RULES = 4
 """Rules for what to change in a layer: 0 nothing, 1 counts of heads, 2 also widths, 3 also its config."""
 OTHER_COUNTS = ("dim", "size", "width", "group")
@@ -163,7 +164,7 @@ def find_removable_heads(model: nn.Module, batch: Any) -> tuple[list[HeadProject
             if not (reason := trial([layer])):
                 break
         if reason:
-            skipped[first.name] = f"its own code does not compute with fewer heads: {reason}"
+            skipped[first.name] = f"{NOT_FEWER}: {reason}"
             continue
         layers.append(layer)
         alike = [replace(other, size_rule=layer.size_rule) for other in found]
