@@ -266,8 +266,6 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
     compared by layers, token states and totals. Cost: linear in the number of records, plus sorting.
 
     Args:
-        before: first audit.
-        after: audit to compare with it.
         more: later audits. If the names of the models contain steps (``checkpoint-500``), these sort them.
 
     Raises:

@@ -74,13 +74,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ReleasedModel:
-    """Configuration and weight names of a released checkpoint.
-
-    Args:
-        kind: ``language`` or ``vision``.
-        config: configuration inferred from weight shapes.
-        names: name in this package of each weight in the checkpoint, by its released name.
-    """
+    """Kind (language or vision) and configuration of a released checkpoint, and its names of weights."""
 
     kind: str
     config: ToSTConfig

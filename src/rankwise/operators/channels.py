@@ -18,14 +18,9 @@ def sample_channels(operator: MixingOperator, count: int = 16, seed: int = 0) ->
 
     Cost: O(count); no part of the operator is computed.
 
-    Args:
-        operator: operator of shape (..., H, T, S).
-        count: number of heads to draw, at least 1.
-        seed: random seed for the draw.
-
     Raises:
         InputError: if ``count`` is less than 1.
-        ShapeError: if the operator has no head axis.
+        ShapeError: if the operator has no head axis: a shape (..., H, T, S).
 
     Examples:
         >>> import torch

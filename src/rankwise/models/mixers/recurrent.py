@@ -40,10 +40,6 @@ def initial_step_bias(like: Float[Tensor, "*H"]) -> Float[Tensor, "*H"]:
 class ShortConvolution(nn.Conv1d):
     """Causal convolution per channel over a few tokens, followed by SiLU; padding tokens are skipped.
 
-    Args:
-        channels: number of channels.
-        tokens: number of tokens that each output reads; 1 means only a scale and a bias per channel.
-
     Examples:
         >>> import torch
         >>> convolution, x = ShortConvolution(2, 4), torch.randn(1, 5, 2)
