@@ -18,7 +18,7 @@ FUNCTIONS = {*measures.__all__} - {"coding_rate"}
 COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",
     "sequences": "sequences nonfinite estimated fallbacks",
-    "size": "tokens sources full_rank width",
+    "size": "tokens sources full_rank width heads_per_group",
     "ranks": "numerical_rank relative_rank effective_rank stable_rank required_head_dim sigma_max",
     "rows": "row_entropy first_token_mass max_token_mass",
     "distances": "row_distance identity_distance nearest_distance",

@@ -673,13 +673,39 @@ def outcome(finding: Finding, command: str) -> Outcome:
     promised = f"{numbers['heads']:g} heads, {numbers['relative']:+.2%}, at most {numbers['parameters']:.1%}"
     measured = f"{len(removed)} heads, {cost:+.2%}, {saved:.1%}"
     most = len(removed) * numbers["parameters"] / numbers["heads"]
-    holds = cost <= 1.5 * limit and len(removed) > 0 and 0.9 * most < saved <= most + 1e-9
+    most *= 1.05 if len(removed) < numbers["heads"] else 1 + 1e-9  # groups may not be whole in the finding
+    holds = cost <= 1.5 * limit and len(removed) > 0 and 0.85 * most < saved <= most
     return Outcome(finding.code, command, promised, measured, holds)
 
 
 @pytest.mark.parametrize("case", ["REMOVABLE", "OVERSIZED_HEADS"])
 def test_what_a_finding_promises_comes_out(case: str, folder: Path) -> None:
     found = [one for one in outcomes(audited_in_folder(case)) if one.code == case]
+    assert found
+    assert all(one.holds for one in found), found
+
+
+def llama(key_heads: int) -> nn.Module:
+    """Return a Llama with one group of four heads, of eight, that nothing reads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=key_heads, head_dim=8, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[:, :32] = 0
+    return model
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_what_is_promised_for_shared_key_heads_comes_out(key_heads: int, folder: Path) -> None:
+    save(llama(key_heads))
+    audit = audited(MODEL, "--text", FILE, "--tokens", "40", "--sequences", "4", "--importance", "exact")
+    assert {head.heads_per_group for head in audit.heads} == {8 // key_heads}
+    found = [one for one in outcomes(audit) if one.code == "REMOVABLE"]
     assert found
     assert all(one.holds for one in found), found
 

@@ -1,7 +1,7 @@
 """Add costs of removing heads to findings, and describe these costs as text; imports no torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from rankwise._internals.records import format_number, grouped
@@ -95,13 +95,21 @@ def saved_share(
 ) -> float:
     """Return an upper bound on the share of the model's parameters that heads have; NaN if not known.
 
-    A head of dim K in tokens of width D has at most 4 K (D + 1) of them; shared keys and values remain.
+    A head of dim K in tokens of width D has at most 2 K (D + 1) of them in queries and output, and as many in
+    its keys and values, which remain while a head that shares them remains.
     """
     widths = {layer.stack: layer.width for layer in layers}
-    dims = {head.id: head.width or 0 for head in heads}
-    known = [4 * dims.get(head, 0) * (widths.get(head.stack, -1) + 1) for head in removed]
     total = 0 if about is None else about.parameters
+    known = []
+    for group in by_key_head(head for head in heads if head.id in {*removed}):
+        parts = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
+        known.append(parts * (group[0].width or 0) * (widths.get(group[0].stack, -1) + 1))
     return sum(known) / total if total and known and all(known) else math.nan
+
+
+def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
+    """Return groups of heads that share a key head."""
+    return grouped(heads, lambda head: (head.id.at(None), head.head // head.heads_per_group)).values()
 
 
 def too_little(saved: float) -> str:

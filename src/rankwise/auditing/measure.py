@@ -132,6 +132,7 @@ def measure_heads(
         numbers = (sums.query, sums.key, sums.rows, sums.columns)
         statistics.logits = measures.LogitMoments(*(number.cpu() for number in numbers))
         statistics.head_dim = site.operator.query.shape[-1]
+        statistics.heads_per_group = site.operator.heads_per_group
     _add_examples(statistics, measured, image_size(batch))
     if names is not None:
         peaks = [columns for part in measured for columns in part.peaks]

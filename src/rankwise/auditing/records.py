@@ -231,6 +231,8 @@ class HeadOrigin(Record):
     """Mean of min(T, S) over sequences; it can be smaller than the minimum of the two means."""
     width: Count | None = None
     """Head dim K of queries and keys; None if the mixer has none or the model formed the matrix itself."""
+    heads_per_group: Annotated[int, Field(ge=1)] = 1
+    """Number of query heads that share the key head; 1 in older files."""
 
     @property
     def id(self) -> HeadId:

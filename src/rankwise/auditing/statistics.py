@@ -73,6 +73,7 @@ class HeadStatistics:
     """Numbers of sequences with NaN, estimated ranks or an SVD, (H,) each; a window counts as a fraction."""
     examples: Examples
     head_dim: int | None = None
+    heads_per_group: int = 1
     logits: "LogitMoments | None" = None
     """Second moments of queries and keys; None if these are unknown, as in saved files."""
     sequence_ranks: list[Floats] | None = None
@@ -153,6 +154,7 @@ class HeadStatistics:
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
                 call=self.mixer.call, head=number, kind=self.kind, cross=self.cross, width=self.head_dim,
+                heads_per_group=self.heads_per_group,
                 mask=self.examples.masks[at],  # type: ignore[arg-type]
                 sequences=sequences, nonfinite=int(self.nonfinite[at]), estimated=estimated,
                 fallbacks=round(float(self.fallbacks[at])),
@@ -196,6 +198,7 @@ class HeadStatistics:
             **counts,
             examples=Examples.from_records(records),
             head_dim=first.width,
+            heads_per_group=first.heads_per_group,
         )
 
     def _nearest(self) -> tuple[list[int | None], Floats]:
