@@ -26,7 +26,7 @@ from experiments.skips.depth import DEPTH
 from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL, label
 from experiments.study import Report, Study
 from experiments.tasks.text import byte_ids, read_text
-from rankwise.auditing.findings import COLLAPSE_SPREAD, COLLAPSED_FAILED, COLLAPSED_RUNS
+from rankwise.auditing.findings import COLLAPSE_SPREAD
 from rankwise.errors import RankwiseError
 from rankwise.models import parameter_groups
 from rankwise.monitor.monitor import STOP_AUDITS, STOP_SPREAD
@@ -37,8 +37,6 @@ EXPERIMENTS = {one.name: one for one in (DEPTH, SKIPS_IMAGE, SKIPS_RECALL)}
 BORDERS = {"depth": (3.2, 3.0, 3.3), "skips-image": (0.11,), "skips-recall": (0.56,)}
 """A run learned if its last loss is below the first number, or its accuracy above it; others to try."""
 THRESHOLDS, IN_A_ROW = (0.3, 0.1, COLLAPSE_SPREAD, 0.01, 0.001, STOP_SPREAD), (1, 2, 3, 5)
-FINDING = COLLAPSED_RUNS, COLLAPSED_FAILED
-"""Numbers that the finding states: kept runs in the first band, and those of them that did not learn."""
 BANDS = (0.0, COLLAPSE_SPREAD, 0.3, 1.0)
 FOLDER = Path("runs") / "collapse_rule"
 IMAGES = [label(*row) for row in product(("softmax", "linear", "s4d"), (-2, -1, 0, 1, 2))]
