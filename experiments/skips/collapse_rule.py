@@ -26,7 +26,7 @@ from experiments.skips.depth import DEPTH
 from experiments.skips.lambda_by_mixer import SKIPS_IMAGE, SKIPS_RECALL, label
 from experiments.study import Report, Study
 from experiments.tasks.text import byte_ids, read_text
-from rankwise.auditing.findings import COLLAPSE_SPREAD
+from rankwise.auditing.findings import COLLAPSE_SPREAD, COLLAPSED_FAILED, COLLAPSED_RUNS
 from rankwise.errors import RankwiseError
 from rankwise.models import parameter_groups
 from rankwise.monitor.monitor import STOP_AUDITS, STOP_SPREAD
@@ -187,6 +187,7 @@ def tables(report: Report) -> dict[str, str]:
         "bands": markdown_table(("", *(f"{low:g} to {high:g}" for low, high in pairwise(BANDS))), bands),
         "rules": markdown_table(columns, rules),
         "borders": markdown_table(("border", *stopped), borders),
+        "finding": f"{COLLAPSED_FAILED} of {COLLAPSED_RUNS}",
         "limit": f"{STOP_SPREAD:g} in {STOP_AUDITS} audits in a row",
         "floor": f"{min(value for run in runs if learned(run) for _, value in run['lowest'][1:]):.5f}",
         "found": counts(runs, STOP_SPREAD, STOP_AUDITS)[0],

@@ -13,11 +13,10 @@ from experiments.coverage import architectures
 from experiments.rank import compress_cache, compress_demo, compress_minilm, importance, initial_ranks
 from experiments.registry import EXPERIMENTS
 from experiments.render import mean_std, row_mean_std
-from experiments.skips import bound_search
+from experiments.skips import bound_search, collapse_rule
 from experiments.tost import train_demo
 from tests.support.documents import plan_document
 
-from rankwise.auditing.findings import COLLAPSED_FAILED, COLLAPSED_RUNS
 from rankwise.plan import plan_head_dim
 
 ROOT = Path(__file__).parents[2]
@@ -128,7 +127,7 @@ def numbers_of_the_readme() -> Iterator[str]:
     yield f"{sum(one['identical'] for one in entries)} of {len(entries)} | "
     estimates = importance.STUDY.kept()["models"][0]["correlations"]["estimate"]
     yield f"{min(estimates):.2f} to {max(estimates):.2f} (72 heads of all-MiniLM-L6-v2)"
-    yield f" | {COLLAPSED_FAILED} of {COLLAPSED_RUNS} | "
+    yield f" | {collapse_rule.COLLAPSED_FAILED} of {collapse_rule.COLLAPSED_RUNS} | "
     cache = [one["keeps"]["0.25"] for one in compress_cache.STUDY.kept()["splits"]]
     yield f" | {mean_std([one['loss_after'] - one['loss_before'] for one in cache])} | "
 

@@ -8,7 +8,6 @@ import torch
 from experiments.skips import bound_search, collapse_rule, repair
 from typer.testing import CliRunner
 
-from rankwise.auditing.findings import COLLAPSED_FAILED, COLLAPSED_RUNS
 from rankwise.cli import app
 from rankwise.theory import skip_bound
 
@@ -44,7 +43,10 @@ def test_a_small_search_has_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_finding_has_the_numbers_of_the_kept_trainings() -> None:
     kept = collapse_rule.kept_readings()
     bands = [collapse_rule.in_band(kept[name], 0, collapse_rule.COLLAPSE_SPREAD) for name in kept]
-    assert [sum(numbers) for numbers in zip(*bands, strict=True)] == [COLLAPSED_RUNS, COLLAPSED_FAILED]
+    assert [sum(numbers) for numbers in zip(*bands, strict=True)] == [
+        collapse_rule.COLLAPSED_RUNS,
+        collapse_rule.COLLAPSED_FAILED,
+    ]
     for name in ("depth", "skips-image"):
         assert collapse_rule.in_band(kept[name], *collapse_rule.BANDS[2:])[1] == 0
 
