@@ -553,6 +553,25 @@ def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
     assert found.verdict.no_action.endswith(f"(layer 0 head 0) costs {words}")
 
 
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        (["--importance", "estimate"], SINK),
+        (["--baseline"], {"numerical_rank": 30}),
+        (["--dtype", "float32"], {"nonfinite": 1}),
+    ],
+)
+def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields) -> None:
+    found = audit(heads(fields))
+    for arguments, repeated in (([["m"]], False), ([["m"], option], True)):
+        about = found.provenance.model_copy(update={"arguments": arguments})
+        (finding,) = diagnose(found.heads, (), (), provenance=about)
+        assert ("rankwise audit m" in finding.remedy) != repeated
+        assert (finding.remedy in changed(found, findings=[finding]).verdict.actions) != repeated or (
+            finding.code == "HIGH_RANK"
+        )
+
+
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
 def test_a_copy_has_its_own_verdict(change: dict[str, Any]) -> None:
     """A cached property would be copied."""

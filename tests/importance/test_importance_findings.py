@@ -72,7 +72,7 @@ CHANGES, ESTIMATE = "Without it the loss changes by", "The estimated cost of rem
 @pytest.mark.parametrize(
     ("cost", "exact", "meaning", "remedy"),
     [
-        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "remove this head"),
+        (0.002, True, f"{CHANGES} +0.10% (nats per token 2 → 2.002, exact)", "`rw.compress.*"),
         (0.3, True, f"{CHANGES} +15.0%", "nothing: the model needs.*"),
         (0.3, False, f"{ESTIMATE} +15.0%; such estimates sort heads", '.*importance="exact".*'),
     ],
@@ -85,6 +85,22 @@ def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, 
     assert known.evidence["removal_cost"] == cost
     assert "loss" not in unknown.meaning
     assert "removal_cost" not in unknown.evidence
+
+
+@pytest.mark.parametrize("changes", [{"max_token_mass": 0.97}, {"stable_rank": 1.0, "row_distance": 0.1}])
+@pytest.mark.parametrize(("parameters", "acts"), [(10_000, True), (100_000, False)])
+def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, acts):
+    usual = {"width": 16, "max_token_mass": 0.1, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
+    one = records.encoder().heads[0].model_copy(update={**usual, **changes})
+    one = one.model_copy(update={"importance": HeadImportance(exact=0.002), "removal_cost": 0.002})
+    states = [records.layer(0, 0.9, stack=one.stack, width=16)]
+    about = records.provenance(parameters=parameters)
+    (finding,) = (
+        x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"
+    )
+    assert ("too little to notice" in finding.remedy) != acts
+    assert finding.remedy.startswith("nothing: ") != acts
+    assert 'rw.compress(model, batches, parts="heads", tolerance=0.01)' in finding.remedy
 
 
 @pytest.mark.parametrize("code", ["HIGH_RANK", "LOW_RANK"])

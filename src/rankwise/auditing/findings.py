@@ -11,8 +11,8 @@ from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     describe_removable,
+    removal_remedy,
     saved_share,
-    too_little,
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import REFERENCES, mixer_kind
@@ -137,7 +137,7 @@ def diagnose(
             found += (finding for find in finds for finding in find(subject))
     if importance is not None:
         priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
-        found = with_removal_costs(found, priced, heads, importance)
+        found = with_removal_costs(found, priced, heads, importance, layers, provenance)
     found = [one.model_copy(update={"remedy": runnable(one.remedy, provenance)}) for one in found]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
@@ -167,11 +167,8 @@ def removable(measured: Measured) -> Iterator[Finding]:
         evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, found, saved)
         place = HeadId() if len(found.heads) > 1 else found.heads[0]
-        remedy = (
-            f"`{{compress --parts heads --tolerance {found.tolerance:g} --out NAME-heads | rw.compress("
-            f'model, batches, parts="heads", tolerance={found.tolerance:g})}}` (it chooses heads again)'
-        )
-        yield _finding("REMOVABLE", place, evidence, words, remedy=too_little(saved) + remedy)
+        remedy = removal_remedy(saved, found.tolerance)
+        yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
 
 
 @rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher")

@@ -28,6 +28,8 @@ def with_removal_costs(
     about: Mapping[str, str],
     heads: Sequence[HeadRecord],
     importance: ImportanceRecord,
+    layers: Sequence[LayerRecord] = (),
+    provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
     known = {head.id: head.importance for head in heads}
@@ -37,13 +39,14 @@ def with_removal_costs(
         costs = [known.get(finding.where.at(number)) for number in numbers if finding.code in about]
         complete = [cost for cost in costs if cost is not None and not math.isnan(cost.cost)]
         if complete and len(complete) == len(numbers):
-            finding = _with_removal_cost(finding, about[finding.code], complete, importance)
+            saved = saved_share([finding.where], heads, layers, provenance)
+            finding = _with_removal_cost(finding, about[finding.code], complete, importance, saved)
         found.append(finding)
     return found
 
 
 def _with_removal_cost(
-    finding: Finding, about: str, known: Sequence[HeadImportance], importance: ImportanceRecord
+    finding: Finding, about: str, known: Sequence[HeadImportance], importance: ImportanceRecord, saved: float
 ) -> Finding:
     low, high, alone = min(one.cost for one in known), max(one.cost for one in known), len(known) == 1
     exact = all(one.method == "exact" for one in known)
@@ -63,7 +66,7 @@ def _with_removal_cost(
     elif about == "head" and math.isnan(importance.share(low)):
         remedy = f"{NOTHING} {importance.reference_name}, which costs are compared with, is 0"
     elif about == "head" and exact:
-        remedy = "remove this head" if within else f"{NOTHING} the model needs this head"
+        remedy = removal_remedy(saved, tolerance) if within else f"{NOTHING} the model needs this head"
     elif exact:
         remedy = f"{NOTHING} the rank is not a fault, and its price is known"
     price = {"least_removal_cost": low, "most_removal_cost": high}
@@ -115,6 +118,13 @@ def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
 def too_little(saved: float) -> str:
     """Return the beginning of a remedy that is no action, if a saving is too small to be noticed."""
     return f"{NOTHING} that is too little to notice; to do it anyway, " if saved < WORTH else ""
+
+
+def removal_remedy(saved: float, tolerance: float) -> str:
+    """Return the remedy that removes heads; it is no action if they save too little."""
+    command = f"compress --parts heads --tolerance {tolerance:g} --out NAME-heads"
+    code = f'rw.compress(model, batches, parts="heads", tolerance={tolerance:g})'
+    return f"{too_little(saved)}`{{{command} | {code}}}` (it chooses heads again)"
 
 
 def cheapest_words(

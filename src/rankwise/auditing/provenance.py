@@ -112,7 +112,10 @@ def runnable(remedy: str, about: Provenance | None) -> str:
         return shlex.join([*words, *(word.replace("NAME", name) for word in options)])
 
     for step in COMMAND_OR_CODE.finditer(remedy):
-        verb, _, parts, *_ = [*shlex.split(step["command"]), "", ""]
+        verb, _, parts, *_ = words = [*shlex.split(step["command"]), "", ""]
+        asked = words[1 : words.index("--out")] if "--out" in words else []
+        if verb == "audit" and about and any(own[: len(asked)] == asked for own in about.arguments):
+            return f"{NOTHING} this audit ran with {shlex.join(asked)} already"
         if verb == "compress":
             reason = None if about is None else about.refused.get(parts)
             if reason:

@@ -58,7 +58,7 @@ def verdict_of(audit: "Audit") -> Verdict:
         no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
     return Verdict(
         sentence=" ".join(sentences),
-        actions=tuple(actions.values())[:MOST_ACTIONS],
+        actions=tuple(dict.fromkeys(actions.values()))[:MOST_ACTIONS],
         no_action=" ".join(no_action),
     )
 
