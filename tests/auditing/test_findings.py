@@ -198,7 +198,10 @@ def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: lis
         largest = max(0.02 * (at + 1) for at in finding.heads if at in nearest)
         assert finding.evidence == {"heads": len(finding.heads), "nearest_distance": largest}
     assert found[0].meaning.endswith("1 mix the same way.") == (groups == [[0, 1]])
-    assert ("give both" in found[0].remedy) == (len(groups[0]) == 2)
+    for finding in found:
+        others = ", ".join(map(str, finding.heads[1:]))
+        weights = f"the query and key weights of head {finding.heads[0]}"
+        assert finding.remedy.endswith(f" {others} {weights}, and compare the loss")
 
 
 @pytest.mark.parametrize(
@@ -523,7 +526,10 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
     assert verdict.actions == (remedies["NONFINITE"], remedies["COLLAPSE"])
     alike = audit(heads(*({"nearest_head": 1 - at, "nearest_distance": 0.02} for at in range(2))))
-    assert alike.verdict.actions == (f"{alike.findings[0].place}: {alike.findings[0].remedy}",)
+    assert alike.findings[0].remedy.startswith("give head 1 the query")
+    assert alike.verdict.actions == ()  # it saves nothing
+    identity = audit(heads({"identity_distance": 0.01}))
+    assert identity.verdict.actions == (f"{identity.findings[0].place}: {identity.findings[0].remedy}",)
 
 
 def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:

@@ -155,7 +155,7 @@ def compared(finding: Finding) -> None:
 FOLLOWED: dict[str, Callable[[Finding], None]] = {
     "replace it with a linear map of each token, the product of its output and value projections, "
     "and compare the loss": folded,
-    "give both the query and key weights of one of them, and compare the loss": merged,
+    f"give head {OTHER} the query and key weights of head {TWIN}, and compare the loss": merged,
     ", and save it under the names of the model": renamed,
     "raise λ in the config or the skip connections of the model, if it has λ": raised,
     "nothing that was tried helps; compare the model to one with pre-norm, by rw.skips.try_lambdas": compared,
@@ -166,7 +166,7 @@ LEADS = (
     "see which names the checkpoint has instead, ",
     "see whether half precision overflowed, ",
     "if it did not, the cause is in the inputs or the weights, ",
-    "see how much mixing its λ-skip or LayerScale leaves, ",
+    "see how much mixing its skip connection leaves, ",
     "see what training did: ",
     "train it with each λ (add the --lr of your training): ",
     "to add the least λ that keeps tokens apart here: ",

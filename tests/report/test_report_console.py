@@ -50,9 +50,23 @@ def layer_rows(lines: list[str]) -> dict[str, list[str]]:
 
 def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
     audit = records.sized(12, 12)
-    lines = first_screen(audit)
-    assert [*layer_rows(lines)] == [str(layer) for layer in range(12)]
-    assert len(lines) <= 30
+    about = {"seconds": 3.0, "notes": []}
+    found = records.finding("REMOVABLE", "info", remedy="rankwise compress gpt12 --parts heads")
+    heads = [
+        head.model_copy(update={"random_rank": 90.0, "importance": records.HeadImportance(estimate=-0.004)})
+        for head in audit.heads
+    ]
+    acts = records.changed(
+        audit.model_copy(update={"heads": heads}),
+        findings=[found],
+        importance=records.importance(),
+        origin=about,
+    )
+    for one, most in ((audit, 30), (acts, 28)):  # `acts` as printed by a command, before the paths of files
+        lines = document_text(audit_document(one), 80).splitlines()
+        assert [*layer_rows(lines)] == [str(layer) for layer in range(12)]
+        assert len(lines) <= most
+    assert len(acts.verdict.actions) == 1
     assert len(document_text(audit_document(audit), 100, verbose=True).splitlines()) > 30
 
 

@@ -231,11 +231,11 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 @rule(
     "INACTIVE_BLOCK", about="layer", names="inactive blocks", decided_by="relative_update", worse="lower",
     evidence="relative_update norm",
-    remedy="see how much mixing its λ-skip or LayerScale leaves, `{skip --certify | "
+    remedy="see how much mixing its skip connection leaves, `{skip --certify | "
     "rw.certify_skip(model, batch)}`; or take the block out of its list and compare the loss",
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
-    """Find blocks that return their input, because a λ, a LayerScale or a gate suppresses the rest."""
+    """Find blocks that return their input, such as by a λ, a LayerScale, a gate or small output weights."""
     for layer in measured.layers:
         if layer.relative_update < INACTIVE_TURN:
             words = (
@@ -284,7 +284,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
-    shown_by="nearest_distance", with_costs=True,
+    shown_by="nearest_distance", with_costs=True, causes_action=False,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
@@ -311,9 +311,9 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
             largest = max(distances.get(at, 0.0) for at in group)
             evidence = {"heads": len(group), "nearest_distance": largest}
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
-            which = "both the" if len(group) == 2 else "all the"
-            which += " query and key weights" if mixer[0].kind in ("softmax", "linear") else " weights"
-            remedy = f"give {which} of one of them, and compare the loss"
+            weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
+            others = f"head{'s' * (len(group) > 2)} {', '.join(map(str, group[1:]))}"
+            remedy = f"give {others} the {weights} of head {group[0]}, and compare the loss"
             yield _finding("DUPLICATE_HEADS", alike[0], evidence, words, heads=alike, remedy=remedy)
 
 

@@ -159,15 +159,9 @@ def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     listed = [[layer, *(row[name] for name in names)] for layer, row in rows.items()]
     step = math.ceil(len(listed) / (FEW_LAYERS if _has_errors(audit) else MOST_LAYERS))
     shown = [*listed[:-1:step], listed[-1]] if step > 1 else listed
-    lengths = {format_number(head.tokens, 0) for head in audit.heads}
-    of = f"{lengths.pop()} tokens" if len(lengths) == 1 else "the tokens"
     signed = any(RANK.shown_field(head) != RANK.name for head in audit.heads)
-    facts = [
-        f"attention rank: share of {of}" if grids else "",
-        "δ relative to σ₁" if signed else "",
-        f"every {step} layers" if step > 1 else "",
-    ]
-    return [Table("Layers", ["layer", *names], shown, facts=", ".join(filter(None, facts)))] if names else []
+    facts = ["δ relative to σ₁"] * signed + [f"every {step} layers"] * (step > 1)
+    return [Table(", ".join(facts), ["layer", *names], shown)] if names else []
 
 
 def _spread_words(value: float) -> str:

@@ -130,6 +130,7 @@ def _print_section(section: Section, console: Console) -> None:
         _print_items(listed, console)
     for table in section.tables:
         _print_table(table, console)
+        console.print()
     if section.code:
         console.print(line((section.title, "bold")))
         for code in section.code.splitlines():  # not wrapped, so that it can be copied in one piece
@@ -154,6 +155,7 @@ def _print_items(listed: Items, console: Console) -> None:
         _print_item(item, console)
         if table is not None:
             _print_table(table, console)
+            console.print()
 
 
 def _print_item(item: Item, console: Console) -> None:
@@ -177,7 +179,6 @@ def _print_table(table: Table, console: Console) -> None:
         console.print(line(f"… and {len(table.rows) - len(rows)} more (see the page)"))
     if table.note:
         console.print(line((table.note, "dim")), overflow="fold")
-    console.print()
 
 
 def _parts(
