@@ -11,8 +11,10 @@ from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     describe_removable,
+    narrowing_saves,
     removal_remedy,
     saved_share,
+    too_little,
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import REFERENCES, mixer_kind
@@ -407,6 +409,11 @@ def _middle(band: Sequence[R]) -> R:
 )  # fmt: skip
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
+    every = [head for head in measured.heads if _determines_width(head)]
+    saved, cached = narrowing_saves(every, measured.layers, measured.provenance)
+    keys = f" and {cached:.0%} of the cached keys" if cached else ""
+    gain = f" Narrowing all {len(every)} heads so far saves about {saved:.1%} of the parameters{keys}."
+    remedy = too_little(max(saved, cached)) + RULES["OVERSIZED_HEADS"].remedy
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
         found = [
@@ -417,14 +424,15 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
             required, width = head.required_head_dim, head.width or 0
             evidence = {
                 "heads": len(found), "of": len(judged), "width": width, "required_head_dim": required,
-                "tolerance": WIDTH_TOLERANCE,
+                "tolerance": WIDTH_TOLERANCE, "parameters": saved,
             }  # fmt: skip
             words = (
                 f"{len(found)} of {len(judged)} heads need less than half the width of their queries and "
                 f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
                 f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
+                + ("" if math.isnan(saved) else gain)
             )
-            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found)
+            yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, remedy=remedy)
 
 
 def _determines_width(head: HeadRecord) -> bool:

@@ -110,6 +110,25 @@ def saved_share(
     return sum(known) / total if total and known and all(known) else math.nan
 
 
+def narrowing_saves(
+    heads: Sequence[HeadRecord], layers: Sequence[LayerRecord], about: Provenance | None
+) -> tuple[float, float]:
+    """Return the shares of parameters and of cached keys saved if heads keep the width that they need.
+
+    Heads that share a key head keep one width. Shares are NaN if not known; 0 of the keys without a cache.
+    """
+    widths = {layer.stack: layer.width for layer in layers}
+    total = 0 if about is None else about.parameters
+    parameters, freed, keys = 0, 0, 0
+    for group in by_key_head(head for head in heads if not head.cross):
+        width, tokens = group[0].width or 0, widths.get(group[0].stack, -1)
+        if total and tokens >= 0 and len(group) == group[0].heads_per_group:
+            unneeded = width - max(1, *(math.ceil(head.required_head_dim) for head in group))
+            parameters += (len(group) + 1) * unneeded * (tokens + 1)
+            freed, keys = freed + unneeded * (group[0].mask == "causal"), keys + width
+    return (parameters / total, freed / keys) if keys else (math.nan, math.nan)
+
+
 def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
     """Return groups of heads that share a key head."""
     return grouped(heads, lambda head: (head.id.at(None), head.head // head.heads_per_group)).values()

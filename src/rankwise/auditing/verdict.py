@@ -50,6 +50,10 @@ def verdict_of(audit: "Audit") -> Verdict:
             is_code = any(word in finding.remedy for word in ("rankwise ", "rw."))
             where = "" if is_code else f"{finding.place}: "
             actions.setdefault(finding.code, where + finding.remedy)
+    if {"REMOVABLE", "OVERSIZED_HEADS"} <= actions.keys():  # a compressed model cannot be compressed again
+        del actions["OVERSIZED_HEADS"]
+        both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,qk,rotary")
+        actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "qk", "rotary")')
     no_action: list[str] = []
     if not severe and not actions:
         if audit.importance is not None:
