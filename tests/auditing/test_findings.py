@@ -18,6 +18,9 @@ from tests.support.records import (
     layer,
     layers,
 )
+from tests.support.records import (
+    finding as recorded,
+)
 
 from rankwise.auditing import (
     RULES,
@@ -531,6 +534,14 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     assert alike.verdict.actions == ()  # it saves nothing
     identity = audit(heads({"identity_distance": 0.01}))
     assert identity.verdict.actions == (f"{identity.findings[0].place}: {identity.findings[0].remedy}",)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5])
+def test_a_verdict_has_the_actions_of_the_first_three_codes(number: int) -> None:
+    named = ("INACTIVE_BLOCK", "SINK", "CONSTANT", "IDENTITY", "REMOVABLE")[:number]
+    found = [recorded(code, remedy=f"`rankwise audit {code}`") for code in named]
+    acts = changed(audit(heads(SINK)), findings=found).verdict.actions
+    assert acts == tuple(f"`rankwise audit {code}`" for code in named[:3])
 
 
 def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:

@@ -125,6 +125,31 @@ def test_a_model_that_fails_is_reported_and_the_others_are_audited(run: Run, hom
     assert "checkpoint-1" in str(failed.exception)
 
 
+@pytest.mark.parametrize("broken", [["1000"], ["200", "1000"], ["90"]])
+def test_the_first_sentence_of_a_history_names_the_checkpoint_that_failed_and_why(
+    broken: list[str], run: Run, home: Path
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    name = f"broken-{'-'.join(broken)}"
+    for checkpoint in CHECKPOINTS:
+        step = checkpoint.partition("-")[2]
+        shutil.copytree(home / checkpoint, home / name / f"checkpoint-{step}")
+        if step in broken:
+            model = LlamaForCausalLM.from_pretrained(home / checkpoint)
+            model.model.layers[0].mlp.down_proj.weight.data[:] = torch.nan
+            model.save_pretrained(home / name / f"checkpoint-{step}")
+    models = [f"{name}/{Path(one).name}" for one in CHECKPOINTS]
+    result = run("audit", *models, *DATA, "--loss", "--out", f"{name}-audits")
+    said = " ".join(result.stdout.split())
+    also = ", nor 1 model before it" if len(broken) > 1 else ""
+    assert result.exit_code == 1, result.output
+    before, _, after = said.partition(f"checkpoint-{broken[-1]} could not be audited{also}: ")
+    assert after, said
+    assert "Last audit" not in before
+    assert "not finite" in after.partition(". ")[0]
+
+
 def test_a_code_in_any_audit_fails_the_command(run: Run, home: Path) -> None:
     assert run("audit", *CHECKPOINTS[1:], *DATA, "--out", "gate", "--fail-on", "NONFINITE").exit_code == 0
     found = {f.code for audit in History.load(home / "gate").audits for f in audit.findings}

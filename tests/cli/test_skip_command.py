@@ -604,15 +604,21 @@ def test_a_certificate_shows_what_is_advised_if_no_lambda_helps(run: Run, monkey
     assert "none nothing that was tried helps" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("factor", ["1", "0"], ids=["finite", "infinite"])
-def test_lambdas_and_alternatives_are_trained(run: Run, tmp_path: Path, factor: str) -> None:
+@pytest.mark.parametrize(
+    ("factor", "rate", "lr"),
+    [("1", ("--lr", 0.01), 0.01), ("0", ("--lr", 0.01), 0.01), ("1", (), 0.0003)],
+    ids=["finite", "infinite", "default rate"],
+)
+def test_lambdas_and_alternatives_are_trained(
+    run: Run, tmp_path: Path, factor: str, rate: tuple[object, ...], lr: float
+) -> None:
     (tmp_path / "own.py").write_text(FACTORY.replace("FACTOR", factor))
-    options = ("--try-steps", 3, "--init", 2, "--alternative", "own.py:weak", "--lr", 0.01)
+    options = ("--try-steps", 3, "--init", 2, "--alternative", "own.py:weak", *rate)
     result = run("own.py:build", *options)
     assert result.exit_code == 0, result.output
     module = load_model.load_model("own.py:build")
     runs = rw.skips.try_lambdas(
-        lambda: load_model.load_model("own.py:build").model, module.batches or (), [2.0], steps=3, lr=0.01,
+        lambda: load_model.load_model("own.py:build").model, module.batches or (), [2.0], steps=3, lr=lr,
         loss=module.loss, alternatives={"own.py:weak": lambda: load_model.load_model("own.py:weak").model},
     )  # fmt: skip
     for name, losses in runs.items():

@@ -254,6 +254,26 @@ def test_a_collapse_from_which_trainings_recover_stops_none():
     assert monitor.stopped_by is None
 
 
+def test_collapses_of_several_stacks_are_not_audits_in_a_row(monkeypatch):
+    stacks = iter("aaabab" + "b" * STOP_AUDITS)
+
+    def in_next_stack(*args, **kwargs):
+        whole, there = rw.audit(*args, **kwargs), {"stack": next(stacks)}
+        found = [
+            one.model_copy(update={"where": type(one.where)(layer=one.where.layer, **there)})
+            for one in whole.findings
+            if one.code == "COLLAPSE"
+        ]
+        layers = [layer.model_copy(update=there) for layer in whole.layers]
+        return whole.model_copy(update={"findings": found, "layers": layers})
+
+    monkeypatch.setattr("rankwise.monitor.monitor.audit", in_next_stack)
+    monitor, model = rw.RankMonitor(probe(), 1, stop_on="COLLAPSE"), collapsing()
+    for step in range(5 + STOP_AUDITS):
+        monitor.step(model, step)
+        assert (monitor.stopped_by is None) == (step < 4 + STOP_AUDITS)
+
+
 def test_another_code_stops_at_its_first_audit():
     monitor = rw.RankMonitor(probe(), 1, stop_on=("CONSTANT",))
     monitor.step(collapsing(), 0)

@@ -14,7 +14,7 @@ from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
-from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError, first_line
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
 
@@ -78,7 +78,7 @@ def audit_many(
     folders |= _new_folders(pending, {*folders.values(), *others})
     audits = {job: saved[folder] for job, folder in folders.items() if job not in pending}
     partial: dict[str, Audit] = {}
-    failures: list[RankwiseError] = []
+    failures: dict[AuditJob, RankwiseError] = {}
     interrupted = False
     with new_folder(out):
         try:
@@ -88,7 +88,7 @@ def audit_many(
                         write_report(result, out / folders[job], brief=True)
                         audits[job] = result
                         continue
-                    failures.append(result)
+                    failures[job] = result
                     print(f"rankwise: {folders[job]}: {result}", file=sys.stderr)
                     if isinstance(result, AuditError) and result.audit is not None:
                         cut = result.audit.model_copy(update={"complete": False})  # --resume repeats it
@@ -99,16 +99,18 @@ def audit_many(
         finished = {folders[job]: audits[job] for job in jobs if job in audits}
         if finished:
             history = History.of(list(finished.values()), list(finished))
-            document = history_document(history, {folder: f"{folder}/index.html" for folder in finished})
+            links = {folder: f"{folder}/index.html" for folder in finished}
+            failed = {folders[job]: first_line(failures[job]) for job in jobs if job in failures}
+            document = history_document(history, links, failed)
             page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
             print_results(document, [("history", page), ("table", table)])
         if interrupted:
             print("rankwise: stopped; `--resume` audits the models that are left", file=sys.stderr)
             raise typer.Exit(INTERRUPTED)
         if not finished and not partial:
-            raise failures[0]
+            raise next(iter(failures.values()))
     if not finished:
-        return partial, failures[0]
+        return partial, next(iter(failures.values()))
     print(f"audited {len(finished) - kept}, kept {kept}, failed {len(failures)}: {out}")
     return finished | partial, typer.Exit(1) if failures else None
 
