@@ -14,7 +14,7 @@ from rankwise.auditing import Audit, AuditError, History, in_order
 from rankwise.cli.audit_job import AuditJob, Say, factory_digests, run_job
 from rankwise.cli.load_model import split_factory
 from rankwise.cli.output import new_folder, print_results, write_report
-from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError, first_line
+from rankwise.errors import INTERRUPTED, InputError, RankwiseError, RecordError
 from rankwise.report import write_page
 from rankwise.report.comparison_report import history_document
 
@@ -100,7 +100,8 @@ def audit_many(
         if finished:
             history = History.of(list(finished.values()), list(finished))
             links = {folder: f"{folder}/index.html" for folder in finished}
-            failed = {folders[job]: first_line(failures[job]) for job in jobs if job in failures}
+            last = max(failures, key=jobs.index, default=None)
+            failed = f"{folders[last]} could not be audited: {failures[last]} " if last else ""
             document = history_document(history, links, failed)
             page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
             print_results(document, [("history", page), ("table", table)])

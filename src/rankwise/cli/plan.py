@@ -142,9 +142,8 @@ def _with_trained_widths(plan: "HeadDimPlan", model: Any, batches: Sequence[Any]
     except KeyboardInterrupt:
         notes = [*plan.notes, "Interrupted before the trained heads were measured."]
         return plan.model_copy(update={"complete": False, "notes": notes})
-    broken = sum(math.isnan(head.required) for head in trained)
     note = "" if trained else "No softmax attention was captured: the width that heads require is unknown."
-    if broken:
+    if broken := sum(math.isnan(head.required) for head in trained):
         note = f"NaN or infinity in {broken} of {len(trained)} heads: the width they require is unknown."
     notes = [*plan.notes, *([note] if note else [])]
     return plan.model_copy(update={"trained": trained, "notes": notes})

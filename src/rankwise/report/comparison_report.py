@@ -253,10 +253,8 @@ def _changes(changes: Sequence[Change]) -> Table:
     )
 
 
-def history_document(
-    history: History, links: Mapping[str, str] | None = None, failed: Mapping[str, str] | None = None
-) -> Document:
-    """Return the report on a history: curves, audits, changes of findings, and why models failed."""
+def history_document(history: History, links: Mapping[str, str] | None = None, failed: str = "") -> Document:
+    """Return the report on a history: curves, audits, changes of findings; ``failed`` begins the verdict."""
     names = [model_name(name) for name in history.names]
     between = f", {names[0]} to {names[-1]}" if len(names) > 1 else ""
     numbered = "The audits are numbered, as their names contain no steps. " if history.counted else ""
@@ -270,7 +268,7 @@ def history_document(
         command="Rankwise history",
         heading=f"{count(len(history), 'audit')}{between}",
         setting=f"{numbered}Means over all heads; states: at the end; findings: errors/warnings/notes.",
-        verdict=Verdict(sentence=_failed_words(failed or {}) + _loss_words(history) + last),
+        verdict=Verdict(sentence=failed + _loss_words(history) + last),
         sections=nonempty(
             Section("loss", "Loss over the steps", figures=_loss_curve(history, names)),
             Section("heads", "Heads over the steps", curves, figures=heads, choice="Measure"),
@@ -282,13 +280,6 @@ def history_document(
         ),
         warnings=history.warnings,
     )
-
-
-def _failed_words(failed: Mapping[str, str]) -> str:
-    """Return a sentence on the last model that could not be audited; "" if all were."""
-    *others, last = failed.items() or [("", "")]
-    also = f", nor {count(len(others), 'model')} before it" if others else ""
-    return f"{last[0]} could not be audited{also}: {last[1].removesuffix('.')}. " if failed else ""
 
 
 def _loss_words(history: History) -> str:

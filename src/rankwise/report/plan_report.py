@@ -39,11 +39,6 @@ def _share_at_star(plan: HeadDimPlan) -> float:
     return next((mean for width, mean, _ in plan.curve if width == plan.head_dim), math.nan)
 
 
-def _saves(plan: HeadDimPlan) -> bool:
-    """Return False if no K* was found, or if the present width is not above it."""
-    return plan.saturated and not any(cost.head_dim <= plan.head_dim for cost in plan.costs[:1])
-
-
 def _headline(plan: HeadDimPlan) -> str:
     """Return K* and what queries and keys of that width save, in one sentence."""
     if not plan.saturated:
@@ -62,7 +57,7 @@ def _headline(plan: HeadDimPlan) -> str:
     if not plan.costs:
         return f"{star}. R{share[1:]}. With heads and a model width, a plan counts what a width of K* saves."
     present = plan.costs[0]
-    if not _saves(plan):
+    if present.head_dim <= plan.head_dim:
         return f"{star}. Queries and keys are {present.head_dim} wide, so there is nothing to save."
     narrow, now = plan.costs[1], format_number(present.rank_share, 2)
     return (
@@ -81,7 +76,8 @@ def _evidence(plan: HeadDimPlan) -> str:
         average = f"{mean(required):.1f} channels on average in this model"
         trained = f"{average}; {wider} of {len(required)} require more than K*."
     words = f"Trained heads require {trained}"
-    return f"Do not choose K* without training. {words} {_KEPT}" if _saves(plan) else words
+    saves = plan.saturated and all(cost.head_dim > plan.head_dim for cost in plan.costs[:1])
+    return f"Do not choose K* without training. {words} {_KEPT}" if saves else words
 
 
 def _setting_words(plan: HeadDimPlan) -> str:
