@@ -99,10 +99,9 @@ def audit_many(
         finished = {folders[job]: audits[job] for job in jobs if job in audits}
         if finished:
             history = History.of(list(finished.values()), list(finished))
-            links = {folder: f"{folder}/index.html" for folder in finished}
             last = max(failures, key=jobs.index, default=None)
             failed = f"{folders[last]} could not be audited: {failures[last]} " if last else ""
-            document = history_document(history, links, failed)
+            document = history_document(history, {one: f"{one}/index.html" for one in finished}, failed)
             page, table = write_page(document, out / "index.html"), history.to_csv(out / "history.csv")
             print_results(document, [("history", page), ("table", table)])
         if interrupted:
