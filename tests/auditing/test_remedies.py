@@ -164,6 +164,7 @@ FOLLOWED: dict[str, Callable[[Finding], None]] = {
 }
 LEADS = (
     "see which names the checkpoint has instead, ",
+    "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then ",
     "see whether half precision overflowed, ",
     "if it did not, the cause is in the inputs or the weights, ",
     "see how much mixing its skip connection leaves, ",
@@ -525,7 +526,8 @@ def test_there_is_a_case_for_every_code() -> None:
 def test_the_remedy_for_an_uncaptured_module_captures_it() -> None:
     model, batch = unseen(), tokens()
     finding = of("NOT_CAPTURED", rw.audit(model, [batch]))
-    again = eval(finding.remedy, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
+    (code,) = [words for words, is_code in split_code(finding.remedy) if is_code]
+    again = eval(code, {"rw": rw, "model": model, "batches": [batch], "adapter": adapter})
     assert "NOT_CAPTURED" not in codes(again)
     assert finding.where.site in {head.site for head in again.heads}
 
@@ -622,6 +624,22 @@ def test_a_refusal_names_its_part_and_no_error_of_torch(folder: Path) -> None:
     assert finding.remedy.startswith("nothing: rankwise compress --parts heads refuses this model, because ")
     assert finding.remedy.endswith(": its own code does not compute with fewer heads")
     run("rankwise compress net.py:build --parts qk --keep 0.5 --out narrow")
+
+
+def test_layers_of_pytorch_have_no_action_that_compress_refuses() -> None:
+    audit = rw.audit(torch_layers(), [torch.randn(4, 64, 32)], importance=True)
+    for code in ("REMOVABLE", "OVERSIZED_HEADS"):
+        assert "refuses this model, because nn.MultiheadAttention" in of(code, audit).remedy
+    assert not any("compress" in action for action in audit.verdict.actions)
+
+
+def test_an_action_with_a_condition_is_not_the_first() -> None:
+    about = {"model": "m", "parameters": 4_100}
+    audit = rw.audit(redundant(), [ids()], importance=True, provenance=about)
+    pair = [of("REMOVABLE", audit), of("IDENTITY", rw.audit(designed(), [tokens()]))]
+    other, conditional = audit.model_copy(update={"findings": pair}).verdict.actions
+    assert other.endswith(pair[1].remedy)
+    assert conditional.endswith("if heads come from nn.Linear")
 
 
 @pytest.mark.parametrize("where", ["heads_find.find_removable_heads", "qk_find.find_query_key_layers"])

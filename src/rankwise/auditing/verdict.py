@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rankwise._internals.records import grouped
 from rankwise.auditing.findings import MIN_TOKENS, RULES
 from rankwise.auditing.importance_findings import cheapest_words
-from rankwise.auditing.provenance import REFUSED
+from rankwise.auditing.provenance import LINEAR, REFUSED
 from rankwise.auditing.records import NOTHING, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def verdict_of(audit: "Audit") -> Verdict:
         del actions["OVERSIZED_HEADS"]
         both = actions["REMOVABLE"].replace("--parts heads", "--parts heads,qk,rotary")
         actions["REMOVABLE"] = both.replace('parts="heads"', 'parts=("heads", "qk", "rotary")')
+    known = sorted(dict.fromkeys(actions.values()), key=lambda action: LINEAR in action)
     no_action: list[str] = []
     if not severe and not actions:
         if audit.importance is not None:
@@ -62,7 +63,7 @@ def verdict_of(audit: "Audit") -> Verdict:
         no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
     return Verdict(
         sentence=" ".join(sentences),
-        actions=tuple(dict.fromkeys(actions.values()))[:MOST_ACTIONS],
+        actions=tuple(known[:MOST_ACTIONS]),
         no_action=" ".join(no_action),
     )
 

@@ -239,7 +239,7 @@ def build(loaded: LoadedJob, statistics: AuditStatistics, say: Say) -> tuple[Aud
     failed = "`rankwise compress` was not tried, and no λ is named"
     try:
         remedies = " ".join(finding.remedy for finding in audit.findings)
-        if parts := re.findall(r"rankwise compress .*? --parts (\S+)", remedies):
+        if parts := re.findall(r"`rankwise compress .*? --parts (\S+)", remedies):
             refused = {part: refusal(loaded.model.model, loaded.first[0], part) for part in set(parts)}
             statistics.provenance = statistics.provenance.model_copy(update={"refused": refused})
             audit = build_audit(statistics, maps)
