@@ -256,7 +256,8 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
-    assert finding.remedy == "rw.audit(model, batches, sites={'h.0.mamba': adapter})"
+    assert finding.remedy.startswith("write an adapter ")
+    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': adapter})`")
 
 
 def test_the_most_severe_findings_are_first() -> None:
@@ -510,6 +511,13 @@ def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
     assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
     embedding = audit([], layers=[layer(0, math.nan, nonfinite=1)])
     assert embedding.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
+
+
+def test_the_first_broken_place_comes_first() -> None:
+    states = [layer(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
+    mixers = [[head(layer=at, site=f"h.{at}", nonfinite=2 * (at > 0))] for at in range(2)]
+    places = [finding.place for finding in audit(*mixers, layers=states).findings]
+    assert places == ["h after 1 block", "h layer 1 head 0", "h after 2 blocks"]
 
 
 @pytest.mark.parametrize("found", [audit([], layers=layers(0.9, 0.02)), audit(heads({"nonfinite": 1}))])

@@ -194,16 +194,22 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
+    found = []
     for mixer in measured.mixers:
         broken = [head for head in mixer if head.nonfinite]
         if broken:
             evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
-            yield _finding("NONFINITE", broken[0], evidence, words, "error", broken)
+            found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken))
     for layer in measured.layers:
         if layer.nonfinite:
             words = f"Token states after {layer.layer} blocks: {meaning}"
-            yield _finding("NONFINITE", layer, {"sequences": layer.nonfinite}, words, "error")
+            found.append(_finding("NONFINITE", layer, {"sequences": layer.nonfinite}, words, "error"))
+    stacks = [finding.where.stack for finding in found]
+    # the mixer of a layer reads the states of the same number
+    yield from sorted(
+        found, key=lambda one: (stacks.index(one.where.stack), one.where.layer or 0, "heads" in one.evidence)
+    )
 
 
 @rule(
