@@ -224,7 +224,7 @@ def _changes(
     Numbers are sums over tokens of states that every layer up to this one has rounded. n rounding errors of
     one eps of the range each, independent of each other, add up to about √n·eps.
     """
-    rounding = eps * math.sqrt(after.tokens * (after.layer + 1))
+    rounding = eps * math.sqrt(abs(after.tokens * (after.layer + 1)))
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]

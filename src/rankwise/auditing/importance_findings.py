@@ -32,14 +32,15 @@ def with_removal_costs(
     provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
-    known = {head.id: head.importance for head in heads}
-    found = []
+    known, found = {head.id: head.importance for head in heads}, []
+    mixers = grouped(heads, lambda head: head.id.at(None))
     for finding in findings:
         numbers: Sequence[int | None] = finding.heads or [finding.where.head]
         costs = [known.get(finding.where.at(number)) for number in numbers if finding.code in about]
         complete = [cost for cost in costs if cost is not None and not math.isnan(cost.cost)]
         if complete and len(complete) == len(numbers):
-            saved = saved_share([finding.where], heads, layers, provenance)
+            mixer = mixers.get(finding.where.at(None), [])
+            saved = saved_share([finding.where], mixer, layers, provenance) if provenance else math.nan
             finding = _with_removal_cost(finding, about[finding.code], complete, importance, saved)
         found.append(finding)
     return found
@@ -102,9 +103,9 @@ def saved_share(
     its keys and values, which remain while a head that shares them remains.
     """
     widths = {layer.stack: layer.width for layer in layers}
-    total = 0 if about is None else about.parameters
+    total, gone = 0 if about is None else about.parameters, {*removed}
     known = []
-    for group in by_key_head(head for head in heads if head.id in {*removed}):
+    for group in by_key_head(head for head in heads if head.id in gone):
         parts = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
         known.append(parts * (group[0].width or 0) * (widths.get(group[0].stack, -1) + 1))
     return sum(known) / total if total and known and all(known) else math.nan
