@@ -102,7 +102,10 @@ VALUES = {
     "gone": "resolved",
     "μ/‖Y‖ at the end": "token spread at the end",
 }
-NOTES = {"differences to fresh weights": "differences from initialization"}
+NOTES = {
+    "differences to fresh weights": "differences from initialization",
+    "width needed left out": "required width left out",
+}
 """Current words of notes, by their words in old files."""
 """Current codes of findings and names of measures, by their text in old files."""
 
