@@ -167,6 +167,7 @@ LEADS = (
     "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then ",
     "see whether half precision overflowed, ",
     "if it did not, the cause is in the inputs or the weights, ",
+    "the cause is in the inputs or the weights, ",
     "see how much mixing its skip connection leaves, ",
     "see what training did: ",
     "train it with each λ (add the --lr of your training): ",
@@ -290,6 +291,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "OVERSIZED_HEADS": (over_wide, ids),
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
+    "NONFINITE in half": (lambda: broken().bfloat16(), ids),
     "NOT_CAPTURED": (unseen, tokens),
     "RANDOM_WEIGHTS": (bert, ids),
     "SINK estimated": (designed, tokens),
@@ -391,13 +393,14 @@ def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> N
     (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
     audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
     finding, model = of(case.split()[0], audit), CASES[case][0]()
-    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "NONFINITE", "SINK", "CONSTANT")
+    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "in half", "SINK", "CONSTANT")
     assert ("rankwise " in finding.remedy) == ("unnamed" not in case and any(map(case.count, shell)))
     follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "adapter": adapter})
 
 
 IN_FOLDERS = (
-    "COLLAPSE", "INACTIVE_BLOCK advised", "OVERSIZED_HEADS", "REMOVABLE", "NONFINITE", "RANDOM_WEIGHTS",
+    "COLLAPSE", "INACTIVE_BLOCK advised", "OVERSIZED_HEADS", "REMOVABLE", "NONFINITE in half",
+    "RANDOM_WEIGHTS",
 )  # fmt: skip
 
 

@@ -5,16 +5,16 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
+    WITHOUT_IT,
     describe_removable,
     narrowing_saves,
     removal_remedy,
     saved_share,
-    too_little,
     with_removal_costs,
 )
 from rankwise.auditing.measure_table import REFERENCES, mixer_kind
@@ -33,7 +33,6 @@ from rankwise.errors import one_of
 from rankwise.importance.records import ImportanceRecord
 from rankwise.tracing.head_id import HeadId
 
-R = TypeVar("R")
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
 # For shorter sequences SINK and CONSTANT are only notes, because longer rows may spread their weight.
@@ -58,10 +57,6 @@ OVERSIZED_HEADS = 0.4
 # With N tokens per channel, eigenvalues of second moments are within (1 ± 1/√N)² of the true eigenvalues
 # (Marchenko and Pastur): 1/4 to 9/4 for N = 4. With fewer tokens, every head seems to need few channels.
 TOKENS_PER_CHANNEL = 4
-WITHOUT_IT = (
-    "see what the model loses without it: `{audit --importance --out NAME-importance | "
-    "rw.audit(model, batches, importance=True)}`"
-)
 
 Subject = Literal["model", "stack", "layer", "mixer", "group", "head", "modules"]
 Find = Callable[..., Iterator[Finding]]
@@ -169,8 +164,7 @@ def removable(measured: Measured) -> Iterator[Finding]:
         evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, found, saved)
         place = HeadId() if len(found.heads) > 1 else found.heads[0]
-        remedy = removal_remedy(saved, found.tolerance)
-        yield _finding("REMOVABLE", place, evidence, words, remedy=remedy)
+        yield _finding("REMOVABLE", place, evidence, words, remedy=removal_remedy(saved, found.tolerance))
 
 
 @rule("RANDOM_WEIGHTS", about="model", names="random weights", decided_by="weights", worse="higher")
@@ -179,10 +173,9 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
     about = measured.provenance
     if about is not None and (names := about.random_weights):
         words = f"{len(names)} weights are random, because the checkpoint lacks them, such as {names[0]}."
-        evidence = {"weights": len(names)}
         remedy = f"see which names the checkpoint has instead, `{loading_command(about)}`, and save it under "
         remedy += "the names of the model"
-        yield _finding("RANDOM_WEIGHTS", HeadId(), evidence, words, "warning", remedy=remedy)
+        yield _finding("RANDOM_WEIGHTS", HeadId(), {"weights": len(names)}, words, "warning", remedy=remedy)
 
 
 @rule(
@@ -194,17 +187,19 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
 def nonfinite(measured: Measured) -> Iterator[Finding]:
     """Find mixers and token states with NaN or infinity."""
     meaning = "NaN or infinity appears here; those sequences are left out of every mean."
-    found = []
+    found, remedy = [], RULES["NONFINITE"].remedy
+    if measured.provenance is not None and "16" not in measured.provenance.model_dtype:
+        remedy = remedy.partition("if it did not, ")[2]
     for mixer in measured.mixers:
-        broken = [head for head in mixer if head.nonfinite]
-        if broken:
+        if broken := [head for head in mixer if head.nonfinite]:
             evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
-            found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken))
+            found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
     for layer in measured.layers:
         if layer.nonfinite:
             words = f"Token states after {layer.layer} blocks: {meaning}"
-            found.append(_finding("NONFINITE", layer, {"sequences": layer.nonfinite}, words, "error"))
+            evidence = {"sequences": layer.nonfinite}
+            found.append(_finding("NONFINITE", layer, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in found]
     # the mixer of a layer reads the states of the same number
     yield from sorted(
@@ -316,8 +311,7 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
                 distances[head.head] = head.nearest_distance
         for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
             alike = [by_number[at] for at in group]
-            largest = max(distances.get(at, 0.0) for at in group)
-            evidence = {"heads": len(group), "nearest_distance": largest}
+            evidence = {"heads": len(group), "nearest_distance": max(distances.get(at, 0) for at in group)}
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
             weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
             others = f"head{'s' * (len(group) > 2)} {', '.join(map(str, group[1:]))}"
@@ -336,8 +330,7 @@ def unusual_rank(measured: Measured) -> Iterator[Finding]:
         with_baseline = [head for head in long if _baseline(head)]
         others = [head for head in long if not _baseline(head) and _references(head)]
         for judged, code in product((with_baseline, others), ("HIGH_RANK", "LOW_RANK")):
-            found = [head for head in judged if rank_code(head) == code]
-            if found:
+            if found := [head for head in judged if rank_code(head) == code]:
                 yield _rank_finding(code, found, len(judged))
 
 
@@ -404,7 +397,7 @@ def _references(head: HeadRecord) -> list[float]:
     return list(_middle(head.band).references.values()) if known else []
 
 
-def _middle(band: Sequence[R]) -> R:
+def _middle(band: Sequence[Any]) -> Any:
     return band[len(band) // 2]
 
 
@@ -416,15 +409,11 @@ def _middle(band: Sequence[R]) -> R:
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
     every = [head for head in measured.heads if _determines_width(head)]
-    saved, cached = narrowing_saves(every, measured.layers, measured.provenance)
-    keys = f" and {cached:.0%} of the cached keys" if cached else ""
-    gain = f" Narrowing all {len(every)} heads so far saves about {saved:.1%} of the parameters{keys}."
-    remedy = too_little(max(saved, cached)) + RULES["OVERSIZED_HEADS"].remedy
+    saved, gain, start = narrowing_saves(every, measured.layers, measured.provenance)
+    remedy = start + RULES["OVERSIZED_HEADS"].remedy
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
-        found = [
-            head for head in judged if 1 <= head.required_head_dim <= OVERSIZED_HEADS * (head.width or 0)
-        ]
+        found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.width or 0)]
         if found:
             head = min(found, key=lambda head: head.required_head_dim / (head.width or 1))
             required, width = head.required_head_dim, head.width or 0
@@ -436,7 +425,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
                 f"{len(found)} of {len(judged)} heads need less than half the width of their queries and "
                 f"keys: head {head.head} {required:.0f} of {width}. With it attention stays within "
                 f"{WIDTH_TOLERANCE:g} nats on these sequences (KL to second order, rows weighed evenly)."
-                + ("" if math.isnan(saved) else gain)
+                + gain
             )
             yield _finding("OVERSIZED_HEADS", head, evidence, words, heads=found, remedy=remedy)
 
@@ -454,8 +443,7 @@ def _determines_width(head: HeadRecord) -> bool:
 )  # fmt: skip
 def not_captured(measured: Measured) -> Iterator[Finding]:
     """Find modules that look like mixers and were not captured."""
-    groups = grouped(measured.uncaptured, lambda module: (module.type, module.reason))
-    for (kind, reason), modules in groups.items():
+    for (kind, reason), modules in grouped(measured.uncaptured, lambda one: (one.type, one.reason)).items():
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"

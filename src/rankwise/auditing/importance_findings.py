@@ -9,6 +9,10 @@ from rankwise.auditing.records import NOTHING, Finding, HeadRecord, LayerRecord,
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
 from rankwise.tracing.head_id import HeadId
 
+WITHOUT_IT = (
+    "see what the model loses without it: `{audit --importance --out NAME-importance | "
+    "rw.audit(model, batches, importance=True)}`"
+)
 EXACTLY = (
     "remove heads one by one, `{audit --importance exact --out NAME-exact | "
     'rw.audit(model, batches, importance="exact")}`'
@@ -113,10 +117,11 @@ def saved_share(
 
 def narrowing_saves(
     heads: Sequence[HeadRecord], layers: Sequence[LayerRecord], about: Provenance | None
-) -> tuple[float, float]:
-    """Return the shares of parameters and of cached keys saved if heads keep the width that they need.
+) -> tuple[float, str, str]:
+    """Return the share of parameters saved if heads keep the width that they need, and words on it.
 
-    Heads that share a key head keep one width. Shares are NaN if not known; 0 of the keys without a cache.
+    Heads that share a key head keep one width. The words are a sentence and the beginning of a remedy. If the
+    saving is not known, they are empty, and the share is NaN.
     """
     widths = {layer.stack: layer.width for layer in layers}
     total = 0 if about is None else about.parameters
@@ -127,7 +132,14 @@ def narrowing_saves(
             unneeded = width - max(1, *(math.ceil(head.required_head_dim) for head in group))
             parameters += (len(group) + 1) * unneeded * (tokens + 1)
             freed, keys = freed + unneeded * (group[0].mask == "causal"), keys + width
-    return (parameters / total, freed / keys) if keys else (math.nan, math.nan)
+    if not keys:
+        return math.nan, "", ""
+    saved, cached = parameters / total, freed / keys
+    also = f" and {cached:.0%} of the cached keys" if cached else ""
+    words = (
+        f" Narrowing all {len(heads)} heads to the width they need saves about {saved:.1%} of the parameters"
+    )
+    return saved, f"{words}{also}.", too_little(max(saved, cached))
 
 
 def by_key_head(heads: Iterable[HeadRecord]) -> Collection[list[HeadRecord]]:
