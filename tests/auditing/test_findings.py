@@ -584,7 +584,6 @@ def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
     [
         (["--importance", "estimate"], SINK),
         (["--baseline"], {"numerical_rank": 30}),
-        (["--dtype", "float32"], {"nonfinite": 1}),
     ],
 )
 def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields) -> None:
@@ -596,6 +595,17 @@ def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields
         assert (finding.remedy in changed(found, findings=[finding]).verdict.actions) != repeated or (
             finding.code == "HIGH_RANK"
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half"), [("float32", False), ("float64", False), ("bfloat16, float32", True)]
+)
+def test_float32_is_advised_against_nan_only_to_models_in_half_precision(dtype: str, half: bool) -> None:
+    found = audit(heads({"nonfinite": 1}))
+    about = found.provenance.model_copy(update={"arguments": [["m"]], "model_dtype": dtype})
+    (finding,) = diagnose(found.heads, (), (), provenance=about)
+    assert ("`rankwise audit m --dtype float32" in finding.remedy) == half
+    assert "the cause is in the inputs or the weights, `[name for name, weight" in finding.remedy
 
 
 @pytest.mark.parametrize("change", [{"findings": []}, {"complete": False}])
