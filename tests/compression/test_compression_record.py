@@ -105,6 +105,14 @@ def test_a_record_that_no_command_wrote_has_no_next_steps(about: dict[str, str])
     assert all(section.name != "next" for section in document.sections)
 
 
+def test_only_the_original_is_audited_at_its_revision() -> None:
+    about = {"folder": "my out", "load": "load()", "source": "org/net --revision v1", "data": "--text a.txt"}
+    document = compression_document(RECORD.model_copy(update={"about": about, "loss_before": 1.0}))
+    [code] = [section.code for section in document.sections if section.name == "next"]
+    assert "rankwise audit org/net --revision v1 --text a.txt --loss --out before" in code.splitlines()
+    assert "rankwise audit 'my out' --text a.txt --loss --out after" in code.splitlines()
+
+
 def costs(**fields: object) -> dict[str, list[str]]:
     """Cells of the first table of costs and of savings, by the first cell of the row."""
     tables = compression_document(RECORD.model_copy(update=fields)).sections[0].tables

@@ -108,14 +108,13 @@ def command(
             **record.about,
             "command": output.command_line(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "source": subject.name,
+            "source": shlex.join([subject.name, *(["--revision", revision] if revision else ())]),
             "folder": str(out),
             "load": loading_line(subject.model, str(out), subject.name),
         }
         if subject.source:  # a model of a factory has no tokenizer or image processor
             length = None if images else tokens
             data = {"--text": text, "--images": images, "--dataset": dataset, "--tokens": length}
-            data["--revision"] = revision
             about["data"] = shlex.join(str(word) for pair in data.items() if pair[1] for word in pair)
         record = record.model_copy(
             update={"model": subject.name, "about": about, "notes": [*record.notes, *subject.notes, *notes]}

@@ -208,8 +208,8 @@ def _next_steps(record: Compression) -> str:
     if option := {"text": "--text FILE", "images": "--images FOLDER"}.get(option, option):  # of older files
         code = " --trust-remote-code" if "trust_remote_code=True" in about["load"] else ""
         code += " --loss" if math.isfinite(record.loss_before) else ""
-        models = {"before": about.get("source", ""), "after": about["folder"]}
-        lines += [f"rankwise audit {shlex.quote(models[at])} {option}{code} --out {at}" for at in models]
+        models = {"before": about.get("source", ""), "after": shlex.quote(about["folder"])}
+        lines += [f"rankwise audit {models[at]} {option}{code} --out {at}" for at in models]
         lines.append("rankwise compare before after")
     back = f"# back: {about.get('source', 'the original')} is unchanged, load it instead"
     return "\n".join([*lines, back])
