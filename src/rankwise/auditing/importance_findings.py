@@ -108,8 +108,10 @@ def saved_share(
     """
     widths = {layer.stack: layer.width for layer in layers}
     total, gone = 0 if about is None else about.parameters, {*removed}
-    known = []
-    for group in by_key_head(head for head in heads if head.id in gone):
+    found, known = [head for head in heads if head.id in gone], []
+    if {head.id for head in found} != gone:
+        return math.nan
+    for group in by_key_head(found):
         parts = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
         known.append(parts * (group[0].width or 0) * (widths.get(group[0].stack, -1) + 1))
     return sum(known) / total if total and known and all(known) else math.nan
@@ -164,11 +166,11 @@ def cheapest_words(
     heads: Sequence[HeadRecord],
     layers: Sequence[LayerRecord],
     about: Provenance,
-) -> list[str]:
-    """Return a sentence on the head whose removal costs least; an empty list if no cost is known."""
+) -> str:
+    """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
     costs = [(one.cost, head) for head in heads if (one := head.importance) and math.isfinite(one.cost)]
     if not costs:
-        return []
+        return ""
     cost, head = min(costs, key=lambda pair: pair[0])
     exact = head.importance is not None and head.importance.method == "exact"
     saved = saved_share([head.id], heads, layers, about)
@@ -176,7 +178,7 @@ def cheapest_words(
     if not _of(importance) and not math.isnan(importance.share(cost)):
         costs_it += f" of {importance.reference_name}"
     gain = "" if math.isnan(saved) else f" and saves at most {saved:.1%} of the parameters"
-    return [f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."]
+    return f"Nothing worth doing: the cheapest head (layer {head.layer} head {head.head}) {costs_it}{gain}."
 
 
 def whole_words(importance: ImportanceRecord) -> str:

@@ -58,13 +58,13 @@ def verdict_of(audit: "Audit") -> Verdict:
     no_action: list[str] = []
     if not severe and not actions:
         if audit.importance is not None:
-            no_action += cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance)
+            no_action.append(cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance))
         refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
         no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
     return Verdict(
         sentence=" ".join(sentences),
         actions=tuple(known[:MOST_ACTIONS]),
-        no_action=" ".join(no_action),
+        no_action=" ".join(filter(None, no_action)),
     )
 
 
