@@ -277,7 +277,7 @@ def try_lambdas(
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), suppress(KeyboardInterrupt):
         for other in (alternatives or {}).values():  # first, so that an error loses no training
             model, own, lost = _prepared(other, read, None, seed, loss)
-            with torch.no_grad():
+            with batch_errors(model, own[0], fix_hint), torch.no_grad():
                 lost(model, own[0])
         for name, make, value in tried:
             on_run(name)

@@ -262,9 +262,12 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
     if collapsed:
         found = [advise_lambda(one, model, sample, sites) if one.code == "COLLAPSE" else one for one in found]
         trial, load = "", LOAD * any(".py:" in words[0] for words in audit.provenance.arguments[:1])
-        with suppress(InputError), probe_mode(model):  # without a loss there is no trial
-            _ = loss or loss_on_labels(model, [forward.to_device(batch, forward.device_of(model))])
-            trial = "" if skips else TRIAL.replace("batches)", "batches, loss=loss)") if loss else TRIAL
+        if loss is not None and not skips:
+            trial = TRIAL.replace("batches)", "batches, loss=loss)")
+        elif not skips:
+            with suppress(InputError), probe_mode(model):  # without a loss there is no trial
+                loss_on_labels(model, [forward.to_device(batch, forward.device_of(model))])
+                trial = TRIAL
         for at, one in enumerate(found):
             if one.remedy.startswith("{skip --init") and (trial or load):
                 found[at] = one.model_copy(update={"remedy": f"{trial}`{one.remedy}`{load}"})
