@@ -552,6 +552,20 @@ def test_a_verdict_has_the_actions_of_the_first_three_codes(number: int) -> None
     assert acts == tuple(f"`rankwise audit {code}`" for code in named[:3])
 
 
+@pytest.mark.parametrize("measured", [2, 1])
+def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int) -> None:
+    known = heads(*[{"width": 4}] * 2)
+    removed = RemovableSet(
+        heads=[head.id for head in known], tolerance=0.01, loss=2.01, cost=0.01, relative=0.005,
+        sorted_by="estimate", runs=3,
+    )  # fmt: skip
+    about = audit(known).provenance.model_copy(update={"parameters": 4000})
+    states, costs = layers(0.9, 0.8, width=9), importance(removable=removed)
+    found = diagnose(known[:measured], states, (), costs, about)
+    (saved,) = [one.evidence["parameters"] for one in found if one.code == "REMOVABLE"]
+    assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
+
+
 def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
     costs = [{"importance": HeadImportance(exact=cost), "width": 4} for cost in (0.02, 0.01)]
     found = audit(heads(*costs), layers=layers(0.9, 0.8, width=9), importance=importance())
