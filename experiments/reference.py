@@ -9,7 +9,7 @@ from typer.main import get_command
 from experiments.render import fill_page, markdown_table
 from rankwise import measures
 from rankwise.auditing import findings, frames
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
 from rankwise.cli import app
 
 FUNCTIONS = {*measures.__all__} - {"coding_rate"}
@@ -19,10 +19,10 @@ COLUMNS = {
     "place and kind": "stack site layer head kind mask cross call",
     "sequences": "sequences nonfinite estimated fallbacks",
     "size": "tokens sources full_rank width heads_per_group",
-    "ranks": "numerical_rank relative_rank effective_rank stable_rank required_head_dim sigma_max",
+    "ranks": "numerical_rank scale_free_rank effective_rank stable_rank required_head_dim sigma_max",
     "rows": "row_entropy first_token_mass max_token_mass",
-    "distances": "row_distance identity_distance nearest_distance",
-    "bounds and references of the rank": "rank_low rank_high hardmax_rank random_rank uniform_rank",
+    "distances": "row_spread identity_distance nearest_head_distance",
+    "bounds and references of the rank": "rank_low rank_high one_hot_rank random_rank uniform_rank",
     "nearest head, token with the most weight": "nearest_head max_token max_token_sequences",
 }
 """Columns of CSV files by group; the rest are other measures."""
@@ -34,7 +34,7 @@ def pages() -> dict[str, str]:
     tables = {
         "command-line": {"commands": commands()},
         "findings": {code.lower(): _rule(code) for code in findings.RULES},
-        "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(LAYER_MEASURES, "states: ")},
+        "measures": {"heads": _measures(HEAD_MEASURES), "layers": _measures(STATE_MEASURES, "states: ")},
         "records": {kind: _columns(kind) for kind in ("heads", "layers")},
     }
     return {name: fill_page(f"reference/{name}", marks, numbers) for name, marks in tables.items()}

@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 
 import rankwise
-from rankwise.auditing import RULES, Finding, HeadRecord, LayerRecord
+from rankwise.auditing import RULES, Finding, HeadRecord, StateRecord
 from rankwise.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +23,7 @@ COMMANDS = get_command(app).commands
 PACKAGES = [one.name for one in pkgutil.iter_modules(rankwise.__path__) if one.name[0] != "_"]
 NOT_API = {"cli"}
 """Modules that are not for Python: the command line has a page of its own."""
-MEASURES = {HeadRecord.__bases__[0]: "", LayerRecord.__bases__[0]: "states: "}
+MEASURES = {HeadRecord.__bases__[0]: "", StateRecord.__bases__[0]: "states: "}
 """Records with a field per measure, and what precedes its name in a heading of the page of measures."""
 
 

@@ -28,7 +28,7 @@ COLUMNS = {
     "fresh": lambda head: head.baseline.mean["numerical_rank"],
     "fresh_std": lambda head: head.baseline.seed_std["numerical_rank"],
     "margin": lambda head: head.baseline.band[2].margin,
-    "winners": lambda head: head.hardmax_rank,
+    "winners": lambda head: head.one_hot_rank,
     "random": lambda head: head.random_rank,
     "uniform": lambda head: head.uniform_rank,
     "effective": lambda head: head.effective_rank,

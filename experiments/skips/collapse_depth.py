@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from experiments.figures import Panel, chart
 from experiments.render import markdown_table
 from experiments.study import Report, Study
-from rankwise.measures import state_effective_rank, token_spread
+from rankwise.measures import spread, state_effective_rank
 from rankwise.models import ToSTConfig
 from rankwise.models.block import Block
 from rankwise.models.mixers.recurrent import ShortConvolution
@@ -168,8 +168,8 @@ def curves_of(group: Sequence[Stack], settings: Settings) -> list[Report]:
     runs = []
     for seed in range(settings.seeds):
         states = list(states_of(group, settings, seed))
-        share = [token_spread(x) for x in states]
-        mu = [token_spread(x, normalized=False).log10() for x in states]
+        share = [spread(x) for x in states]
+        mu = [absolute_spread(x).log10() for x in states]
         runs.append([share, mu, [state_effective_rank(x) for x in states]])
     found = np.array(runs)  # seed, measure, layer, stack
     with np.errstate(invalid="ignore"):  # sums of infinities

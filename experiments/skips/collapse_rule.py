@@ -55,7 +55,7 @@ AGAIN = with_audits(DEPTH, [*DEPTH.rows], DEPTH.seeds), with_audits(SKIPS_IMAGE,
 def reading(name: str, run: Run) -> Reading:
     """Return the score that decides whether a run learned, and the least μ/‖Y‖ after a block by step."""
     measures, scores = run["values"]["rank"], run["values"]["scores"]
-    column = measures.get("states_relative_spread") or measures["states_relative_collapse"]  # its old name
+    column = measures.get("states_spread") or measures["states_relative_collapse"]  # its old name
     return {
         "experiment": name,
         "row": run["row"],
@@ -143,7 +143,7 @@ def train_deep(name: str, text: Tensor, steps: int = 160, layers: int = 24) -> d
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-    lowest = [[at, min(one.relative_spread for one in found.layers[1:])] for at, found in monitor.history]
+    lowest = [[at, min(one.spread for one in found.states[1:])] for at, found in monitor.history]
     return {"model": name, "stopped": stopped, "loss": statistics.fmean(losses[-16:]), "lowest": lowest}
 
 

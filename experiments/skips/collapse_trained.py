@@ -58,7 +58,7 @@ def measured(model: nn.Module, batches: list[dict[str, Any]], scale: float) -> d
     layers = rw.audit(model, batches).layers
     loss = mean_loss(model, batches) if hasattr(model, "lm_head") else None
     rw.remove_lambda_skip(model)
-    share = [round(layer.relative_spread, 4) for layer in layers]
+    share = [round(layer.spread, 4) for layer in layers]
     rank = [round(layer.effective_rank, 2) for layer in layers]
     return {"scale": scale, "share": share, "rank": rank, "loss": loss}
 

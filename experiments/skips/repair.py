@@ -73,7 +73,7 @@ def audit(model: Path, folder: Path, *, has_loss: bool) -> dict[str, Any]:
     found = rw.Audit.load(folder)
     collapses = [finding for finding in found.findings if finding.code == "COLLAPSE"]
     stage: dict[str, Any] = {
-        "states": [layer.relative_spread for layer in found.layers],
+        "states": [layer.spread for layer in found.states],
         "collapses": [[one.severity, one.where.layer] for one in collapses],
         "remedy": next((one.remedy for one in collapses), None),
         "loss": None,

@@ -37,7 +37,7 @@ from experiments.tost.replaced_attention import replace_attention
 from experiments.tost.train_demo import DEMO, TOKENIZER, encode, split
 from rankwise.importance import ImportanceSettings, ablation_cost, measure
 from rankwise.ops import half_lives
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 KINDS = {"tssa": "TSSA", "linear": "Linear attention"}
 SEEDS = (0, 1, 2)
@@ -119,7 +119,7 @@ def batches(ids: Tensor, size: int) -> list[Batch]:
 def guides(model: nn.Module, given: list[Batch]) -> dict[str, list[float]]:
     """Return, by layer, the loss without its attention, and the mean effective rank of its heads."""
     settings = ImportanceSettings(tolerance=None, probes=0)
-    mixers: dict[HeadId, list[HeadId]] = {}
+    mixers: dict[Address, list[Address]] = {}
     for head in measure(model, given[:1], settings).heads:
         mixers.setdefault(head.at(None), []).append(head)
     sites = sorted(mixers.values(), key=lambda heads: heads[0].layer or 0)

@@ -141,7 +141,7 @@ def test_flagged_heads_are_all_heads_of_a_finding_in_all_their_calls() -> None:
 def test_a_peak_is_named_on_the_page_if_it_has_half_of_the_weight(mass: float, named: str) -> None:
     (head,) = records.grid(1, 1, max_token="[CLS]", max_token_mass=mass)
     about = records.provenance()
-    audit = Audit(provenance=about, heads=[head], layers=[], findings=[])
+    audit = Audit(provenance=about, heads=[head], states=[], findings=[])
     peak = audit_document(audit).data(0)["heads"]["max_token"]
     assert peak["words"][peak["of"][0]] == head.named_peak == named
 

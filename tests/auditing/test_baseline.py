@@ -64,7 +64,7 @@ def test_numbers_equal_audits_of_reinitialized_copies() -> None:
     assert audit.baseline is not None
     assert audit.baseline.seeds == [0, 1, 2]
     for at, head in enumerate(audit.heads):
-        for name in ("numerical_rank", "effective_rank", "row_entropy", "nearest_distance"):
+        for name in ("numerical_rank", "effective_rank", "row_entropy", "nearest_head_distance"):
             values = np.array([getattr(one.heads[at], name) for one in drawn])
             assert head.baseline.mean[name] == pytest.approx(values.mean(), rel=1e-12)
             assert head.baseline.seed_std[name] == pytest.approx(values.std(ddof=1), rel=1e-9)
@@ -77,10 +77,10 @@ def test_numbers_equal_audits_of_reinitialized_copies() -> None:
         assert [point.delta for point in head.baseline.band] == [point.delta for point in head.band]
     columns, _ = table("heads", audit.heads)
     assert not [name for name in columns if name.startswith("init_")]  # copies of baseline_… columns
-    for at, state in enumerate(audit.layers):
-        values = np.array([one.layers[at].relative_spread for one in drawn])
-        assert state.baseline.mean["relative_spread"] == pytest.approx(values.mean(), rel=1e-12)
-        std = state.baseline.seed_std["relative_spread"]
+    for at, state in enumerate(audit.states):
+        values = np.array([one.layers[at].spread for one in drawn])
+        assert state.baseline.mean["spread"] == pytest.approx(values.mean(), rel=1e-12)
+        std = state.baseline.seed_std["spread"]
         assert std == pytest.approx(values.std(ddof=1), rel=1e-9, abs=1e-15)
 
 

@@ -11,9 +11,9 @@ from tests.support.documents import comparison_document
 from tests.support.records import HeadImportance, changed
 
 from rankwise.auditing import Audit, Comparison, compare
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
-SHARES = ("first_token_mass", "max_token_mass", "row_distance", "identity_distance", "nearest_distance")
+SHARES = ("first_token_mass", "max_token_mass", "row_spread", "identity_distance", "nearest_head_distance")
 RANGES = {
     "numerical_rank": 128.0,
     "effective_rank": 128.0,
@@ -42,7 +42,7 @@ def test_an_audit_does_not_differ_from_itself(name: str) -> None:
     comparison = compare(audit, audit)
     assert comparison.is_empty
     assert comparison.structure == []
-    assert (comparison.heads, comparison.layers) == (len(audit.heads), len(audit.layers))
+    assert (comparison.heads, comparison.states) == (len(audit.heads), len(audit.states))
 
 
 @given(edits)
@@ -98,19 +98,19 @@ def test_sizes_do_not_depend_on_the_order(measure: str, before: Any, after: Any,
 @pytest.mark.parametrize(
     ("measure", "scale"),
     [
-        ("relative_spread", 1.0),
+        ("spread", 1.0),
         ("mean_cosine", 2.0),
         ("effective_rank", 128.0),
         ("norm", 0.75),
-        ("token_spread", 0.75),
+        ("absolute_spread", 0.75),
     ],
 )
 def test_measures_of_states_have_their_own_ranges(measure: str, scale: float) -> None:
     before, after = records.encoder(), records.encoder()
     for audit, value in ((before, 0.25), (after, 0.75)):
-        audit.layers[2] = audit.layers[2].model_copy(update={measure: value})
+        audit.states[2] = audit.states[2].model_copy(update={measure: value})
     (change,) = compare(before, after).changes
-    where = HeadId(stack="encoder.layer", layer=2, site="encoder.layer.0")
+    where = Address(stack="encoder.layer", layer=2, site="encoder.layer.0")
     assert (change.where, change.size) == (where, pytest.approx(0.5 / scale))
 
 
@@ -152,7 +152,7 @@ def test_a_number_known_in_one_audit_is_a_change_of_the_whole_range() -> None:
 
 def test_the_order_of_records_does_not_matter() -> None:
     audit = records.encoder_decoder()
-    reverse = changed(audit, layers=audit.layers[::-1]).model_copy(update={"heads": audit.heads[::-1]})
+    reverse = changed(audit, layers=audit.states[::-1]).model_copy(update={"heads": audit.heads[::-1]})
     assert compare(audit, reverse).is_empty
 
 

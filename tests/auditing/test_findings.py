@@ -27,8 +27,8 @@ from rankwise.auditing import (
     Audit,
     Finding,
     HeadRecord,
-    LayerRecord,
-    Unseen,
+    StateRecord,
+    UncapturedModule,
     check_codes,
     compare,
     findings,
@@ -37,18 +37,18 @@ from rankwise.auditing.findings import diagnose
 from rankwise.auditing.records import Verdict
 from rankwise.errors import InputError
 from rankwise.report.comparison_report import finding_lists
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 Fields = dict[str, Any]
-CONSTANT = {"stable_rank": 1.05, "row_distance": 0.2}
+CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
 NARROW = {"width": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
 LOW, HIGH = {"numerical_rank": 3}, {"numerical_rank": 30}
-TWINS = [{"nearest_head": 1 - at, "nearest_distance": 0.05} for at in range(2)]
+TWINS = [{"nearest_head": 1 - at, "nearest_head_distance": 0.05} for at in range(2)]
 
 CASES: dict[str, tuple[str, Fields, Fields]] = {
     "sink": ("SINK", {"max_token_mass": 0.91}, {"max_token_mass": 0.89}),
-    "distance": ("CONSTANT", CONSTANT, CONSTANT | {"row_distance": 0.4}),
+    "distance": ("CONSTANT", CONSTANT, CONSTANT | {"row_spread": 0.4}),
     "rank 1": ("CONSTANT", CONSTANT, CONSTANT | {"stable_rank": 1.2}),
     "identity": ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
     "high": ("HIGH_RANK", {"numerical_rank": 26}, {"numerical_rank": 25}),
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
     "nan": ("NONFINITE", {"nonfinite": 1}, {"nonfinite": 0}),
 }
 """Code, a head that just has this finding, and a head that does not."""
-LAYER_CASES: list[tuple[str, list[LayerRecord], list[LayerRecord]]] = [
+LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
     ("COLLAPSE", layers(0.9, 0.8, 0.039), layers(0.9, 0.8, 0.041)),
     ("COLLAPSE", layers(0.06, 0.029), layers(0.06, 0.031)),
     ("COLLAPSE", layers(0.9, 0.02, tokens=8), layers(0.9, 0.02, tokens=7)),
@@ -95,7 +95,7 @@ def test_a_finding_of_a_head_appears_at_its_threshold(case: str) -> None:
 
 @pytest.mark.parametrize(("code", "just", "not_quite"), LAYER_CASES)
 def test_a_finding_of_a_layer_appears_at_its_threshold(
-    code: str, just: list[LayerRecord], not_quite: list[LayerRecord]
+    code: str, just: list[StateRecord], not_quite: list[StateRecord]
 ) -> None:
     [finding] = diagnose((), just, ())
     assert (finding.code, finding.where.layer) == (code, just[-1].layer)
@@ -136,7 +136,7 @@ def examples() -> list[Finding]:
         *(finding for _, just, _ in CASES.values() for finding in diagnose([head(**just)], (), ())),
         *(finding for _, just, _ in LAYER_CASES for finding in diagnose((), just, ())),
         *diagnose(heads(*TWINS), (), ()),
-        *diagnose((), (), [Unseen(name="mamba", type="Mamba", reason="called, but nothing was seen")]),
+        *diagnose((), (), [UncapturedModule("mamba", "Mamba", "called, but nothing was seen")]),
     ]
 
 
@@ -165,8 +165,8 @@ def test_a_sink_is_not_constant_as_well() -> None:
 
 
 def test_short_sequences_have_no_findings() -> None:
-    odd = {"max_token_mass": 0.99, "identity_distance": 0.0, "stable_rank": 1.0, "row_distance": 0.0}
-    assert codes(head(tokens=7, sources=7, numerical_rank=1, hardmax_rank=4.6, **odd)) == []
+    odd = {"max_token_mass": 0.99, "identity_distance": 0.0, "stable_rank": 1.0, "row_spread": 0.0}
+    assert codes(head(tokens=7, sources=7, numerical_rank=1, one_hot_rank=4.6, **odd)) == []
 
 
 @pytest.mark.parametrize("trouble", [SINK, CONSTANT])
@@ -191,7 +191,7 @@ def test_findings_on_few_tokens_are_notes_that_name_the_number(trouble: dict[str
 def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: list[list[int]]) -> None:
     """Heads join a group through their nearest heads, in any direction."""
     near = [
-        {"nearest_head": nearest[at], "nearest_distance": 0.02 * (at + 1)} if at in nearest else {}
+        {"nearest_head": nearest[at], "nearest_head_distance": 0.02 * (at + 1)} if at in nearest else {}
         for at in range(4)
     ]
     found = diagnose(heads(*near), (), ())
@@ -199,7 +199,7 @@ def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: lis
     for finding in found:
         assert (finding.code, finding.where.head) == ("DUPLICATE_HEADS", finding.heads[0])
         largest = max(0.02 * (at + 1) for at in finding.heads if at in nearest)
-        assert finding.evidence == {"heads": len(finding.heads), "nearest_distance": largest}
+        assert finding.evidence == {"heads": len(finding.heads), "nearest_head_distance": largest}
     assert found[0].meaning.endswith("1 mix the same way.") == (groups == [[0, 1]])
     for finding in found:
         others = ", ".join(map(str, finding.heads[1:]))
@@ -209,7 +209,12 @@ def test_duplicates_are_a_finding_per_group(nearest: dict[int, int], groups: lis
 
 @pytest.mark.parametrize(
     "changes",
-    [{"nearest_distance": 0.11}, {"nearest_distance": math.nan}, {"tokens": 7}, {"kind": "selective"}],
+    [
+        {"nearest_head_distance": 0.11},
+        {"nearest_head_distance": math.nan},
+        {"tokens": 7},
+        {"kind": "selective"},
+    ],
 )
 def test_heads_that_are_not_near_or_not_judged_are_not_duplicates(changes: Fields) -> None:
     assert codes(*heads(*TWINS)) == ["DUPLICATE_HEADS"]
@@ -239,7 +244,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), layers(0.9, 0.8, 0.03, 0.02), ())
     assert (finding.severity, finding.where.layer) == ("error", 2)
-    assert finding.evidence["relative_spread_lowest"] == 0.02
+    assert finding.evidence["spread_lowest"] == 0.02
     stacks = [layer(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 
@@ -252,7 +257,8 @@ def test_nonfinite_attention_names_its_module(site: str, named: str) -> None:
 
 def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     modules = [
-        Unseen(name=f"h.{at}.mamba", type="Mamba", reason="called, but nothing was seen") for at in range(3)
+        UncapturedModule(name=f"h.{at}.mamba", type="Mamba", reason="called, but nothing was seen")
+        for at in range(3)
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
@@ -267,7 +273,7 @@ def test_the_most_severe_findings_are_first() -> None:
     assert [finding.code for finding in found[2:]] == ["IDENTITY", "SINK"]
 
 
-NULLS = {"hardmax_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
+NULLS = {"one_hot_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
 
 
 @pytest.mark.parametrize(("rank", "code", "usual"), [(26, "HIGH_RANK", 21.0), (9, "LOW_RANK", 17.0)])
@@ -291,9 +297,9 @@ def test_a_rank_is_beyond_the_references_at_every_threshold(step: int) -> None:
 
 
 def test_a_rank_beyond_the_references_names_its_band_and_the_references() -> None:
-    finding = only(head(numerical_rank=26, hardmax_rank=16.0, uniform_rank=1.0))
+    finding = only(head(numerical_rank=26, one_hot_rank=16.0, uniform_rank=1.0))
     assert finding.evidence == {
-        "heads": 1, "of": 1, "numerical_rank": 26, "hardmax_rank": 16, "uniform_rank": 1,
+        "heads": 1, "of": 1, "numerical_rank": 26, "one_hot_rank": 16, "uniform_rank": 1,
         "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
     }  # fmt: skip
     assert finding.meaning == (
@@ -324,7 +330,9 @@ def outcomes(before: Audit, after: Audit) -> list[str]:
 
 def near(*nearest: int, **changes: Any) -> Audit:
     """Return an audit of heads with a near head each, by its number; −1 for none."""
-    given = [{"nearest_head": other, "nearest_distance": 0.05} if other >= 0 else {} for other in nearest]
+    given = [
+        {"nearest_head": other, "nearest_head_distance": 0.05} if other >= 0 else {} for other in nearest
+    ]
     return audit(heads(*given, **changes))
 
 
@@ -337,7 +345,7 @@ def states(*relative: float) -> Audit:
 
 
 def lowest(relative: float, sequences: int) -> Audit:
-    spread = {"sequences": sequences, "std": {"relative_spread": 0.01}}
+    spread = {"sequences": sequences, "std": {"spread": 0.01}}
     return audit(layers=layers(0.9, 0.25, relative, **spread))
 
 
@@ -346,12 +354,12 @@ def noisy(mass: float, sequences: int) -> Audit:
 
 
 def missed(*layers: int, reason: str = "called, but nothing was seen") -> Audit:
-    return audit(uncaptured=[Unseen(name=f"h.{at}.mixer", type="Mixer", reason=reason) for at in layers])
+    return audit(uncaptured=[UncapturedModule(f"h.{layer}.mixer", "Mixer", reason) for layer in layers])
 
 
 def removable(*places: tuple[int, int]) -> Audit:
     """Return an audit whose heads at these layers and numbers can be removed together."""
-    named = [HeadId(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
+    named = [Address(stack="h", layer=layer, site=f"h.{layer}.attn", head=head) for layer, head in places]
     removed = RemovableSet(
         heads=named, tolerance=0.01, loss=2.01, cost=0.01, relative=0.005, sorted_by="estimate", runs=3
     )
@@ -402,7 +410,7 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "collapse by rounding": (states(0.9, 0.8, 0.02), states(0.9, 0.8, 0.019999999), ["unchanged"]),
     "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
     "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
-    "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_distance": 0.1}), ["worse"]),
+    "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_spread": 0.1}), ["worse"]),
     "more low heads": (audit(heads(LOW, {})), audit(heads(LOW, LOW)), ["worse"]),
     "other low head": (audit(heads({}, LOW)), audit(heads(LOW, {})), ["unchanged"]),
     "fewer uncaptured": (missed(0, 1, 2), missed(1, 2), ["better"]),
@@ -427,13 +435,13 @@ def test_outcomes_are_sorted_from_new_to_resolved() -> None:
 
 
 def test_findings_in_another_order_are_unchanged() -> None:
-    near = [{"nearest_head": (at + 1) % 3, "nearest_distance": 0.05} for at in range(3)]
+    near = [{"nearest_head": (at + 1) % 3, "nearest_head_distance": 0.05} for at in range(3)]
     sinks = [{"max_token_mass": 0.95 - at / 100} for at in range(3)]
     reason = "called, but nothing was seen"
     whole = audit(
         heads(*near, *sinks, LOW),
         layers=layers(0.9, 0.2, 0.02),
-        uncaptured=[Unseen(name="h.0.mixer", type="Mixer", reason=reason)],
+        uncaptured=[UncapturedModule(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
     assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "LOW_RANK", "NOT_CAPTURED"}
@@ -537,7 +545,7 @@ def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
     )
     remedies = {finding.code: finding.remedy for finding in reversed(found.findings)}
     assert verdict.actions == (remedies["NONFINITE"], remedies["COLLAPSE"])
-    alike = audit(heads(*({"nearest_head": 1 - at, "nearest_distance": 0.02} for at in range(2))))
+    alike = audit(heads(*({"nearest_head": 1 - at, "nearest_head_distance": 0.02} for at in range(2))))
     assert alike.findings[0].remedy.startswith("give head 1 the query")
     assert alike.verdict.actions == ()  # it saves nothing
     identity = audit(heads({"identity_distance": 0.01}))

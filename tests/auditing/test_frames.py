@@ -78,10 +78,10 @@ def test_a_cell_does_not_begin_like_a_formula(name: str, tmp_path: Path) -> None
 
 
 def test_a_negative_number_is_not_a_formula(tmp_path: Path) -> None:
-    layers = [layer.model_copy(update={"mean_cosine": -0.25}) for layer in ENCODER.layers]
+    layers = [layer.model_copy(update={"mean_cosine": -0.25}) for layer in ENCODER.states]
     head, rows = cells(changed(ENCODER, layers=layers).to_csv(tmp_path, "layers"))
     assert {row[head.index("mean_cosine")] for row in rows} == {"-0.25"}
-    assert (tmp_path / "layers.csv").exists()
+    assert (tmp_path / "states.csv").exists()
 
 
 def test_columns_follow_the_table_of_measures_each_with_its_spread(audit: rw.Audit) -> None:
@@ -163,7 +163,7 @@ def test_a_summary_is_plain_text_of_the_given_width(audit: rw.Audit) -> None:
 def test_a_record_is_shown_on_one_line(name: str) -> None:
     audit = changed(records.ALL[name](), {0: {"site": "a\nb", "kind": "c\r\nd"}})
     broken = records.finding(code="A\nB", meaning="one\ntwo")
-    for record in [*audit.heads, *audit.layers, *audit.findings, *audit.uncaptured, audit, broken]:
+    for record in [*audit.heads, *audit.states, *audit.findings, *audit.uncaptured, audit, broken]:
         for text in (repr(record), str(record)):
             assert text.startswith(type(record).__name__) or not text.startswith(("HeadRecord", "Finding"))
             assert len(text.splitlines()) == 1

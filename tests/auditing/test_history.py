@@ -303,11 +303,11 @@ def test_a_stack_inside_another_model_is_matched_by_its_numbers() -> None:
             at: {"stack": f"bert.{one.stack}", "site": f"bert.{one.site}"}
             for at, one in enumerate(ENCODER.heads)
         },
-        layers=[one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in ENCODER.layers],
+        layers=[one.model_copy(update={"stack": f"bert.{one.stack}"}) for one in ENCODER.states],
     )
     comparison = rw.compare(ENCODER, inside)
     assert paired_stacks(ENCODER, inside) == {"encoder.layer": "bert.encoder.layer"}
-    assert (comparison.heads, comparison.layers, comparison.changes) == (72, 7, [])
+    assert (comparison.heads, comparison.states, comparison.changes) == (72, 7, [])
     assert comparison.structure == ["The stack 'encoder.layer' is compared with 'bert.encoder.layer'."]
     assert not any(change.change for change in comparison.by_layer)
 

@@ -8,15 +8,15 @@ from tests.support import records
 from tests.support.documents import audit_document
 from tests.support.records import HeadImportance, RemovableSet, diagnose
 
-from rankwise.auditing import Audit, Finding, HeadRecord, LayerRecord, compare
-from rankwise.tracing import HeadId
+from rankwise.auditing import Audit, Finding, HeadRecord, StateRecord, compare
+from rankwise.tracing import Address
 
 LAYERS, HEADS = 4, 10
 
 
 def large(layers: int, heads: int) -> Audit:
     """Return an audit in which every head has findings and a cost, and half of them can be removed."""
-    noted = {"max_token_mass": 0.95, "nearest_distance": 0.01, "importance": HeadImportance(exact=0.01)}
+    noted = {"max_token_mass": 0.95, "nearest_head_distance": 0.01, "importance": HeadImportance(exact=0.01)}
     made = [
         head.model_copy(update={**noted, "nearest_head": head.head ^ 1})
         for head in records.grid(layers, heads)
@@ -27,7 +27,8 @@ def large(layers: int, heads: int) -> Audit:
     )
     audit = records.audit(made, importance=records.importance(removable=removable))
     twins = [
-        records.finding("DUPLICATE_HEADS", where=place, evidence={"nearest_distance": 0.01}) for place in half
+        records.finding("DUPLICATE_HEADS", where=place, evidence={"nearest_head_distance": 0.01})
+        for place in half
     ]
     return records.changed(audit, findings=[*audit.findings, *twins])
 
@@ -42,14 +43,14 @@ def reads(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> int:
         return object.__getattribute__(record, name)
 
     with monkeypatch.context() as patch:
-        for kind in (HeadRecord, LayerRecord, Finding, HeadId):
+        for kind in (HeadRecord, StateRecord, Finding, Address):
             patch.setattr(kind, "__getattribute__", counting)
         work()
     return count
 
 
 WORK: dict[str, Callable[[Audit], object]] = {
-    "findings": lambda audit: diagnose(audit.heads, audit.layers, [], audit.importance),
+    "findings": lambda audit: diagnose(audit.heads, audit.states, [], audit.importance),
     "page": lambda audit: audit_document(audit).data(0),
     "comparison": lambda audit: compare(audit, audit.model_copy()),
 }

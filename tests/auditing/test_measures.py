@@ -13,22 +13,22 @@ import pytest
 import torch
 from tests.support import records
 from tests.support.modules import GivenOperator, sites_of
-from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
+from tests.support.records import HEAD_MEASURES, STATE_MEASURES
 from torch import Tensor, nn
 
 import rankwise as rw
-from rankwise.auditing import HeadRecord, LayerRecord
+from rankwise.auditing import HeadRecord, StateRecord
 from rankwise.auditing.measure_table import REFERENCES
 from rankwise.operators import DenseMixing
 
-UNBOUNDED = {row.name for row in (*HEAD_MEASURES, *LAYER_MEASURES) if "∞" in row.range.text} | {
-    "token_spread"
+UNBOUNDED = {row.name for row in (*HEAD_MEASURES, *STATE_MEASURES) if "∞" in row.range.text} | {
+    "absolute_spread"
 }
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("rows", "record"), [(HEAD_MEASURES, HeadRecord), (LAYER_MEASURES, LayerRecord)], ids=["heads", "layers"]
+    ("rows", "record"), [(HEAD_MEASURES, HeadRecord), (STATE_MEASURES, StateRecord)], ids=["heads", "layers"]
 )
 def test_every_row_is_a_field_with_a_complete_description(rows, record) -> None:
     names = [measure.name for measure in rows]
@@ -45,7 +45,7 @@ def test_every_row_is_a_field_with_a_complete_description(rows, record) -> None:
 def test_values_of_an_audit_are_within_the_ranges_of_the_table() -> None:
     layer = nn.TransformerEncoderLayer(24, 3, 16, batch_first=True).eval()
     audit = rw.audit(nn.TransformerEncoder(layer, 2), [torch.randn(2, 12, 24), torch.randn(1, 7, 24)])
-    for rows, measured in ((HEAD_MEASURES, audit.heads), (LAYER_MEASURES, audit.layers)):
+    for rows, measured in ((HEAD_MEASURES, audit.heads), (STATE_MEASURES, audit.states)):
         for measure in rows:
             for record in measured:
                 low, high = measure.ends(record)
@@ -60,7 +60,7 @@ def test_measures_of_rows_apply_to_mixers_that_mix_tokens(kind: str) -> None:
     """The one row of a diagonal matrix that is not its own token is empty; its singular values are known."""
     applied = {measure.name for measure in HEAD_MEASURES if measure.applies_to(records.head(kind=kind))}
     left_out = {measure.name for measure in HEAD_MEASURES} - applied
-    assert ("row_distance" in left_out) == (kind == "diagonal")
+    assert ("row_spread" in left_out) == (kind == "diagonal")
     assert "sigma_max" in applied
     assert kind == "diagonal" or not left_out
 
@@ -140,7 +140,7 @@ def test_a_measure_is_a_function_and_a_row_as_contributing_says(tmp_path: Path) 
     edit("measures/row_walk.py", "", "", f"\n\n{statistic}")
     edit("measures/rows.py", "__all__ = [", '__all__ = [\n    "attention_distance",', f"\n\n{function}")
     edit("measures/rows.py", "row_walk import (\n", "row_walk import (\n    Away,\n")
-    end = "\n\nclass LayerMeasures"
+    end = "\n\nclass StateMeasures"
     edit("auditing/measure_table.py", end, f"\n{textwrap.indent(row, '    ')}\n{end}")
     call = f"import pytest\n{test}\ntest_a_shift_looks_as_far_away_as_it_shifts()\nprint('added')"
     done = subprocess.run(

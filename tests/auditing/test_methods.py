@@ -12,8 +12,8 @@ import rankwise as rw
 from rankwise.auditing import HeadRecord, measure
 from rankwise.operators import ToeplitzMixing
 
-RANKS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
-OTHERS = ("row_entropy", "first_token_mass", "max_token_mass", "row_distance", "hardmax_rank")
+RANKS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
+OTHERS = ("row_entropy", "first_token_mass", "max_token_mass", "row_spread", "one_hot_rank")
 
 
 def padded(lengths: list[int], left: bool = False) -> dict[str, Tensor]:
@@ -138,5 +138,5 @@ def test_a_sample_of_channels_is_measured_if_there_are_many(channels, measured):
     wanted = rw.measures.effective_rank(ToeplitzMixing(kernel))[0, numbers]
     assert [head.effective_rank for head in audit.heads] == pytest.approx(wanted.tolist(), rel=1e-9)
     assert all(head.nearest_head in numbers for head in audit.heads)
-    assert {math.isnan(head.hardmax_rank) for head in audit.heads} == {True}
+    assert {math.isnan(head.one_hot_rank) for head in audit.heads} == {True}
     assert any("16 of the 129 channels" in note for note in audit.provenance.notes) == (measured == 16)

@@ -33,7 +33,7 @@ def test_six_layers_of_twelve_heads_equal_a_direct_svd(encoder: Path) -> None:
     batches = list(text_batches(text, tokenizer, tokens=TOKENS, sequences=SEQUENCES, batch_size=2))
     audit = rw.audit(AutoModel.from_pretrained(encoder), batches)
     assert len(audit.heads) == 6 * 12
-    assert len(audit.layers) == 7
+    assert len(audit.states) == 7
     assert audit.uncaptured == []
 
     eager = AutoModel.from_pretrained(encoder, attn_implementation="eager").double()

@@ -16,7 +16,7 @@ import rankwise as rw
 from rankwise.auditing import reference_ranks
 from rankwise.auditing.findings import rank_code
 from rankwise.auditing.measure import measure_heads, sampled
-from rankwise.auditing.reference_ranks import Mask, hardmax_rank, masks_of
+from rankwise.auditing.reference_ranks import Mask, masks_of, one_hot_rank
 from rankwise.errors import ShapeError
 from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
@@ -107,7 +107,7 @@ def test_the_band_contains_the_ranks_at_its_thresholds(method):
         for point in head.band:
             # 16·64 probes span the whole space: an estimate is exact
             assert point.numerical_rank == point.rank_low == point.rank_high == (values >= point.delta).sum()
-            assert point.hardmax_rank == head.hardmax_rank
+            assert point.one_hot_rank == head.one_hot_rank
             drawn = random_head_rank(100, 8, "causal", delta=point.delta, interpolate=True)
             assert point.random_rank == drawn.mean
             assert point.uniform_rank == uniform_rank(100, "causal", delta=point.delta)
@@ -119,8 +119,8 @@ def test_the_band_contains_the_ranks_at_its_thresholds(method):
 def test_the_hardmax_rank_is_unknown_above_one() -> None:
     """A column that one row selects has the singular value 1."""
     head = rw.audit(GivenAttention(), [random_heads(20)], delta=0.5).heads[0]
-    assert [math.isnan(point.hardmax_rank) for point in head.band] == [False] * 4 + [True]
-    assert math.isnan(rw.audit(GivenAttention(), [random_heads(20)], delta=1.1).heads[0].hardmax_rank)
+    assert [math.isnan(point.one_hot_rank) for point in head.band] == [False] * 4 + [True]
+    assert math.isnan(rw.audit(GivenAttention(), [random_heads(20)], delta=1.1).heads[0].one_hot_rank)
 
 
 WINDOW = torch.ones(40, 40, dtype=torch.bool).tril().triu(-9)
@@ -140,7 +140,7 @@ UNNAMED[20, 30] = True
 def test_references_are_known_for_named_masks_of_square_attention(mask, name, uniform) -> None:
     [head] = rw.audit(GivenAttention(mask), [random_heads(*mask.shape, heads=1)]).heads
     assert head.mask == name
-    assert head.hardmax_rank > 1
+    assert head.one_hot_rank > 1
     if uniform is None:
         assert math.isnan(head.uniform_rank)
         assert math.isnan(head.random_rank)
@@ -187,14 +187,14 @@ def test_the_hardmax_rank_of_blocks_equals_the_rank_of_the_whole_mask(size, seed
     seen = torch.rand(size, generator=torch.Generator().manual_seed(seed)) <= share
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference_ranks, "BLOCK_ENTRIES", entries)
-        got = hardmax_rank(operator(seen))
+        got = one_hot_rank(operator(seen))
     torch.testing.assert_close(got, rw.theory.rank_barrier(size[2], mask=seen), rtol=1e-12, atol=1e-12)
 
 
 def test_each_head_has_its_own_mask():
     both = torch.stack([band(5, 5, -5, 0), band(5, 5, -5, 5)])[None]
     assert masks_of(operator(both)) == [[Mask("causal"), Mask("full")]]
-    assert hardmax_rank(operator(both)).tolist()[0] == pytest.approx([3.0, rw.theory.rank_barrier(5)])
+    assert one_hot_rank(operator(both)).tolist()[0] == pytest.approx([3.0, rw.theory.rank_barrier(5)])
 
 
 def test_a_mask_without_rows_is_refused():
@@ -210,7 +210,7 @@ def test_the_relative_rank_counts_singular_values_of_the_matrix_over_its_norm(m,
     sigma = torch.linalg.svdvals(m)
     counted = (sigma >= 0.05 * sigma[:, :1]).sum(-1).double()
     near = ((sigma / sigma[:, :1] - 0.05).abs() < 1e-9).any(-1) | (sigma[:, 0] == 0)
-    found = rank_summary(m * 2.0**power, 0.05, relative=True).relative_rank
+    found = rank_summary(m * 2.0**power, 0.05, relative=True).scale_free_rank
     assert found[~near].equal(counted[~near])
 
 
@@ -220,7 +220,7 @@ def test_the_relative_rank_by_eigenvalues_equals_the_svd(scale):
     sigma = torch.linalg.svdvals(m)
     for delta in (1e-2, 1e-4):
         wanted = (sigma >= delta * sigma[:, :1]).sum(-1).double()
-        assert rank_summary(m, delta, relative=True).relative_rank.equal(wanted)
+        assert rank_summary(m, delta, relative=True).scale_free_rank.equal(wanted)
 
 
 def test_a_singular_value_at_the_relative_threshold_needs_the_svd():
@@ -235,14 +235,14 @@ def test_a_singular_value_at_the_relative_threshold_needs_the_svd():
 def test_the_relative_rank_of_zero_is_zero_and_of_nan_is_nan():
     m = torch.zeros(2, 100, 100, dtype=torch.float64)
     m[1, 0, 0] = math.nan
-    found = rank_summary(m, relative=True).relative_rank
+    found = rank_summary(m, relative=True).scale_free_rank
     assert found[0] == 0
     assert found[1].isnan()
 
 
 def test_the_interval_of_an_estimate_contains_the_relative_rank():
     m = 50 * normal(2, 90, 90) @ torch.diag(torch.logspace(0, -4, 90, dtype=torch.float64))
-    exact = rank_summary(m, 0.01, relative=True).relative_rank
+    exact = rank_summary(m, 0.01, relative=True).scale_free_rank
     found = estimate_spectrum(m, 8, 30).relative_count(0.01)
     assert ((found.low <= exact) & (exact <= found.high)).all()
 
@@ -257,16 +257,16 @@ def record(kind: str, operator: MixingOperator, method: str = "auto"):
 def test_mixers_with_signs_are_shown_by_relative_rank_and_softmax_by_numerical_rank(method):
     matrix = normal(1, 1, 40, 40) @ torch.diag(torch.logspace(0, -3, 40, dtype=torch.float64))
     small, large = (record("selective", DenseMixing(scale * matrix), method) for scale in (1e-4, 1e3))
-    assert small.relative_rank == large.relative_rank > 0
+    assert small.scale_free_rank == large.scale_free_rank > 0
     assert small.numerical_rank < large.numerical_rank
-    assert RANK.value(small) == RANK.value(large) == small.relative_rank / 40
+    assert RANK.value(small) == RANK.value(large) == small.scale_free_rank / 40
     softmax = record("softmax", DenseMixing(1e-4 * matrix), method)
     assert RANK.value(softmax) == softmax.numerical_rank / 40
 
 
 def test_old_files_show_the_numerical_rank() -> None:
     old = record("selective", DenseMixing(normal(1, 1, 20, 20)))
-    old = old.model_copy(update={"relative_rank": math.nan})
+    old = old.model_copy(update={"scale_free_rank": math.nan})
     assert RANK.value(old) == old.numerical_rank / 20
 
 

@@ -61,10 +61,10 @@ def test_spread_of_layers_equals_the_spread_of_hidden_states() -> None:
     model = bert()
     with torch.no_grad():
         states = model(**token_ids(), output_hidden_states=True).hidden_states
-    wanted = [rw.measures.token_spread(tokens).mean().item() for tokens in states]
+    wanted = [rw.measures.spread(tokens).mean().item() for tokens in states]
     layers = rw.audit(model, [token_ids()]).layers
     assert [layer.layer for layer in layers] == [0, 1, 2, 3]
-    assert [layer.relative_spread for layer in layers] == pytest.approx(wanted, rel=1e-12)
+    assert [layer.spread for layer in layers] == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -84,13 +84,13 @@ def test_padding_does_not_change_the_numbers_of_a_sequence(
     }
     wide, short = rw.audit(model, [padded]), rw.audit(model, [alone])
     for one, other in zip(wide.heads, short.heads, strict=True):
-        assert (one.tokens, one.sources, one.mask, one.hardmax_rank) == (9, 9, other.mask, other.hardmax_rank)
+        assert (one.tokens, one.sources, one.mask, one.one_hot_rank) == (9, 9, other.mask, other.one_hot_rank)
         assert one.numerical_rank == other.numerical_rank
         # float32 activations through three layers: a few hundred roundings of relative size 2⁻²⁴
         assert one.effective_rank == pytest.approx(other.effective_rank, rel=500 * 2**-24)
         assert one.row_entropy == pytest.approx(other.row_entropy, rel=500 * 2**-24)
-    for one, other in zip(wide.layers, short.layers, strict=True):
-        assert one.token_spread == pytest.approx(other.token_spread, rel=500 * 2**-24)
+    for one, other in zip(wide.states, short.states, strict=True):
+        assert one.absolute_spread == pytest.approx(other.absolute_spread, rel=500 * 2**-24)
 
 
 def test_numbers_do_not_depend_on_the_batch() -> None:
@@ -130,7 +130,7 @@ LONG = token_ids(1)["input_ids"]
 def test_masks_are_named_and_determine_the_hardmax_rank(model: Any, batches: list[Any], wanted: Any) -> None:
     heads = rw.audit(model(), batches).heads
     for head, (mask, rank) in zip(heads, wanted, strict=False):
-        assert (head.mask, head.hardmax_rank) == (mask, pytest.approx(rank))
+        assert (head.mask, head.one_hot_rank) == (mask, pytest.approx(rank))
 
 
 def test_windows_of_a_picture_are_one_sequence() -> None:
@@ -163,7 +163,7 @@ def test_heads_with_equal_weights_are_duplicates() -> None:
     twins = findings(audit, "DUPLICATE_HEADS")
     assert [(finding.where.layer, finding.where.head) for finding in twins] == [(1, 0)]
     assert head(audit, 1, 0).nearest_head == 1
-    assert head(audit, 1, 0).nearest_distance < 1e-6
+    assert head(audit, 1, 0).nearest_head_distance < 1e-6
 
 
 def test_the_required_head_dim_pools_all_sequences() -> None:
@@ -213,7 +213,7 @@ def test_a_sequence_that_is_not_finite_is_excluded() -> None:
 
     batch = token_ids(3) | {"scale": torch.tensor([1.0, math.nan, 1.0])[:, None, None]}
     audit = rw.audit(kind(scaled, inner=nano_gpt)(), [batch])
-    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.layers)} == {(2, 1)}
+    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.states)} == {(2, 1)}
 
 
 class Chunks(nn.Module):
@@ -249,12 +249,12 @@ def test_a_chunk_of_nothing_but_padding_is_not_a_sequence(
     assert bool(model(**batch).isfinite().all())
     audit = rw.audit(model, [batch], baseline=True)
     assert findings(audit, "NONFINITE") == []
-    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.layers} == {(3, 0, 6)}
+    assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.states} == {(3, 0, 6)}
     assert {(one.sequences, one.nonfinite, one.tokens) for one in audit.heads} == {(sequences, 0, 6)}
     assert not any(math.isnan(one.numerical_rank) for one in audit.heads)
     batch["scale"][0, 0] = math.nan  # real tokens that are not finite are an error
     broken = rw.audit(model, [batch])
-    assert {(one.sequences, one.nonfinite) for one in broken.layers} == {(2, 1)}
+    assert {(one.sequences, one.nonfinite) for one in broken.states} == {(2, 1)}
     assert {(one.sequences, one.nonfinite) for one in broken.heads} == {(sequences - 1, 1)}
 
 
@@ -262,7 +262,7 @@ def test_a_stack_without_a_single_token_has_no_numbers_and_no_error() -> None:
     model = Chunks(bert(), together=False).eval()
     batch = {"ids": token_ids(1, 12)["input_ids"], "mask": torch.zeros(1, 12, dtype=torch.long)}
     audit = rw.audit(model, [batch | {"scale": torch.ones(1, 12, 1)}])
-    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.layers)} == {(0, 0)}
+    assert {(one.sequences, one.nonfinite) for one in (*audit.heads, *audit.states)} == {(0, 0)}
     assert all(math.isnan(one.numerical_rank) for one in audit.heads)
     assert audit.findings == []
     assert rw.Audit.model_validate_json(audit.model_dump_json()).heads[0].sequences == 0
@@ -280,9 +280,9 @@ def test_half_precision_is_measured_on_a_cpu(dtype: torch.dtype) -> None:
 def test_a_model_of_one_head_reads_one_token() -> None:
     audit = rw.audit(bert(num_attention_heads=1, num_hidden_layers=1), [token_ids(1, 1)])
     [only] = audit.heads
-    assert (only.numerical_rank, only.effective_rank, only.hardmax_rank, only.tokens) == (1, 1, 1, 1)
+    assert (only.numerical_rank, only.effective_rank, only.one_hot_rank, only.tokens) == (1, 1, 1, 1)
     assert [finding.code for finding in audit.findings if finding.severity != "info"] == []
-    assert math.isnan(audit.layers[0].mean_cosine)
+    assert math.isnan(audit.states[0].mean_cosine)
 
 
 def test_notes_name_compilation_and_dropout() -> None:
@@ -462,7 +462,7 @@ def test_a_second_run_of_a_stack_in_a_pass_is_measured_as_another_batch() -> Non
     x = torch.randn(2, 9, 8)
     twice = rw.audit(Encoders(encoder, True), [x])
     batches = rw.audit(Encoders(encoder, False), [x, x.flip(1)])
-    assert math.isnan(twice.layers[0].relative_update)
+    assert math.isnan(twice.states[0].relative_update)
     for field in ("layers", "heads"):
         assert differences(twice.model_dump()[field], batches.model_dump()[field]) == []
 

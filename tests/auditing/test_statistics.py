@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import rankwise as rw
-from rankwise.auditing import HeadRecord, Unseen
+from rankwise.auditing import HeadRecord, UncapturedModule
 from rankwise.auditing.provenance import DataDigest, weights_digest
 from rankwise.auditing.statistics import HeadStatistics
 from rankwise.cli import app
@@ -170,7 +170,7 @@ def test_a_baseline_is_dropped_with_a_note() -> None:
 def test_the_nearest_head_is_unknown_if_a_file_has_no_distances(shards) -> None:
     merged = rw.Audit.merge([changed(shards[0], every={"merging": None}), *shards[1:]])
     assert merged.heads[0].nearest_head is None
-    assert math.isnan(merged.heads[0].nearest_distance)
+    assert math.isnan(merged.heads[0].nearest_head_distance)
     assert merged.heads[0].effective_rank == pytest.approx(rw.Audit.merge(shards).heads[0].effective_rank)
 
 
@@ -290,7 +290,7 @@ def test_a_digest_of_data_depends_on_values_types_and_order() -> None:
 
 def test_a_module_is_never_called_if_no_shard_called_it(shards) -> None:
     def with_unseen(audit: rw.Audit, *reasons: str) -> rw.Audit:
-        uncaptured = [Unseen(name=f"m{n}", type="X", reason=reason) for n, reason in enumerate(reasons)]
+        uncaptured = [UncapturedModule(f"m{n}", "X", reason) for n, reason in enumerate(reasons)]
         return changed(audit, uncaptured=uncaptured)
 
     never = "never called in this capture"

@@ -32,7 +32,7 @@ def test_writes_report_and_says_where(run: Run, tiny: Path, tmp_path: Path) -> N
     result = run("audit", tiny, *DATA, "--sequences", 3, "--batch-size", 2)
     assert result.exit_code == 0, result.output
     audit = audit_of(tmp_path)
-    assert [len(audit.heads), len(audit.layers), audit.heads[0].sequences] == [4, 3, 3]
+    assert [len(audit.heads), len(audit.states), audit.heads[0].sequences] == [4, 3, 3]
     assert audit.provenance.batches == 2
     assert "16 tokens" in audit.provenance.data
     for name in ("audit.json", "index.html"):
@@ -331,7 +331,7 @@ def test_the_demo_in_a_fresh_process(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.stderr == ""
     audit = Audit.load(tmp_path / "rankwise-audit")
-    assert (len(audit.heads), len(audit.layers), audit.complete) == (16, 5, True)
+    assert (len(audit.heads), len(audit.states), audit.complete) == (16, 5, True)
     assert audit.provenance.command.startswith("rankwise audit")
 
 

@@ -75,7 +75,7 @@ def test_checkpoints_are_audited_in_the_order_of_their_steps(audited: Result, ho
     }  # fmt: skip
     for folder in out.glob("checkpoint-*"):
         assert {path.name for path in folder.iterdir()} == {
-            "audit.json", "index.html", "heads.csv", "layers.csv",
+            "audit.json", "index.html", "heads.csv", "states.csv",
         }  # fmt: skip
     history = History.load(out)
     assert history.steps == [90, 200, 1000]
@@ -457,7 +457,7 @@ def test_digests_change_with_any_file_that_is_read_and_with_nothing_else(tmp_pat
     (folder / ".hidden").touch()
     (folder / "results" / "audit.json").touch()
     for home in (folder, photos):  # the audit can be in the folder of the model
-        for name in ("audit.json", "index.html", "heads.csv", "layers.csv"):
+        for name in ("audit.json", "index.html", "heads.csv", "states.csv"):
             (home / name).touch()
     for name in ("index.html", "history.csv"):
         (photos.parent / name).touch()

@@ -17,7 +17,7 @@ from rankwise.cli.ray_jobs import run_on_ray
 from rankwise.errors import InputError, RankwiseError
 
 RETRIES = "RAY_task_oom_retries"
-AUDIT = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+AUDIT = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
 JOBS = jobs_of(AuditJob(model=""), ["a", "b", "c"])
 
 

@@ -10,7 +10,7 @@ import torch
 from experiments.skips import collapse_depth as experiment
 from experiments.skips.collapse_depth import COLORS, STUDY, VARIANTS, RowSkips, Settings, Stack
 
-from rankwise.measures import token_spread
+from rankwise.measures import spread
 from rankwise.models.block import Block
 
 SMALL = Settings(depth=3, tokens=5, width=8, heads=2, seeds=2)
@@ -51,7 +51,7 @@ def test_curves_are_means_over_seeds() -> None:
     group = [Stack(mixer="softmax", skip=skip) for skip in (0.0, 1.0)]
     found = experiment.curves_of(group, SMALL)
     assert [Stack(**one["setting"]) for one in found] == group
-    first = [float(token_spread(next(experiment.states_of(group, SMALL, seed)))[0]) for seed in (0, 1)]
+    first = [float(spread(next(experiment.states_of(group, SMALL, seed)))[0]) for seed in (0, 1)]
     assert found[0]["share"][0] == pytest.approx(sum(first) / 2, rel=1e-3)  # four digits are kept
     assert found[0]["share_std"][0] == pytest.approx(abs(first[0] - first[1]) / 2, rel=1e-3)
     assert {len(one[name]) for one in found for name in ("share", "share_std", "log10_mu", "rank")} == {4}

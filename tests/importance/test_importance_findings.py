@@ -20,7 +20,7 @@ from rankwise.auditing.importance_findings import (
 from rankwise.cli import app
 from rankwise.importance import ImportanceSettings, ablation_cost
 from rankwise.importance.records import agreement
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,12 @@ def found(code, costs, exact):
         heads.append(head.model_copy(update={"importance": known, "removal_cost": cost}))
     sink = {"max_token_mass": 0.97, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
     heads[0] = heads[0].model_copy(update=sink)
-    twins = {"nearest_distance": 0.01, "nearest_head": heads[2].head, "max_token_mass": 0.1, "tokens": 64.0}
+    twins = {
+        "nearest_head_distance": 0.01,
+        "nearest_head": heads[2].head,
+        "max_token_mass": 0.1,
+        "tokens": 64.0,
+    }
     heads[1] = heads[1].model_copy(update={**twins, "sources": 64.0})
     known, unknown = diagnose(heads, [], [], importance_record()), diagnose(heads, [], [])
     return [next(one for one in some if one.code == code) for some in (known, unknown)]
@@ -87,7 +92,7 @@ def test_a_sink_can_be_removed_if_its_exact_cost_is_small(cost, exact, meaning, 
     assert "removal_cost" not in unknown.evidence
 
 
-@pytest.mark.parametrize("changes", [{"max_token_mass": 0.97}, {"stable_rank": 1.0, "row_distance": 0.1}])
+@pytest.mark.parametrize("changes", [{"max_token_mass": 0.97}, {"stable_rank": 1.0, "row_spread": 0.1}])
 @pytest.mark.parametrize(("parameters", "acts"), [(10_000, True), (100_000, False)])
 def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, acts):
     usual = {"width": 16, "max_token_mass": 0.1, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
@@ -107,7 +112,7 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
 @pytest.mark.parametrize("how", ["exact", "estimate"])
 def test_findings_on_ranks_state_the_costs_of_their_heads(code, how):
     first, second = records.encoder().heads[:2]
-    where = HeadId(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
+    where = Address(stack=first.stack, layer=first.layer, site=first.site, head=first.head)
     given = {"severity": "info", "evidence": {}, "meaning": "Rank.", "remedy": "rw.audit(importance=True)"}
     finding = Finding(code=code, where=where, heads=[first.head, second.head], **given)
     heads = [

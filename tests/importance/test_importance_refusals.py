@@ -18,7 +18,7 @@ from rankwise.auditing import AuditError
 from rankwise.auditing.importance_findings import describe_removable
 from rankwise.errors import InputError
 from rankwise.importance import ImportanceSettings, NotDifferentiableError
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 
 def labelled(*labels):
@@ -175,7 +175,7 @@ def test_inference_mode_around_the_call_is_refused_except_for_exact_costs():
 
 @pytest.mark.parametrize(("count", "subject"), [(1, "this head"), (2, "these 2 heads together")])
 def test_the_removable_finding_tells_if_the_loss_falls(count, subject):
-    heads = [HeadId(stack="", layer=0, site="attention", head=head) for head in range(count)]
+    heads = [Address(stack="", layer=0, site="attention", head=head) for head in range(count)]
 
     def meaning(cost):
         costs = {"loss": 2 + cost, "cost": cost, "relative": cost / 2}

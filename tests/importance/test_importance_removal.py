@@ -18,7 +18,7 @@ import rankwise as rw
 from rankwise._internals.statistics import spearman
 from rankwise.auditing import AuditError
 from rankwise.importance import ImportanceSettings, ablation_cost
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 
 def nats(model, given):
@@ -243,7 +243,7 @@ def test_settings_out_of_range_are_refused(wrong):
 
 
 def test_an_unknown_head_is_named_in_the_error():
-    place = HeadId("", 0, head=7)
+    place = Address("", 0, head=7)
     with pytest.raises(rw.errors.InputError, match="head 7"):
         ablation_cost(Heads(3), [states()], [place])
 

@@ -235,7 +235,7 @@ def stateful_gpt2(how: str) -> nn.Module:
 
 
 def records_of(audit: rw.Audit) -> list[str]:
-    return [one.model_dump_json() for one in (*audit.heads, *audit.layers)]
+    return [one.model_dump_json() for one in (*audit.heads, *audit.states)]
 
 
 def importance_of(model: nn.Module) -> Any:

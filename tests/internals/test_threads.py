@@ -143,9 +143,9 @@ def test_gradient_and_inference_modes_are_passed_to_threads():
 
 MEASURES = {
     "ranks": lambda operator: rank_summary(operator, also_at=(0.02,)),
-    "rows": lambda operator: evaluate(["row_entropy", "row_distance", "head_distance"], operator).values(),
+    "rows": lambda operator: evaluate(["row_entropy", "row_spread", "head_distance"], operator).values(),
     "estimate": lambda operator: estimate_spectrum(operator, 8, 6).count(0.1),
-    "collapse": lambda operator: [rw.measures.token_spread(operator.dense()[:, 0])],
+    "collapse": lambda operator: [rw.measures.spread(operator.dense()[:, 0])],
 }
 
 

@@ -21,10 +21,9 @@ from rankwise.measures import (
     identity_distance,
     max_token_index,
     max_token_mass,
-    row_distance,
     row_entropy,
+    row_spread,
     stable_rank,
-    token_spread,
 )
 from rankwise.operators import SoftmaxMixing
 
@@ -67,12 +66,12 @@ def test_entropy_and_sink_against_their_definitions(m):
 
 @given(m=matrices(batch=(2,)))
 def test_row_distance_is_the_collapse_of_rows(m):
-    close(row_distance(m), token_spread(m), rtol=tolerance(m), atol=tolerance(m))
+    close(row_spread(m), spread(m), rtol=tolerance(m), atol=tolerance(m))
 
 
 @given(row=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), rows=st.integers(1, 9))
 def test_equal_rows_are_at_no_distance_at_all(row, rows):
-    assert row_distance(torch.tensor([row] * rows, dtype=torch.float64)) == 0
+    assert row_spread(torch.tensor([row] * rows, dtype=torch.float64)) == 0
 
 
 def test_nearly_equal_rows_keep_their_digits():
@@ -81,13 +80,13 @@ def test_nearly_equal_rows_keep_their_digits():
     mean = [sum(column) / 6 for column in zip(*exact, strict=True)]
     apart = sum((x - mu) ** 2 for row in exact for x, mu in zip(row, mean, strict=True))
     wanted = math.sqrt(apart / sum(x * x for row in exact for x in row))
-    close(row_distance(m), wanted, rtol=tolerance(m))
+    close(row_spread(m), wanted, rtol=tolerance(m))
 
 
 def test_rows_without_a_mean_are_at_distance_one_and_not_beyond():
     """Half the rows are the others' opposites: rounding alone puts one in twenty of these above 1."""
     half = normal(200, 2, 4, seed=2)
-    distance = row_distance(torch.cat([half, -half], dim=-2))
+    distance = row_spread(torch.cat([half, -half], dim=-2))
     assert (distance <= 1).all()
     close(distance, torch.ones(200), rtol=sum_tolerance(16))
 

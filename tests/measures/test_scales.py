@@ -50,7 +50,7 @@ SCALELESS = (
 SCALED = (
     *OF_DEGREE[1],
     lambda x: rm.rank_summary(x).sigma_max,
-    lambda x: rm.token_spread(x[None], normalized=False)[0],
+    lambda x: rm.absolute_spread(x[None])[0],
     lambda x: rm.estimate_spectrum(x, probes=8, steps=4).sigma_max.value,
 )
 ELSEWHERE = {
@@ -157,7 +157,7 @@ def test_rows_and_tokens_of_many_sizes(x):
             "row_entropy": sum(map(float, entropy)) / len(live),
             "first_token_mass": float(mass[0]),
             "max_token_mass": float(max(mass)),
-            "row_distance": over(apart, size),
+            "row_spread": over(apart, size),
         }
         if count == 3:
             off = norm([[v - (i == j) for j, v in enumerate(row)] for i, row in enumerate(m)])
@@ -169,8 +169,8 @@ def test_rows_and_tokens_of_many_sizes(x):
             close(getattr(rm, name)(x), number, rtol=RTOL, atol=atol)
             close(together[name][0], number, rtol=RTOL, atol=atol)
         close(rm.token_norm(x[None])[0], float(size), rtol=RTOL, atol=5e-324)
-        close(rm.token_spread(x[None], normalized=False)[0], float(apart), rtol=RTOL, atol=5e-324)
-        close(rm.token_spread(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
+        close(rm.absolute_spread(x[None])[0], float(apart), rtol=RTOL, atol=5e-324)
+        close(rm.spread(x[None])[0], over(apart, size), rtol=RTOL, atol=5e-324)
         if pairs:
             close(rm.mean_cosine(x[None])[0], float(alike / pairs), rtol=0, atol=RTOL)
 

@@ -26,7 +26,6 @@ from rankwise.measures import (
     relative_update,
     state_effective_rank,
     token_norm,
-    token_spread,
     variational_rate,
 )
 
@@ -34,7 +33,7 @@ finite = st.floats(-100, 100)
 
 
 def mu(tokens, mask=None):
-    return token_spread(tokens, mask, normalized=False)
+    return absolute_spread(tokens, mask)
 
 
 def tolerance(x):
@@ -51,14 +50,14 @@ def test_mu_against_its_definition(x):
     close(token_norm(x), size, rtol=tolerance(x))
     close(mu(x), wanted, rtol=0, atol=tolerance(x) * size.max().item())
     share = torch.where(size > 0, wanted / size, 0)
-    close(token_spread(x), share, rtol=0, atol=tolerance(x))
+    close(spread(x), share, rtol=0, atol=tolerance(x))
 
 
 @given(token=st.lists(finite, min_size=1, max_size=5), count=st.integers(1, 9))
 def test_mu_of_equal_tokens_is_exactly_zero(token, count):
     x = torch.tensor([[token] * count], dtype=torch.float64)
     assert mu(x) == 0
-    assert token_spread(x) == 0
+    assert spread(x) == 0
 
 
 @pytest.mark.parametrize("outlier", [0.0, 1e8])
@@ -81,7 +80,7 @@ def test_equal_tokens_are_exactly_collapsed_behind_padding_too():
 def test_shares_and_cosines_do_not_round_over_their_bounds():
     """Both are 1 here, the one without a mean, the other for parallel tokens: rounding exceeds it in many."""
     x = normal(200, 2, 4, seed=6)
-    share = token_spread(torch.cat([x, -x], dim=1))
+    share = spread(torch.cat([x, -x], dim=1))
     assert (share <= 1).all()
     close(share, torch.ones(200), rtol=sum_tolerance(16))
     cosine = mean_cosine(x[:, :1].expand(-1, 3, -1))
@@ -93,7 +92,7 @@ def test_the_mean_is_over_real_tokens_for_any_padding():
     x = torch.tensor([[[9.0], [1.0], [9.0], [-1.0]]])
     mask = torch.tensor([[False, True, False, True]])
     close(mu(x, mask), [math.sqrt(2)], rtol=1e-15)
-    assert token_spread(x, mask) == 1
+    assert spread(x, mask) == 1
 
 
 # --- mean cosine -----------------------------------------------------------------------------------------

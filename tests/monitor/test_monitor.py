@@ -186,7 +186,7 @@ def test_a_monitor_audits_the_probe_in_evaluation_mode():
     model = encoder().train()
     found = rw.RankMonitor([probe(), probe()]).step(model, 0)
     wanted = rw.audit(model.eval(), [probe(), probe()])
-    records = ([one.model_dump_json() for one in (*audit.heads, *audit.layers)] for audit in (found, wanted))
+    records = ([one.model_dump_json() for one in (*audit.heads, *audit.states)] for audit in (found, wanted))
     assert next(records) == next(records)
 
 
@@ -195,7 +195,7 @@ def test_scalars_are_means_over_heads_per_layer():
     named = scalars(audit)
     ranks = [head.effective_rank for head in audit.heads if head.layer == 1]
     assert named["rank/heads_effective_rank/layers.01"] == pytest.approx(sum(ranks) / len(ranks))
-    assert named["rank/states_relative_spread/layers.02"] == audit.layers[2].relative_spread
+    assert named["rank/states_spread/layers.02"] == audit.states[2].spread
     assert named["rank/findings/error"] == 0
     assert all(isinstance(value, float) for value in named.values())
     cross = [head.model_copy(update={"cross": True, "effective_rank": 1.0}) for head in audit.heads]
@@ -250,7 +250,7 @@ def test_a_collapse_from_which_trainings_recover_stops_none():
         layer.skip = 0.05
     for step in range(STOP_AUDITS + 1):
         [found] = [one for one in monitor.step(model, step).findings if one.code == "COLLAPSE"]
-        assert STOP_SPREAD < found.evidence["relative_spread_lowest"] < 0.001
+        assert STOP_SPREAD < found.evidence["spread_lowest"] < 0.001
     assert monitor.stopped_by is None
 
 
@@ -264,7 +264,7 @@ def test_collapses_of_several_stacks_are_not_audits_in_a_row(monkeypatch):
             for one in whole.findings
             if one.code == "COLLAPSE"
         ]
-        layers = [layer.model_copy(update=there) for layer in whole.layers]
+        layers = [layer.model_copy(update=there) for layer in whole.states]
         return whole.model_copy(update={"findings": found, "layers": layers})
 
     monkeypatch.setattr("rankwise.monitor.monitor.audit", in_next_stack)
@@ -289,12 +289,12 @@ def test_the_message_of_a_stop_has_the_layer_the_reading_and_an_action(caplog):
     stop = monitor.stopped_by
     assert all(words in line for words in (f"at {stop.place}:", stop.meaning))
     assert stop.place.endswith(f"after {stop.where.layer} blocks")
-    lowest = min(monitor.history.audits[-1].layers, key=lambda layer: layer.relative_spread)
-    rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.relative_spread:.2g}"
+    lowest = min(monitor.history.audits[-1].states, key=lambda layer: layer.spread)
+    rule = f"{STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with {lowest.spread:.2g}"
     assert f"{rule} after {lowest.layer} blocks" in line
     advised = eval(line[line.index("rw.skips.recommend(") :], {"rw": rw, "monitor": monitor, "model": model})
     assert advised.findings[0].remedy.startswith("raise λ in the config")
-    assert f"at the lowest {stop.evidence['relative_spread_lowest']:.2g}" in line
+    assert f"at the lowest {stop.evidence['spread_lowest']:.2g}" in line
 
 
 def test_findings_of_a_code_are_reported_on_one_line(caplog, monkeypatch):

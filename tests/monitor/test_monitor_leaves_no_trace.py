@@ -222,7 +222,7 @@ def test_an_audit_ignores_casts_of_earlier_passes(watched: bool) -> None:
             for weight in model.parameters():
                 weight.data *= 2
             found = rw.RankMonitor(PROBE).step(model, 0) if watched else rw.audit(model, [PROBE])
-        return [record.model_dump_json() for record in (*found.heads, *found.layers)]
+        return [record.model_dump_json() for record in (*found.heads, *found.states)]
 
     assert audited(ran=True) == audited(ran=False) != []
 

@@ -53,7 +53,7 @@ def test_the_trainer_logs_scalars_and_trains_the_same_bits(tmp_path):
     losses = [[row["loss"] for row in one.state.log_history if "loss" in row] for one in (watched, alone)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 5
-    assert any(name.startswith("rank/states_relative_spread/") for name in logged[4])
+    assert any(name.startswith("rank/states_spread/") for name in logged[4])
     assert (tmp_path / "rank" / "index.html").is_file()
 
 

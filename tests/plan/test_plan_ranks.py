@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankwise.plan.ranks import RandomHead, hardmax_ranks
-from rankwise.theory import hardmax_rank, random_head_rank
+from rankwise.theory import random_head_rank
 
 CAUSAL = torch.ones(60, 60, dtype=torch.bool).tril()
 

@@ -80,7 +80,7 @@ def test_a_module_that_runs_twice_has_a_row_for_each_call() -> None:
 
 def test_maps_beyond_the_limit_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison_report, "MOST_CELLS", 250)
-    names = ("stable_rank", "max_token_mass", "row_distance", "row_entropy", "sigma_max")
+    names = ("stable_rank", "max_token_mass", "row_spread", "row_entropy", "sigma_max")
     after = with_heads(records.encoder(), dict.fromkeys(range(72), dict.fromkeys(names, 0.0)))
     found = section(comparison_document(compare(records.encoder(), after)), "maps")
     assert len(found.figures) == 250 // 72

@@ -137,7 +137,7 @@ def depth(layers) -> list[Figure]:
 
 
 def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
-    layers = records.encoder_decoder().layers
+    layers = records.encoder_decoder().states
     for measure, figure in zip(DRAWN, depth(layers), strict=True):
         for series, stack in enumerate(["encoder.block", "decoder.block"]):
             upper, lower, line = [trace for trace in figure.data if trace["meta"]["series"] == series]
@@ -150,7 +150,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 
 def test_the_band_stays_within_the_range_of_the_measure() -> None:
     layer = records.states(0)[0]
-    layer = layer.model_copy(update={"relative_spread": 0.9, "std": {"relative_spread": 0.5}})
+    layer = layer.model_copy(update={"spread": 0.9, "std": {"spread": 0.5}})
     upper, lower, _ = depth([layer])[0].data
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
 

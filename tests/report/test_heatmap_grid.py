@@ -15,7 +15,7 @@ from rankwise.report.figures import map_layout
 from rankwise.report.finding_links import Target, find_targets
 from rankwise.report.head_columns import color_limits, outer_fence
 from rankwise.report.heatmap_grid import HeadIndex, grids_of
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 
 @pytest.mark.parametrize("name", records.ALL)
@@ -62,9 +62,9 @@ def test_a_map_of_one_row_has_room_for_the_label_at_the_pointer() -> None:
 
 def test_empty_parts_of_a_place_match_every_head() -> None:
     heads = HeadIndex([head.id for head in records.encoder_decoder().heads])
-    assert len(heads.at(HeadId(stack="decoder.block", layer=4))) == 16
-    assert len(heads.at(HeadId(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
-    assert heads.at(HeadId(stack="nowhere")) == heads.at(HeadId(layer=99)) == []
+    assert len(heads.at(Address(stack="decoder.block", layer=4))) == 16
+    assert len(heads.at(Address(site="decoder.block.4.layer.1.EncDecAttention"))) == 8
+    assert heads.at(Address(stack="nowhere")) == heads.at(Address(layer=99)) == []
 
 
 def _target(audit: Audit, **fields: object) -> Target:
@@ -77,10 +77,10 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
     targets = {finding.code: target for finding, target in zip(audit.findings, found, strict=True)}
     assert targets["COLLAPSE"] == Target("states", stack="encoder.layer", layer=6)
     assert (targets["SINK"].heads, targets["SINK"].measure) == ((2 * 12 + 7,), "max_token_mass")
-    assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_distance")
+    assert (targets["CONSTANT"].heads, targets["CONSTANT"].measure) == ((4 * 12 + 3,), "row_spread")
     assert (targets["DUPLICATE_HEADS"].heads, targets["DUPLICATE_HEADS"].measure) == (
         (40, 41),
-        "nearest_distance",
+        "nearest_head_distance",
     )
     assert targets["LOW_RANK"].heads == tuple(range(48, 60))
     assert targets["LOW_RANK"].measure == targets["HIGH_RANK"].measure == "numerical_rank"
@@ -106,11 +106,11 @@ def test_the_evidence_chooses_the_measure_of_the_map() -> None:
 
 def test_states_are_known_by_their_evidence_or_their_block() -> None:
     audit = records.encoder()
-    by_block = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.0")
+    by_block = Address(stack="encoder.layer", layer=3, site="encoder.layer.0")
     assert _target(audit, code="NONFINITE", where=by_block, evidence={"sequences": 2.0}).section == "states"
-    by_mixer = HeadId(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
+    by_mixer = Address(stack="encoder.layer", layer=3, site="encoder.layer.3.attention.self")
     assert _target(audit, code="NONFINITE", where=by_mixer, evidence={"sequences": 2.0}).section == "heads"
-    layer = HeadId(stack="encoder.layer", layer=3)
+    layer = Address(stack="encoder.layer", layer=3)
     assert _target(audit, code="NEW", where=layer, evidence={"mean_cosine": 1.0}).section == "states"
     assert _target(audit, code="NEW", where=layer, evidence={"effective_rank": 1.0}).section == "heads"
 
@@ -122,13 +122,13 @@ def test_only_the_finding_on_removable_heads_is_about_these_heads() -> None:
         sorted_by="exact", runs=3,
     )  # fmt: skip
     audit = audit.model_copy(update={"importance": records.importance(removable=removable)})
-    assert _target(audit, code="REMOVABLE", where=HeadId(), evidence={}).heads == (5, 8)
+    assert _target(audit, code="REMOVABLE", where=Address(), evidence={}).heads == (5, 8)
     for code in ("RANDOM_WEIGHTS", "NEW"):
-        assert _target(audit, code=code, where=HeadId(), evidence={}).heads == ()
+        assert _target(audit, code=code, where=Address(), evidence={}).heads == ()
 
 
 def test_a_finding_without_a_place_leads_to_the_provenance() -> None:
-    general = Finding(code="X", severity="info", where=HeadId(), evidence={}, meaning="", remedy="")
+    general = Finding(code="X", severity="info", where=Address(), evidence={}, meaning="", remedy="")
     assert find_targets([general], records.encoder())[0].section == "provenance"
     assert find_targets([general], records.empty())[0].section == "provenance"
 

@@ -218,7 +218,7 @@ def test_a_finding_marks_all_its_heads(encoder: Page) -> None:
     opened(encoder, 40)
     encoder.wait_for_selector(".heat[data-marked='40 41']")
     assert outline(encoder)["width"] > 1.8 * outline(encoder)["height"]
-    assert encoder.input_value("#measure") == "nearest_distance"
+    assert encoder.input_value("#measure") == "nearest_head_distance"
     encoder.locator("a", has_text="encoder.layer layer 0").last.click()  # HIGH_RANK
     encoder.wait_for_function("() => document.querySelector('#measure').value === 'numerical_rank'")
 

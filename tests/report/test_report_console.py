@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.support import documents, records
 from tests.support.documents import RANK, Table, audit_document
 from tests.support.modules import token_ids
-from tests.support.records import HEAD_MEASURES, LAYER_MEASURES
+from tests.support.records import HEAD_MEASURES, STATE_MEASURES
 
 import rankwise as rw
 from rankwise._internals.statistics import mean
@@ -72,7 +72,7 @@ def test_the_first_screen_of_twelve_layers_has_at_most_30_lines() -> None:
 
 def test_the_first_screen_of_twelve_collapsed_layers_has_less_than_30_lines_of_80_characters() -> None:
     about = records.sized(12, 12).provenance
-    same = {"row_distance": 0.1, "stable_rank": 1.0, "tokens": 128, "sources": 128}
+    same = {"row_spread": 0.1, "stable_rank": 1.0, "tokens": 128, "sources": 128}
     many = [records.head(layer=at, site=f"h.{at}", **same) for at in range(12)]
     states = records.layers(0.9, *[0.01] * 12)
     found = records.audit(many, layers=states)
@@ -202,7 +202,7 @@ def test_the_table_of_a_kind_has_the_numbers_that_differ_and_the_page_shows_the_
     audit = records.encoder()
     found = [
         records.finding(
-            "INACTIVE_BLOCK", "warning", where=replace(records.place(layer), site=audit.layers[layer].site),
+            "INACTIVE_BLOCK", "warning", where=replace(records.place(layer), site=audit.states[layer].site),
             meaning=f"Block {layer} does nothing.",
             evidence={"relative_update": 0.001 * layer, "norm": 300.0},
             remedy="nothing" if layer == 4 else "remove this head",
@@ -246,7 +246,7 @@ def test_a_row_of_the_table_is_the_mean_of_its_heads() -> None:
         "3",
         "12",
         f"{mean(map(RANK.value, heads)):.2f}",
-        f"{mean(share(head.hardmax_rank, head) for head in heads):.2f}",
+        f"{mean(share(head.one_hot_rank, head) for head in heads):.2f}",
         *(f"{mean(map(row.value, heads)):.{row.digits}f}" for row in COLUMNS if not row.kinds),
     ]
     assert expected in [line.split() for line in printed("encoder").splitlines()]
@@ -275,11 +275,11 @@ def test_diagonal_layers_show_memberships_and_the_rate_of_a_layer_and_no_mask() 
 
 
 def test_states_have_their_own_table() -> None:
-    layer = records.encoder().layers[4]
+    layer = records.encoder().states[4]
     cells = [
         "4",
         "128",
-        *(f"{row.value(layer):.{row.digits}f}" for row in LAYER_MEASURES if row.console),
+        *(f"{row.value(layer):.{row.digits}f}" for row in STATE_MEASURES if row.console),
     ]
     assert cells in [line.split() for line in printed("encoder").splitlines()]
 

@@ -25,7 +25,7 @@ sys.modules["torch"] = None
 import rankwise as rw
 from rankwise.auditing import History
 from rankwise.auditing.records import Provenance
-audit = rw.Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+audit = rw.Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
 assert rw.compare(audit, rw.Audit.load(audit.save({str(tmp_path / "audit.json")!r}))).is_empty
 history = History([(step, rw.Audit.merge([audit])) for step in (1, 2)])
 assert History.load(history.save({str(tmp_path / "history")!r})).steps == [1, 2]
@@ -44,7 +44,7 @@ from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
 from rankwise.report import write_page
 from rankwise.report.audit_report import audit_document
-audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
 write_page(audit_document(audit), Path({str(tmp_path)!r}) / "report.html")
 """
     assert "plotly" not in loaded(program)

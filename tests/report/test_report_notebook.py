@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.support import records
-from tests.support.records import DRAWN, HEAD_MEASURES, LAYER_MEASURES
+from tests.support.records import DRAWN, HEAD_MEASURES, STATE_MEASURES
 from tests.unchecked import unchecked
 
 import rankwise as rw
@@ -21,7 +21,7 @@ from rankwise.report import notebook_html
 from rankwise.report.format import model_name
 from rankwise.report.notebook import MOST_COLUMNS, MOST_ROWS
 from rankwise.skips import Skips
-from rankwise.tracing import HeadId, MixerSite, StateSite
+from rankwise.tracing import Address, MixerSite, StateSite
 
 
 def of(name: str) -> rw.Audit:
@@ -94,7 +94,7 @@ def hostile_texts() -> dict[str, str]:
     code = json.dumps(name)[1:-1]
     audit = rw.Audit.model_validate_json(records.encoder().model_dump_json().replace("encoder", code))
     audit = rw.Audit.model_validate(audit.model_dump() | {"baseline": {"seeds": [0], "built": name}})
-    where = HeadId(name, 0, name, head=1)
+    where = Address(name, 0, name, head=1)
     model = torch.nn.Module()
     model.add_module(name, torch.nn.Linear(1, 1))
     site = SimpleNamespace(name=name, write=SimpleNamespace(module=name), parameter="weight")
@@ -103,8 +103,8 @@ def hostile_texts() -> dict[str, str]:
         mixer = MixerSite(name, 0, name, DenseMixing(torch.eye(2)), torch.ones(1), torch.ones(1))
         state = StateSite(name, 0, torch.zeros(1))
     known = [
-        audit, audit.heads[0], audit.layers[0], audit.findings[0], audit.provenance, audit.verdict, where,
-        HeadId(site=name), rw.compare(audit, audit), History.of([audit], [name]), skips, mixer, state,
+        audit, audit.heads[0], audit.states[0], audit.findings[0], audit.provenance, audit.verdict, where,
+        Address(site=name), rw.compare(audit, audit), History.of([audit], [name]), skips, mixer, state,
         audit.baseline,
     ]  # fmt: skip
     texts = {f"{say.__name__} of {type(one).__name__}": say(one) for one in known for say in (repr, str)}
@@ -146,7 +146,7 @@ def titles_of(audit: rw.Audit) -> list[str]:
     return [f"{head.stack}, cross" if head.cross else head.stack for head in audit.heads]
 
 
-@pytest.mark.parametrize("measure", [measure.name for measure in LAYER_MEASURES])
+@pytest.mark.parametrize("measure", [measure.name for measure in STATE_MEASURES])
 def test_the_axis_of_a_curve_starts_at_zero(measure: str) -> None:
     [axis] = of("encoder_decoder").plot_depth(measure).select_yaxes()
     assert axis.rangemode == "tozero" or axis.range[0] == 0
@@ -170,14 +170,14 @@ def test_figures_of_every_audit_escape_names(name: str) -> None:
         assert escape(model_name(audit.provenance.model)) in figure.layout.title.text
 
 
-@pytest.mark.parametrize("measure", [None, *(measure.name for measure in LAYER_MEASURES)])
+@pytest.mark.parametrize("measure", [None, *(measure.name for measure in STATE_MEASURES)])
 def test_depth_has_a_line_for_each_stack(measure: str | None) -> None:
     audit = of("encoder_decoder")
     figure = audit.plot_depth(measure)
     lines = [trace for trace in figure.data if trace.name]
     assert [trace.name for trace in lines] == ["encoder.block", "decoder.block"] * (len(lines) // 2)
     assert len(figure.data) == 3 * len(lines)
-    mine = [layer for layer in audit.layers if layer.stack == "encoder.block"]
+    mine = [layer for layer in audit.states if layer.stack == "encoder.block"]
     if measure:
         known = [getattr(layer, measure) for layer in mine]
         assert list(lines[0].y) == [value if math.isfinite(value) else None for value in known]

@@ -18,7 +18,7 @@ from rankwise.report import document_text, write_page
 from rankwise.report.page import without_nan
 
 BAND = RankAt(
-    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, hardmax_rank=9, random_rank=9, uniform_rank=9
+    delta=0.01, numerical_rank=1, rank_low=1, rank_high=1, one_hot_rank=9, random_rank=9, uniform_rank=9
 )
 
 

@@ -16,7 +16,7 @@ from tests.support.untouched import untouched
 from torch import Tensor, nn
 
 from rankwise.errors import InputError, RecordError, SkipError
-from rankwise.measures import token_spread
+from rankwise.measures import spread
 from rankwise.skips import (
     SkipCertificate,
     add_lambda_skip,
@@ -34,7 +34,7 @@ FAMILIES = ["BERT", "GPT-2", "Llama", "Gemma-2", "T5", "ViT", "Mamba", "Mamba-2"
 gpt2 = hugging_face("GPT2Model", **GPT)
 bert = hugging_face("BertModel", **BERT)
 llama = hugging_face("LlamaModel", **LLAMA)
-mu = partial(token_spread, normalized=False)
+mu = absolute_spread
 
 
 # --- bounds ----------------------------------------------------------------------------------------------
@@ -215,8 +215,8 @@ def test_spreads_follow_from_the_states() -> None:
         model(**text_inputs())
     certificate = certify_skip(model, text_inputs())
     for layer, state in zip(certificate.layers, trace.states[:-1], strict=True):
-        assert layer.spread_in == pytest.approx(float(mu(state.tokens).mean()), rel=1e-5)
-        assert layer.relative_spread_in == pytest.approx(float(token_spread(state.tokens).mean()), rel=1e-5)
+        assert layer.absolute_spread_in == pytest.approx(float(mu(state.tokens).mean()), rel=1e-5)
+        assert layer.spread_in == pytest.approx(float(spread(state.tokens).mean()), rel=1e-5)
 
 
 def test_padding_does_not_change_the_numbers() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankwise.errors import InputError
-from rankwise.measures import token_spread
+from rankwise.measures import spread
 from rankwise.skips import SkipError, add_lambda_skip, fit_skips, mean_loss, skips_of, spread_by_layer
 from rankwise.skips.fit import loss_of
 
@@ -190,7 +190,7 @@ def test_spreads_are_returned_by_stack_and_layer() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     model, states = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
     (found,) = spread_by_layer(model, [states]).values()
-    assert found[0] == pytest.approx(float(token_spread(states).mean()))
+    assert found[0] == pytest.approx(float(spread(states).mean()))
     assert spread_by_layer(model, [(states,)]) == {"layers": found}
 
 

@@ -20,7 +20,7 @@ from rankwise.errors import InputError, SkipError
 from rankwise.models import ToSTConfig, ToSTForCausalLM
 from rankwise.skips import LambdaSkip, choose_lambda, recommendation
 from rankwise.skips.observe import lambdas_of, sites_in, with_lambdas
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 bert = hugging_face("BertModel", **BERT)
 TOKENS = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
@@ -73,10 +73,10 @@ def test_the_least_lambda_without_a_collapse_is_chosen(device: torch.device) -> 
         skips = rw.add_lambda_skip(model, init=value, example=start)
         assert choice.sites == list(skips)
         audit = rw.audit(model, [start])
-        apart = min(recommendation.APART, audit.layers[0].relative_spread / 2)
+        apart = min(recommendation.APART, audit.states[0].spread / 2)
         assert (lowest >= apart) == (value == choice.value)
         assert not (lowest >= apart and collapse_of(audit))
-        assert lowest == pytest.approx(min(one.relative_spread for one in audit.layers[1:]), rel=1e-5)
+        assert lowest == pytest.approx(min(one.spread for one in audit.states[1:]), rel=1e-5)
         rw.remove_lambda_skip(model)
 
 
@@ -102,13 +102,13 @@ def test_no_lambda_is_named_if_every_lambda_collapses(monkeypatch: pytest.Monkey
     assert "no |λ| up to 0.5 keeps the token spread above 0.1, and no λ is named. Proved" in finding.meaning
     assert finding.remedy == choice.instead
     assert "lambda_tried" not in finding.evidence
-    assert finding.evidence["relative_spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
+    assert finding.evidence["spread_lowest_tried"] == max(lowest for _, lowest in choice.tried)
     rw.skips.remove_lambda_skip(model)
     rw.add_lambda_skip(model, init=0.5, example=START)
     (after,) = collapse_of(rw.audit(model, [START]))
-    lowest = finding.evidence["relative_spread_lowest_tried"]
+    lowest = finding.evidence["spread_lowest_tried"]
     rounding = 16 * torch.finfo(torch.float32).eps  # of states whose differences are of this order
-    assert after.evidence["relative_spread_lowest"] == pytest.approx(lowest, abs=rounding)
+    assert after.evidence["spread_lowest"] == pytest.approx(lowest, abs=rounding)
     assert lowest > 10 * rounding
 
 
@@ -262,7 +262,7 @@ def test_the_finding_states_trial_and_proof_and_its_remedy_removes_collapse() ->
     assert finding.evidence["lambda_tried"] == choice.value
     assert finding.evidence["lambda_proved"] == choice.proved
     assert finding.evidence["mixing_share"] == choice.mixing_share
-    assert finding.evidence["relative_spread_lowest_tried"] == choice.tried[-1][1]
+    assert finding.evidence["spread_lowest_tried"] == choice.tried[-1][1]
     assert f"|λ| = {choice.value:g} removes COLLAPSE" in finding.meaning
     assert finding.meaning.endswith("Nothing is known about training with such a λ.")
     assert recommendation.TRAINS in audit.provenance.notes
@@ -307,7 +307,7 @@ def test_a_command_names_sites_if_other_sites_keep_their_lambda(low: int) -> Non
     model = bert()
     skips = rw.add_lambda_skip(model)
     fill(skips, [0.01] * low + [1.0] * (3 - low))
-    where = HeadId(stack="encoder.layer", site="encoder.layer.0")
+    where = Address(stack="encoder.layer", site="encoder.layer.0")
     given = finding().model_copy(update={"where": where})
     one = recommendation.advise_lambda(given, model, text_inputs(), list(skips.sites.values()))
     words, value = shlex.split(one.remedy.partition(" | ")[0]), one.evidence["lambda_tried"]
@@ -485,7 +485,7 @@ def test_a_suppressed_mixer_is_found_although_its_block_changes_the_states() -> 
     skips[site].data.fill_(1e5)
     audit = advised(model, batch)
     assert inactive(audit) == [site]
-    assert min(layer.relative_update for layer in audit.layers[1:]) > INACTIVE_TURN
+    assert min(layer.relative_update for layer in audit.states[1:]) > INACTIVE_TURN
     (finding,) = [one for one in audit.findings if one.code == "INACTIVE_BLOCK"]
     certified = next(one for one in rw.certify_skip(model, batch).layers if one.site == site)
     assert finding.evidence["mixer_share"] == pytest.approx(certified.mixing_share, rel=0.2)
@@ -564,11 +564,11 @@ def test_states_with_norms_beyond_float16_have_a_share() -> None:
 
 
 def holding(*findings: Finding) -> rw.Audit:
-    return rw.Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=findings)
+    return rw.Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=findings)
 
 
 def finding() -> Finding:
-    where = HeadId(stack="h", layer=1, site="h.0")
+    where = Address(stack="h", layer=1, site="h.0")
     return Finding(code="COLLAPSE", severity="error", where=where, evidence={}, meaning="", remedy="")
 
 

@@ -27,7 +27,7 @@ from rankwise.report.page import page_text
 from rankwise.report.plan_report import plan_document
 from rankwise.report.skip_report import certificate_document
 from rankwise.skips import LayerCertificate, SkipCertificate, StackCertificate
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 OLD_FILES = Path(__file__).parents[1] / "old_files"
 
@@ -43,7 +43,7 @@ def data(audit: Audit) -> Mapping[str, Any]:
 
 
 def nasty_plan() -> Document:
-    trained = [TrainedWidth(head=HeadId(stack=NASTY, layer=0, head=0), width=4, required=math.nan)]
+    trained = [TrainedWidth(head=Address(stack=NASTY, layer=0, head=0), width=4, required=math.nan)]
     plan = HeadDimPlan(
         tokens=64, mask=NASTY, tolerance=0.01, barrier=40.0, inputs=NASTY, trials=2, head_dim=4,
         curve=[(2, 0.2, math.nan), (4, 0.4, 0.1)], interval=(2, 4), saturated=True, trained=trained,

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from rankwise.auditing import Audit, Finding, HeadRecord, LayerRecord, Provenance, Unseen
+from rankwise.auditing import Audit, Finding, HeadRecord, Provenance, StateRecord, UncapturedModule
 from rankwise.auditing.findings import diagnose as diagnose
 from rankwise.auditing.measure_table import DRAWN as DRAWN
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, Measure
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, Measure
 from rankwise.auditing.measure_table import PICTURED as PICTURED
 from rankwise.auditing.records import Baseline as Baseline
 from rankwise.auditing.records import BaselineAt as BaselineAt
@@ -18,7 +18,7 @@ from rankwise.auditing.records import RankAt, thresholds
 from rankwise.importance.records import HeadImportance as HeadImportance
 from rankwise.importance.records import ImportanceRecord
 from rankwise.importance.records import RemovableSet as RemovableSet
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 Fields = Mapping[str, Any]
 NASTY = "</script><img src=x onerror=alert(1)>"
@@ -29,7 +29,7 @@ def band(fields: Fields, **at: Mapping[int, float]) -> list[RankAt]:
     """Return the same ranks at every threshold, except values that are given by number of the threshold."""
     rank, unknown = fields["numerical_rank"], math.nan
     same = {"numerical_rank": rank} | {name: fields.get(name, rank) for name in ("rank_low", "rank_high")}
-    same |= {name: fields.get(name, unknown) for name in ("hardmax_rank", "random_rank", "uniform_rank")}
+    same |= {name: fields.get(name, unknown) for name in ("one_hot_rank", "random_rank", "uniform_rank")}
     points = [RankAt(delta=delta, **same) for delta in thresholds(0.01)]
     for name, values in at.items():
         for step, value in values.items():
@@ -43,8 +43,8 @@ def head(**changes: Any) -> HeadRecord:
         "stack": "h", "site": "h.0.attn", "layer": 0, "head": 0, "kind": "softmax", "mask": "full",
         "sequences": 2, "tokens": 32, "sources": 32, "numerical_rank": 20, "effective_rank": 12,
         "stable_rank": 3, "sigma_max": 1.4, "row_entropy": 2, "first_token_mass": 0.1, "max_token_mass": 0.2,
-        "row_distance": 0.7, "identity_distance": 0.8, "hardmax_rank": 20.4, "nearest_head": 1,
-        "nearest_distance": 0.7,
+        "row_spread": 0.7, "identity_distance": 0.8, "one_hot_rank": 20.4, "nearest_head": 1,
+        "nearest_head_distance": 0.7,
     }  # fmt: skip
     fields = usual | changes
     return HeadRecord(**({"band": band(fields)} | fields))
@@ -55,24 +55,24 @@ def heads(*changes: Fields, **all_of_them: Any) -> list[HeadRecord]:
     return [head(**({"head": at} | all_of_them | dict(change))) for at, change in enumerate(changes)]
 
 
-def layer(number: int, relative: float, **changes: Any) -> LayerRecord:
+def layer(number: int, relative: float, **changes: Any) -> StateRecord:
     """Return token states of a relative spread, without findings unless a change causes one."""
     usual: dict[str, Any] = {
         "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16,
-        "norm": 10, "token_spread": 10 * relative, "relative_spread": relative,
+        "norm": 10, "absolute_spread": 10 * relative, "spread": relative,
         "mean_cosine": 1 - relative**2, "effective_rank": 8,
     }  # fmt: skip
-    return LayerRecord(**(usual | changes))
+    return StateRecord(**(usual | changes))
 
 
-def layers(*relative: float, **changes: Any) -> list[LayerRecord]:
+def layers(*relative: float, **changes: Any) -> list[StateRecord]:
     return [layer(number, value, **changes) for number, value in enumerate(relative)]
 
 
 def audit(
     *mixers: Iterable[HeadRecord],
-    layers: Sequence[LayerRecord] = (),
-    uncaptured: Sequence[Unseen] = (),
+    layers: Sequence[StateRecord] = (),
+    uncaptured: Sequence[UncapturedModule] = (),
     importance: ImportanceRecord | None = None,
 ) -> Audit:
     """Return an audit with the findings of its records."""
@@ -145,34 +145,34 @@ def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadR
         "row_entropy": math.log(tokens) * float(np.clip(rng.normal(0.6, 0.2), 0, 1)),
         "first_token_mass": float(rng.beta(1, 6)),
         "max_token_mass": float(rng.beta(2, 5)),
-        "row_distance": float(np.clip(share + rng.normal(0, 0.05), 0, 1)),
+        "row_spread": float(np.clip(share + rng.normal(0, 0.05), 0, 1)),
         "identity_distance": float(np.clip(rng.normal(0.8, 0.1), 0, 1)),
-        "nearest_distance": float(np.clip(rng.normal(0.5, 0.15), 0.01, 1)),
+        "nearest_head_distance": float(np.clip(rng.normal(0.5, 0.15), 0.01, 1)),
     }
     causal = changes.get("mask") == "causal"
     usual: dict[str, Any] = {
         "stack": "encoder.layer", "site": "encoder.layer.0.attention.self", "layer": 0, "head": 0,
         "kind": "softmax", "mask": "full", "sequences": 64, "tokens": tokens, "sources": tokens,
-        "hardmax_rank": (tokens + 1) / 2 if causal else tokens * (1 - (1 - 1 / tokens) ** tokens),
+        "one_hot_rank": (tokens + 1) / 2 if causal else tokens * (1 - (1 - 1 / tokens) ** tokens),
         "nearest_head": 0, "std": {name: abs(value) * 0.1 for name, value in measures.items()},
         "spectrum": [float(value) for value in spectrum],
     }  # fmt: skip
     return HeadRecord(**(usual | measures | changes))
 
 
-def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> LayerRecord:
+def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> StateRecord:
     relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
-    measures = _drawn(LAYER_MEASURES, relative) | {
-        "relative_spread": relative,
+    measures = _drawn(STATE_MEASURES, relative) | {
+        "spread": relative,
         "mean_cosine": 1 - relative**2,
         "effective_rank": 1 + 90 * relative,
     }
     usual: dict[str, Any] = {
         "stack": "encoder.layer", "site": "encoder.layer.0", "layer": 0, "sequences": 64, "tokens": 128.0,
-        "width": 768, "norm": 300.0, "token_spread": 300.0 * relative,
+        "width": 768, "norm": 300.0, "absolute_spread": 300.0 * relative,
         "std": {name: abs(value) * 0.08 for name, value in measures.items()},
     }  # fmt: skip
-    return LayerRecord(**(usual | measures | changes))
+    return StateRecord(**(usual | measures | changes))
 
 
 def grid(
@@ -192,15 +192,15 @@ def grid(
     ]
 
 
-def states(layers: int, seed: int = 0, **changes: Any) -> list[LayerRecord]:
+def states(layers: int, seed: int = 0, **changes: Any) -> list[StateRecord]:
     rng = np.random.default_rng(seed + 1)
     return [random_layer(rng, layer / max(layers, 1), layer=layer, **changes) for layer in range(layers + 1)]
 
 
-def place(layer: int | None, head: int | None = None) -> HeadId:
+def place(layer: int | None, head: int | None = None) -> Address:
     """Return the address of a head or a layer of `encoder`."""
     site = "" if layer is None or head is None else f"encoder.layer.{layer}.attention.self"
-    return HeadId(stack="encoder.layer", layer=layer, head=head, site=site)
+    return Address(stack="encoder.layer", layer=layer, head=head, site=site)
 
 
 def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Finding:
@@ -213,9 +213,9 @@ def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Fi
     return Finding(code=code, severity=severity, **(usual | changes))
 
 
-FINDINGS: list[tuple[str, str, HeadId, dict[str, float], str, dict[str, Any]]] = [
+FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] = [
     (
-        "COLLAPSE", "error", place(6), {"relative_spread": 0.213, "mean_cosine": 0.955},
+        "COLLAPSE", "error", place(6), {"spread": 0.213, "mean_cosine": 0.955},
         "After layer 6 all tokens point almost the same way.",
         {"remedy": "rankwise skip sample/encoder-6x12 --init 1.0"},
     ),
@@ -229,24 +229,25 @@ FINDINGS: list[tuple[str, str, HeadId, dict[str, float], str, dict[str, Any]]] =
         "The head spends most of its weight on the first token.", {},
     ),
     (
-        "CONSTANT", "warning", place(4, 3), {"row_distance": 0.01, "stable_rank": 1.0},
+        "CONSTANT", "warning", place(4, 3), {"row_spread": 0.01, "stable_rank": 1.0},
         "Every token gets the same mixture, so the head adds one vector to all of them.", {},
     ),
     (
-        "DUPLICATE_HEADS", "warning", place(3, 4), {"nearest_distance": 0.02}, "Heads 4 and 5 mix alike.",
+        "DUPLICATE_HEADS", "warning", place(3, 4), {"nearest_head_distance": 0.02},
+        "Heads 4 and 5 mix alike.",
         {"heads": [4, 5], "remedy": "rankwise compress sample/encoder-6x12"},
     ),
     (
-        "LOW_RANK", "warning", place(4), {"numerical_rank": 44.1, "hardmax_rank": 81.1},
+        "LOW_RANK", "warning", place(4), {"numerical_rank": 44.1, "one_hot_rank": 81.1},
         "The heads of this layer mix in fewer directions than every reference.", {},
     ),
     ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
     (
-        "HIGH_RANK", "info", place(0), {"numerical_rank": 120.0, "hardmax_rank": 81.1},
+        "HIGH_RANK", "info", place(0), {"numerical_rank": 120.0, "one_hot_rank": 81.1},
         "The heads of this layer mix in more directions than every reference.", {},
     ),
     (
-        "NOT_CAPTURED", "info", HeadId(site="pooler.mixer"), {},
+        "NOT_CAPTURED", "info", Address(site="pooler.mixer"), {},
         "A module that looks like a mixer was not captured.",
         {"remedy": "rankwise audit sample/encoder-6x12 --site pooler.mixer"},
     ),
@@ -257,7 +258,7 @@ def encoder() -> Audit:
     """Return six layers of twelve heads with one finding of each code."""
     notable = {
         2 * 12 + 7: {"first_token_mass": 0.87, "max_token_mass": 0.93, "numerical_rank": 9.0},
-        4 * 12 + 3: {"row_distance": 0.01, "stable_rank": 1.0},
+        4 * 12 + 3: {"row_spread": 0.01, "stable_rank": 1.0},
         5 * 12 + 11: {
             "numerical_rank": math.nan, "effective_rank": math.nan, "sequences": 0, "nonfinite": 64,
         },
@@ -266,7 +267,7 @@ def encoder() -> Audit:
         finding(code, severity, where=where, evidence=evidence, meaning=meaning, **more)
         for code, severity, where, evidence, meaning, more in FINDINGS
     ]
-    missed = Unseen(
+    missed = UncapturedModule(
         name="pooler.mixer", type="TokenMixer", reason="it calls no operation that is known to mix"
     )
     whole = Audit(
@@ -287,11 +288,11 @@ def encoder_decoder() -> Audit:
     collapse = finding(
         "COLLAPSE",
         "error",
-        where=HeadId(stack="decoder.block", layer=6),
-        evidence={"relative_spread": 0.172, "mean_cosine": 0.97},
+        where=Address(stack="decoder.block", layer=6),
+        evidence={"spread": 0.172, "mean_cosine": 0.97},
         meaning="After layer 6 all tokens point almost the same way.",
     )
-    sink = finding(where=HeadId(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
+    sink = finding(where=Address(stack="decoder.block", layer=4, head=6, site=cross.format(4)))
     return Audit(
         provenance=provenance("sample/encoder-decoder", model_class="T5ForConditionalGeneration"),
         heads=heads,
@@ -304,10 +305,10 @@ def encoder_decoder() -> Audit:
 def nasty() -> Audit:
     """Return an audit in which every string would run a script if it is not escaped."""
     site = NASTY + "<!--{}"
-    where = HeadId(stack=NASTY, layer=1, head=2, site=site.format(1))
+    where = Address(stack=NASTY, layer=1, head=2, site=site.format(1))
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=HeadId(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
+        finding("COLLAPSE", "error", where=Address(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
     ]
     about = provenance(
         NASTY,
@@ -321,7 +322,7 @@ def nasty() -> Audit:
         heads=grid(2, 3, site=site, stack=NASTY, kind=NASTY),
         layers=states(2, stack=NASTY, site=NASTY),
         findings=found,
-        uncaptured=[Unseen(name=NASTY, type=NASTY, reason=NASTY)],
+        uncaptured=[UncapturedModule(name=NASTY, type=NASTY, reason=NASTY)],
     )
 
 
@@ -348,9 +349,9 @@ def empty() -> Audit:
 def only_nan() -> Audit:
     """Return two layers of two heads without one finite number."""
     measures = (row.name for row in HEAD_MEASURES)
-    unknown = dict.fromkeys(["tokens", "sources", "hardmax_rank", *measures], math.nan)
+    unknown = dict.fromkeys(["tokens", "sources", "one_hot_rank", *measures], math.nan)
     heads = [one.model_copy(update=unknown | {"spectrum": [math.nan] * 4, "std": {}}) for one in grid(2, 2)]
-    unknown = dict.fromkeys(["tokens", *(row.name for row in LAYER_MEASURES)], math.nan)
+    unknown = dict.fromkeys(["tokens", *(row.name for row in STATE_MEASURES)], math.nan)
     layers = [one.model_copy(update=unknown | {"std": {}}) for one in states(2)]
     return Audit(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
 
@@ -358,7 +359,7 @@ def only_nan() -> Audit:
 def mixed() -> Audit:
     """Return a stack that alternates masks and mixers, with one state-space head per layer."""
     heads = [
-        one.model_copy(update={"mask": "causal", "hardmax_rank": 64.5} if one.layer % 4 == 1 else {})
+        one.model_copy(update={"mask": "causal", "one_hot_rank": 64.5} if one.layer % 4 == 1 else {})
         for one in grid(8, 6, 4, "layers.{}.self_attn", stack="layers")
         if one.layer % 2
     ]
@@ -389,7 +390,7 @@ def memberships() -> Audit:
         made = grid(3, 4, 7, stack + ".{}.mixer", stack=stack, kind="diagonal", tokens=float(tokens))
         for one in made:
             share = [float(x) for x in rng.uniform(0, 0.5, tokens)]
-            known = {"membership": 0.25, "coding_rate": 0.02, "hardmax_rank": math.nan, "mask": "other"}
+            known = {"membership": 0.25, "coding_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
             known |= {"membership_map": share, "membership_grid": patches}
             heads.append(one.model_copy(update=known))
     layers = states(3, stack="text") + states(3, 2, stack="picture")
@@ -400,13 +401,13 @@ def long_names() -> Audit:
     """Return an audit with names in which a line cannot break."""
     name, stack = "organisation/" + "model_" * 20, "transformer_" * 10
     heads = grid(3, 4, site=stack + ".{}." + "attention_" * 10, stack=stack, kind="semiseparable")
-    where = HeadId(stack=stack, layer=1, head=2, site=heads[6].site)
+    where = Address(stack=stack, layer=1, head=2, site=heads[6].site)
     return Audit(
         provenance=provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200]),
         heads=heads,
         layers=states(3, stack=stack),
         findings=[finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)],
-        uncaptured=[Unseen(name=stack * 2, type="T" * 100, reason="r" * 100)],
+        uncaptured=[UncapturedModule(name=stack * 2, type="T" * 100, reason="r" * 100)],
     )
 
 

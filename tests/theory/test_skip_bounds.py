@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rankwise._internals.linalg import mean_distance as mu
-from rankwise.measures import token_spread
+from rankwise.measures import spread
 from rankwise.theory import min_lambda, min_lambda_paper, mixing_strength, skip_bound
 
 SLACK = 1e-9
@@ -414,7 +414,7 @@ def test_the_rest_of_the_proof() -> None:
 def test_without_a_skip_averaging_collapses_at_once() -> None:
     y = normed(states(0, 5, 4, 0.0), "layer")
     after = normed(torch.full((5, 5), 0.2, dtype=torch.float64) @ y, "layer")
-    assert token_spread(after[None]).item() < 1e-12
+    assert spread(after[None]).item() < 1e-12
 
 
 def test_with_the_usual_skip_a_row_stochastic_mixer_can_collapse_at_once() -> None:
@@ -451,7 +451,7 @@ def test_they_bound_the_spread_of_the_measures() -> None:
     rows = torch.randn(3, 5, 4, dtype=torch.float64)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2, [False] * 2 + [True] * 3])
     rows[1, 4] = torch.nan
-    assert torch.equal(skip_bound(rows, 0 * rows, 1.0, mask), token_spread(rows, mask, normalized=False))
+    assert torch.equal(skip_bound(rows, 0 * rows, 1.0, mask), absolute_spread(rows, mask))
 
 
 def test_a_state_without_spread_needs_an_infinite_scale() -> None:

@@ -535,13 +535,13 @@ def test_an_uncaptured_block_counts_as_a_layer():
     def forward(self, x):  # an attention that is not seen: no function that is known mixes the tokens
         return (self.q_proj(x) * self.k_proj(x)).flip(1)
 
-    unseen = kind(forward, "Unseen", q_proj=linear, k_proj=linear)
+    unseen = kind(forward, "UncapturedModule", q_proj=linear, k_proj=linear)
     model = sequential(attention_block(), Block(unseen()), attention_block()).eval()
     trace = seen(model, hidden())
     assert [(site.name, site.layer) for site in trace.mixers] == [("0.attention", 0), ("2.attention", 2)]
     assert layers_of(trace.states) == [0, 1, 2, 3]
     (uncaptured,) = trace.uncaptured
-    assert (uncaptured.name, uncaptured.type) == ("1.attention", "Unseen")
+    assert (uncaptured.name, uncaptured.type) == ("1.attention", "UncapturedModule")
     assert "no softmax attention was seen inside it" in uncaptured.reason
 
 

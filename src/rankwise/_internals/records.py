@@ -1,16 +1,17 @@
-"""Base class, field types and loading of records (results saved as JSON); torch is not imported here."""
+"""Addresses in a model, and the base of records (results saved as JSON); torch is not imported here."""
 
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from rankwise._internals.files import parse_json, write_file
-from rankwise.errors import RecordError, readable_file
+from rankwise.errors import RecordError, readable_file, strip_control
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R", bound="SavedRecord")
@@ -44,6 +45,65 @@ class Record(BaseModel):
 
     def __str__(self) -> str:
         return repr(self)
+
+
+Index = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Address of a head: equal in every batch, run and saved file.
+
+    A field at its default (None or "") widens the address to a whole mixer, layer, stack or model.
+
+    Examples:
+        >>> head = Address("encoder.layer", 3, "encoder.layer.3.attention.self", head=7)
+        >>> str(head)
+        'encoder.layer layer 3 head 7'
+        >>> head.at(None) == Address("encoder.layer", 3, "encoder.layer.3.attention.self")
+        True
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    stack: str = ""
+    """Name of the stack (chain of blocks), such as ``encoder.layer``."""
+    layer: Index | None = None
+    """Index of the block in the stack, from 0."""
+    site: str = ""
+    """Name of the module that mixes tokens."""
+    call: Index = 0
+    """Index of the call among the calls of the module in this layer, from 0."""
+    head: Index | None = None
+
+    def at(self, head: int | None) -> "Address":
+        """Return the address of another head of the same mixer call; None addresses the whole call."""
+        return replace(self, head=head)
+
+    @property
+    def sort_key(self) -> tuple[str, int, str, int, int]:
+        """Key that sorts addresses by stack, layer, site, call and head; None comes first."""
+        layer, head = (-1 if part is None else part for part in (self.layer, self.head))
+        return self.stack, layer, self.site, self.call, head
+
+    def __str__(self) -> str:
+        parts = [strip_control(self.stack)] if self.stack else []
+        if self.layer is not None:
+            parts.append(f"layer {self.layer}")
+        if self.head is not None:
+            parts.append(f"head {self.head}")
+        return " ".join(parts) or strip_control(self.site) or "model"
+
+
+@dataclass(frozen=True)
+class UncapturedModule:
+    """Module that looks like a mixer (it mixes tokens) but was not captured, with the reason."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    type: str
+    reason: str
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -80,8 +140,6 @@ class SavedRecord(Record):
     A subclass has the fields ``format``, which is "rankwise-NOUN", and ``schema_version``.
     """
 
-    _unmarked: ClassVar[bool] = False
-    """True if files of schema version 1 contain neither format nor version."""
     _command: ClassVar[str] = ""
     """Command that writes such files; empty if its name is NOUN."""
     _report: ClassVar[str] = ""
@@ -90,11 +148,6 @@ class SavedRecord(Record):
     @classmethod
     def _noun(cls) -> str:
         return str(cls.model_fields["format"].default).removeprefix("rankwise-")
-
-    @staticmethod
-    def _upgraded(content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of a file, of an older schema version too, with the current fields."""
-        return content
 
     def save(self, path: str | Path) -> Path:
         """Write JSON, in an existing folder as ``audit.json``, ``plan.json``, …; return the path.
@@ -109,11 +162,9 @@ class SavedRecord(Record):
     def load(cls: type[R], path: str | Path) -> R:
         """Return the record in a file, or in ``audit.json``, ``plan.json``, … of a folder.
 
-        Files of older schema versions are converted.
-
         Raises:
             InputError: if the file cannot be read.
-            RecordError: if the file has another format, a newer schema version or damaged content.
+            RecordError: if the file has another format, another schema version or damaged content.
         """
         noun, version = cls._noun(), cls.model_fields["schema_version"].default
         file_format = f"rankwise-{noun}"
@@ -132,21 +183,17 @@ class SavedRecord(Record):
             fix = f"The file is cut short or of another kind; {again}"
             raise refused("JSON", _shortened(str(error)), fix) from None
         content = content if isinstance(content, dict) else {}
-        if cls._unmarked and content:
-            content = {"format": file_format, "schema_version": 1} | content
         if (stated := content.get("format")) != file_format:
             got = "other JSON" if stated is None else _shortened(f'"format": {stated!r}')
             raise refused(
                 f'an object with "format": "{file_format}"', got, f"Pass a file with a saved {noun}."
             )
-        found = content.get("schema_version")
-        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= version:
-            newer = isinstance(found, int) and found > version
-            expected = f"schema version {version}" if version == 1 else f"schema version 1 to {version}"
-            fix = "Upgrade rankwise to read it." if newer else f"The file is damaged; {again}"
-            raise refused(expected, _shortened(json.dumps(found)), fix)
+        stated_version = content.get("schema_version")
+        if stated_version != version or isinstance(stated_version, bool):
+            fix = f"To write it in this version, {again}"
+            raise refused(f"schema version {version}", _shortened(json.dumps(stated_version)), fix)
         try:
-            return cls.model_validate(cls._upgraded(content))
+            return cls.model_validate(content)
         except (ValidationError, RecursionError) as error:
             got = "lists or objects that are nested too deeply"
             if isinstance(error, ValidationError):

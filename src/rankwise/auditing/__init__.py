@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from rankwise.auditing.findings import RULES, check_codes
     from rankwise.auditing.history import History, compare, in_order
     from rankwise.auditing.initialization import BaselineSettings, InitializationError, reinitialized
-    from rankwise.auditing.records import AttentionMap, Finding, HeadRecord, LayerRecord, Provenance, Unseen
+    from rankwise.auditing.records import (
+        AttentionMap,
+        Finding,
+        HeadRecord,
+        Provenance,
+        StateRecord,
+        UncapturedModule,
+    )
     from rankwise.auditing.result import Audit
     from rankwise.auditing.run import AuditError, audit
     from rankwise.auditing.settings import AuditSettings
@@ -30,9 +37,9 @@ __all__ = [
     "HeadRecord",
     "History",
     "InitializationError",
-    "LayerRecord",
     "Provenance",
-    "Unseen",
+    "StateRecord",
+    "UncapturedModule",
     "audit",
     "check_codes",
     "compare",

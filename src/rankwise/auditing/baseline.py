@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
+from rankwise._internals.records import Address
 from rankwise._internals.statistics import Floats, t_quantile
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
-from rankwise.auditing.records import Baseline, BaselineAt, HeadRecord, LayerRecord
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
+from rankwise.auditing.records import Baseline, BaselineAt, HeadRecord, StateRecord
 from rankwise.auditing.statistics import ModelStatistics
-from rankwise.tracing.head_id import HeadId
 
-OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_distance"]
+OF_HEADS = [*(row.name for row in HEAD_MEASURES if not row.late), "nearest_head_distance"]
 """Measures of heads in a baseline: measures of the mixing matrix, but not importance."""
 NUMERICAL_RANK = next(row for row in HEAD_MEASURES if row.name == "numerical_rank")
-OF_LAYERS = [row.name for row in LAYER_MEASURES]
+OF_LAYERS = [row.name for row in STATE_MEASURES]
 FEWEST_PAIRS = 3
 """Minimum number of pairs (sequence, seed) for a standard deviation of differences."""
 
 
 def head_baselines(
     own: ModelStatistics, copies: Sequence[ModelStatistics], delta: float
-) -> dict[HeadId, dict[str, Any]]:
+) -> dict[Address, dict[str, Any]]:
     """Return, by head address, the baseline and the ranks at initialization of heads that are also in a copy.
 
     Model (``own``) and copies need ranks per sequence, for the same sequences in the same order.
@@ -54,7 +54,7 @@ def layer_baselines(
     return baselines
 
 
-def _heads(statistics: ModelStatistics, delta: float) -> dict[HeadId, tuple[HeadRecord, Floats]]:
+def _heads(statistics: ModelStatistics, delta: float) -> dict[Address, tuple[HeadRecord, Floats]]:
     """Return the record and the ranks (N sequences, 5 thresholds, 2 bounds) of each captured head."""
     found = {}
     for mixer, heads in statistics.heads.items():
@@ -81,7 +81,7 @@ def _of_head(
     return Baseline.model_validate(fields)
 
 
-def _moments(copies: Sequence[HeadRecord] | Sequence[LayerRecord], names: Sequence[str]) -> dict[str, Any]:
+def _moments(copies: Sequence[HeadRecord] | Sequence[StateRecord], names: Sequence[str]) -> dict[str, Any]:
     means = {name: np.array([getattr(record, name) for record in copies]) for name in names}
     stds = {name: np.array([record.std.get(name, math.nan) for record in copies]) for name in names}
     return {

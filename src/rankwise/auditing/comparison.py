@@ -10,16 +10,15 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from pydantic import Field
 
-from rankwise._internals.records import Count, Number, Record, grouped
+from rankwise._internals.records import Address, Count, Number, Record, grouped
 from rankwise._internals.statistics import mean
 from rankwise.auditing.findings import place_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange, finding_changes
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, HeadMeasure, LayerMeasure
-from rankwise.auditing.records import Finding, HeadRecord, LayerRecord, Provenance, last_states
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, HeadMeasure, StateMeasure
+from rankwise.auditing.records import Finding, HeadRecord, Provenance, StateRecord, last_states
 from rankwise.auditing.result import Audit
-from rankwise.tracing.head_id import HeadId
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the file format, incremented if a field of a comparison changes its meaning."""
 COST = "removal_cost"
 """Name of the cost of removing a head: a measure in the unit of the loss, without a fixed range."""
@@ -28,14 +27,14 @@ LOSS = "loss, "
 INITIAL = tuple(measure.name for measure in HEAD_MEASURES if measure.name.startswith("init_"))
 """Measures of heads that an audit without a baseline does not have."""
 
-R = TypeVar("R", HeadRecord, LayerRecord)
-AnyMeasure = HeadMeasure | LayerMeasure
+R = TypeVar("R", HeadRecord, StateRecord)
+AnyMeasure = HeadMeasure | StateMeasure
 
 
 class Change(Record):
     """One measure of one head, or of the token states of one layer, in two audits."""
 
-    where: HeadId
+    where: Address
     measure: str
     before: Number
     after: Number
@@ -95,8 +94,8 @@ class Comparison(Record):
     after: Provenance
     heads: int
     """Number of heads in both audits."""
-    layers: int
-    """Number of layers whose token states are in both audits."""
+    states: int
+    """Number of token states that are in both audits."""
     warnings: list[str] = Field(default_factory=list)
     """Reasons why numbers of the two audits may not be comparable."""
     structure: list[str] = Field(default_factory=list)
@@ -111,10 +110,10 @@ class Comparison(Record):
     """Number of differences that rounding alone can cause: they are not in `changes`."""
     findings: list[FindingChange] = Field(default_factory=list)
     """Findings of both audits, sorted by outcome: new, worse, better, changed, unchanged, resolved."""
-    matched: list[HeadId] = Field(default_factory=list)
+    matched: list[Address] = Field(default_factory=list)
     """Heads in both audits, as the second audit names them."""
-    only_before: list[HeadId] = Field(default_factory=list)
-    only_after: list[HeadId] = Field(default_factory=list)
+    only_before: list[Address] = Field(default_factory=list)
+    only_after: list[Address] = Field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
@@ -159,7 +158,7 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     if not heads:
         # One model may be a part of the other, so that the names of its modules differ.
         heads, *only_heads = _matched(before.heads, after.heads, "layer call head cross kind", stacks)
-    layers, *only_layers = _matched(before.layers, after.layers, "layer", stacks)
+    states, *only_states = _matched(before.states, after.states, "blocks", stacks)
     costs, baselines = _cost_differences(before, after), _baseline_difference(before, after)
     left_out = {*([COST] if costs else []), *(INITIAL if baselines else [])}
     losses = [abs(audit.importance.value) for audit in (before, after) if audit.importance is not None]
@@ -169,14 +168,14 @@ def compare_two(before: Audit, after: Audit) -> Comparison:
     eps = float(np.finfo(np.float64 if dtypes == {"float64"} else np.float32).eps)
     every = [
         *(change for pair in heads for change in _changes(*pair, measures, eps, cost_range)),
-        *(change for pair in layers for change in _changes(*pair, LAYER_MEASURES, eps)),
+        *(change for pair in states for change in _changes(*pair, STATE_MEASURES, eps)),
     ]
     changes = [change for change in every if change.size]
     by_layer = _layer_changes(before, after, stacks)
-    only = [[*map(place_of, only_heads[side]), *map(place_of, only_layers[side])] for side in (0, 1)]
+    only = [[*map(place_of, only_heads[side]), *map(place_of, only_states[side])] for side in (0, 1)]
     return Comparison(
-        before=before.provenance, after=after.provenance, heads=len(heads), layers=len(layers),
-        warnings=[*_warnings(before, after, heads, layers), *costs, *baselines],
+        before=before.provenance, after=after.provenance, heads=len(heads), states=len(states),
+        warnings=[*_warnings(before, after, heads, states), *costs, *baselines],
         structure=[*_structure(before, after, stacks)], totals=_totals(before, after),
         by_layer=[change for change in by_layer if change.measure not in left_out],
         below_rounding=len(every) - len(changes),
@@ -195,7 +194,7 @@ def paired_stacks(before: Audit, after: Audit) -> dict[str, str]:
 
 
 def _stacks(audit: Audit) -> list[str]:
-    return list(dict.fromkeys([head.stack for head in audit.heads] + [layer.stack for layer in audit.layers]))
+    return list(dict.fromkeys([head.stack for head in audit.heads] + [state.stack for state in audit.states]))
 
 
 def _matched(
@@ -224,7 +223,8 @@ def _changes(
     Numbers are sums over tokens of states that every layer up to this one has rounded. n rounding errors of
     one eps of the range each, independent of each other, add up to about √n·eps.
     """
-    rounding = eps * math.sqrt(abs(after.tokens * (after.layer + 1)))
+    depth = after.blocks if isinstance(after, StateRecord) else after.layer
+    rounding = eps * math.sqrt(abs(after.tokens * (depth + 1)))
     for measure in measures:
         old, new = getattr(before, measure.name), getattr(after, measure.name)
         known = [math.isfinite(value) for value in (old, new)]
@@ -249,17 +249,17 @@ def layer_means(audit: Audit) -> dict[LayerKey, tuple[float, float]]:
         for measure in HEAD_MEASURES:
             values, deviations = ([of(measure, head) for head in heads] for of in (HeadMeasure.value, _std))
             found[LayerKey("heads", *layer, measure.name)] = mean(values), mean(deviations)
-    for state in audit.layers:
-        for of_states in LAYER_MEASURES:
-            key = LayerKey("states", state.stack, state.layer, False, of_states.name)
+    for state in audit.states:
+        for of_states in STATE_MEASURES:
+            key = LayerKey("states", state.stack, state.blocks, False, of_states.name)
             found[key] = of_states.value(state), _std(of_states, state)
     return {key: pair for key, pair in found.items() if math.isfinite(pair[0])}
 
 
-def _std(measure: AnyMeasure, record: HeadRecord | LayerRecord) -> float:
+def _std(measure: AnyMeasure, record: HeadRecord | StateRecord) -> float:
     """Return the standard deviation over sequences, in the unit of `Measure.value`."""
     std = record.std.get(measure.name, math.nan)
-    return std / record.smaller if measure.share else std
+    return std / record.full_rank if measure.share else std
 
 
 def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterator[LayerChange]:
@@ -281,14 +281,14 @@ def _layer_changes(before: Audit, after: Audit, stacks: Mapping[str, str]) -> It
 def _totals(before: Audit, after: Audit) -> list[Total]:
     numbers: dict[str, list[float]] = defaultdict(list)
     for audit in (before, after):
-        last = last_states(audit.layers)
+        last = last_states(audit.states)
         numbers["parameters"].append(audit.provenance.parameters or math.nan)
         numbers["layers that mix"].append(len({(head.stack, head.layer) for head in audit.heads}))
         numbers["heads"].append(len(audit.heads))
         numbers["tokens of a sequence"].append(mean(head.tokens for head in audit.heads))
-        numbers["width of the token states"].append(mean(layer.width for layer in last))
-        numbers["token spread at the end"].append(mean(layer.relative_spread for layer in last))
-        numbers["effective rank of the last states"].append(mean(layer.effective_rank for layer in last))
+        numbers["width of the token states"].append(mean(state.hidden_size for state in last))
+        numbers["token spread at the end"].append(mean(state.spread for state in last))
+        numbers["effective rank of the last states"].append(mean(state.effective_rank for state in last))
         numbers["findings"].append(len(audit.findings))
     known = [audit.importance for audit in (before, after) if math.isfinite(audit.loss) and audit.importance]
     if len(known) == 2 and known[0].quantity == known[1].quantity:
@@ -319,7 +319,7 @@ def _structure(before: Audit, after: Audit, stacks: Mapping[str, str]) -> Iterat
             if unlike:
                 yield f"{words}{place}: {'; '.join(unlike)}.{consequence}"
         widths, other_widths = (
-            ", ".join(map(str, sorted({layer.width for layer in audit.layers if layer.stack == stack})))
+            ", ".join(map(str, sorted({state.hidden_size for state in audit.states if state.stack == stack})))
             for audit, stack in ((before, ours), (after, theirs))
         )
         if widths and other_widths and widths != other_widths:
@@ -351,14 +351,14 @@ def _warnings(
     before: Audit,
     after: Audit,
     heads: Sequence[tuple[HeadRecord, HeadRecord]],
-    layers: Sequence[tuple[LayerRecord, LayerRecord]],
+    states: Sequence[tuple[StateRecord, StateRecord]],
 ) -> Iterator[str]:
     """Yield reasons why the numbers of two audits may not be comparable, apart from costs and baselines."""
     for field, (subject, consequence) in _PROVENANCE.items():
         one, other = (getattr(audit.provenance, field) for audit in (before, after))
         if one != other:
             yield f"{subject}: {one or 'unknown'} before, {other or 'unknown'} after. {consequence}"
-    pairs: list[tuple[HeadRecord | LayerRecord, HeadRecord | LayerRecord]] = [*heads, *layers]
+    pairs: list[tuple[HeadRecord | StateRecord, HeadRecord | StateRecord]] = [*heads, *states]
     old, new = (mean(pair[side].tokens for pair in pairs) for side in (0, 1))
     if old != new and math.isfinite(old) and math.isfinite(new):
         yield (

@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from rankwise._internals.records import grouped
+from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import WIDTH_TOLERANCE
 from rankwise.auditing.importance_findings import (
     WITHOUT_IT,
@@ -24,14 +25,13 @@ from rankwise.auditing.records import (
     Baseline,
     Finding,
     HeadRecord,
-    LayerRecord,
     Provenance,
     Severity,
-    Unseen,
+    StateRecord,
+    UncapturedModule,
 )
 from rankwise.errors import one_of
 from rankwise.importance.records import ImportanceRecord
-from rankwise.tracing.head_id import HeadId
 
 # Shorter sequences are not judged: many 2×2 matrices are close to the identity or have nearly equal rows.
 MIN_TOKENS = 8
@@ -66,8 +66,8 @@ class Measured(NamedTuple):
     """Records of an audit, which the rules read to find findings."""
 
     heads: Sequence[HeadRecord]
-    layers: Sequence[LayerRecord]
-    uncaptured: Sequence[Unseen]
+    states: Sequence[StateRecord]
+    uncaptured: Sequence[UncapturedModule]
     importance: ImportanceRecord | None
     mixers: Collection[list[HeadRecord]]
     """Heads grouped by mixer."""
@@ -118,14 +118,14 @@ def rule(*codes: str, **properties: Any) -> Callable[[Find], Find]:
 
 def diagnose(
     heads: Sequence[HeadRecord],
-    layers: Sequence[LayerRecord],
-    uncaptured: Sequence[Unseen],
+    states: Sequence[StateRecord],
+    uncaptured: Sequence[UncapturedModule],
     importance: ImportanceRecord | None = None,
     provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Return all findings, sorted by severity, then in the order of the rules and of the model."""
     mixers = grouped(heads, lambda head: (head.id.at(None), head.cross)).values()
-    measured = Measured(heads, layers, uncaptured, importance, mixers, provenance)
+    measured = Measured(heads, states, uncaptured, importance, mixers, provenance)
     subjects = {rule.find: rule.about for rule in RULES.values()}
     found: list[Finding] = []
     for about_heads, group in groupby(subjects, lambda find: subjects[find] == "head"):
@@ -134,7 +134,7 @@ def diagnose(
             found += (finding for find in finds for finding in find(subject))
     if importance is not None:
         priced = {code: rule.about for code, rule in RULES.items() if rule.with_costs}
-        found = with_removal_costs(found, priced, heads, importance, layers, provenance)
+        found = with_removal_costs(found, priced, heads, importance, states, provenance)
     found = [one.model_copy(update={"remedy": runnable(one.remedy, provenance)}) for one in found]
     return sorted(found, key=lambda finding: SEVERITY_ORDER[finding.severity])
 
@@ -159,11 +159,11 @@ def removable(measured: Measured) -> Iterator[Finding]:
     """Find the heads that can be removed together."""
     importance = measured.importance
     if importance is not None and (found := importance.removable) is not None and found.heads:
-        saved = saved_share(found.heads, measured.heads, measured.layers, measured.provenance)
+        saved = saved_share(found.heads, measured.heads, measured.states, measured.provenance)
         numbers = {name: getattr(found, name) for name in ("cost", "relative", "loss")}
         evidence = {"heads": len(found.heads), **numbers, "parameters": saved}
         words = describe_removable(importance, found, saved)
-        place = HeadId() if len(found.heads) > 1 else found.heads[0]
+        place = Address() if len(found.heads) > 1 else found.heads[0]
         yield _finding("REMOVABLE", place, evidence, words, remedy=removal_remedy(saved, found.tolerance))
 
 
@@ -175,7 +175,7 @@ def random_weights(measured: Measured) -> Iterator[Finding]:
         words = f"{len(names)} weights are random, because the checkpoint lacks them, such as {names[0]}."
         remedy = f"see which names the checkpoint has instead, `{loading_command(about)}`, and save it under "
         remedy += "the names of the model"
-        yield _finding("RANDOM_WEIGHTS", HeadId(), {"weights": len(names)}, words, "warning", remedy=remedy)
+        yield _finding("RANDOM_WEIGHTS", Address(), {"weights": len(names)}, words, "warning", remedy=remedy)
 
 
 @rule(
@@ -195,11 +195,11 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
             evidence = {"heads": len(broken), "sequences": max(head.nonfinite for head in broken)}
             words = f"Attention of {broken[0].site or 'the model itself'}: {meaning}"
             found.append(_finding("NONFINITE", broken[0], evidence, words, "error", broken, remedy))
-    for layer in measured.layers:
-        if layer.nonfinite:
-            words = f"Token states after {layer.layer} blocks: {meaning}"
-            evidence = {"sequences": layer.nonfinite}
-            found.append(_finding("NONFINITE", layer, evidence, words, "error", remedy=remedy))
+    for state in measured.states:
+        if state.nonfinite:
+            words = f"Token states after {state.blocks} blocks: {meaning}"
+            evidence = {"sequences": state.nonfinite}
+            found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in found]
     # the mixer of a layer reads the states of the same number
     yield from sorted(
@@ -208,24 +208,24 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
 
 
 @rule(
-    "COLLAPSE", about="stack", names="collapse through depth", decided_by="relative_spread_lowest",
-    worse="lower", shown_by="relative_spread", remedy="rw.skips.recommend(audit, model, batch)",
+    "COLLAPSE", about="stack", names="collapse through depth", decided_by="spread_lowest",
+    worse="lower", shown_by="spread", remedy="rw.skips.recommend(audit, model, batch)",
 )  # fmt: skip
 def collapse(measured: Measured) -> Iterator[Finding]:
     """Find stacks in which tokens become equal."""
-    for group in grouped(measured.layers, lambda layer: layer.stack).values():
-        states = [layer for layer in group if layer.tokens >= MIN_TOKENS]
-        first = states[0].relative_spread if states else math.nan
+    for group in grouped(measured.states, attrgetter("stack")).values():
+        states = [state for state in group if state.tokens >= MIN_TOKENS]
+        first = states[0].spread if states else math.nan
         threshold = min(COLLAPSE_SPREAD, COLLAPSE_FALL * first)
-        low = [layer for layer in states[1:] if layer.relative_spread < threshold]
+        low = [state for state in states[1:] if state.spread < threshold]
         if not low or math.isnan(first):
             continue
-        start, lowest = low[0], min(layer.relative_spread for layer in low)
-        bounds = {"relative_spread_layer_0": first, "relative_spread_lowest": lowest}
-        evidence = {"relative_spread": start.relative_spread, **bounds, "mean_cosine": start.mean_cosine}
+        start, lowest = low[0], min(state.spread for state in low)
+        bounds = {"spread_input": first, "spread_lowest": lowest}
+        evidence = {"spread": start.spread, **bounds, "mean_cosine": start.mean_cosine}
         words = (
-            f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.relative_spread:.2g} "
-            f"after {start.layer} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
+            f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.spread:.2g} "
+            f"after {start.blocks} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
             f"{COLLAPSED_RUNS} training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
         yield _finding("COLLAPSE", start, evidence, words, "error")
@@ -239,13 +239,13 @@ def collapse(measured: Measured) -> Iterator[Finding]:
 )  # fmt: skip
 def inactive_block(measured: Measured) -> Iterator[Finding]:
     """Find blocks that return their input, such as by a λ, a LayerScale, a gate or small output weights."""
-    for layer in measured.layers:
-        if layer.relative_update < INACTIVE_TURN:
+    for state in measured.states:
+        if state.relative_update < INACTIVE_TURN:
             words = (
-                f"Block {layer.layer - 1} barely changes its tokens: only {layer.relative_update:.1g} of its "
-                "output is not a multiple of its input."
+                f"Block {state.blocks - 1} barely changes its tokens: only {state.relative_update:.1g} of "
+                "its output is not a multiple of its input."
             )
-            yield _finding("INACTIVE_BLOCK", layer, {}, words, "warning")
+            yield _finding("INACTIVE_BLOCK", state, {}, words, "warning")
 
 
 @rule(
@@ -261,12 +261,12 @@ def sink(head: HeadRecord) -> Iterator[Finding]:
 
 
 @rule(
-    "CONSTANT", about="head", names="constant heads", decided_by="row_distance", worse="lower",
-    shown_by="row_distance", evidence="stable_rank row_distance", remedy=WITHOUT_IT, with_costs=True,
+    "CONSTANT", about="head", names="constant heads", decided_by="row_spread", worse="lower",
+    shown_by="row_spread", evidence="stable_rank row_spread", remedy=WITHOUT_IT, with_costs=True,
 )  # fmt: skip
 def constant(head: HeadRecord) -> Iterator[Finding]:
     """Find a head whose rows are nearly equal, unless it is a sink."""
-    alike = head.stable_rank < CONSTANT_STABLE_RANK and head.row_distance < CONSTANT_DISTANCE
+    alike = head.stable_rank < CONSTANT_STABLE_RANK and head.row_spread < CONSTANT_DISTANCE
     if _is_judged(head) and alike and not head.max_token_mass > SINK_MASS:
         words = "All rows are nearly the same: every token gets the same average."
         yield _structure("CONSTANT", head, words)
@@ -287,7 +287,7 @@ def identity(head: HeadRecord) -> Iterator[Finding]:
 
 @rule(
     "DUPLICATE_HEADS", about="group", names="duplicate heads", decided_by="heads", worse="higher",
-    shown_by="nearest_distance", with_costs=True, causes_action=False,
+    shown_by="nearest_head_distance", with_costs=True, causes_action=False,
 )  # fmt: skip
 def duplicate_heads(measured: Measured) -> Iterator[Finding]:
     """Find groups of attention heads with nearly the same matrix, by joining heads to their nearest heads.
@@ -304,14 +304,17 @@ def duplicate_heads(measured: Measured) -> Iterator[Finding]:
         distances: dict[int, float] = {}
         for head in by_number.values():
             other = by_number.get(head.nearest_head)
-            near = head.nearest_distance < DUPLICATE_DISTANCE and _tokens(head) >= MIN_TOKENS
+            near = head.nearest_head_distance < DUPLICATE_DISTANCE and _tokens(head) >= MIN_TOKENS
             if near and other is not None and not {head.head, other.head} <= explained:
                 joined = groups.get(head.head, {head.head}) | groups.get(other.head, {other.head})
                 groups.update(dict.fromkeys(joined, joined))
-                distances[head.head] = head.nearest_distance
+                distances[head.head] = head.nearest_head_distance
         for group in {min(group): sorted(group) for _, group in sorted(groups.items())}.values():
             alike = [by_number[at] for at in group]
-            evidence = {"heads": len(group), "nearest_distance": max(distances.get(at, 0) for at in group)}
+            evidence = {
+                "heads": len(group),
+                "nearest_head_distance": max(distances.get(at, 0) for at in group),
+            }
             words = f"Heads {', '.join(map(str, group[:-1]))} and {group[-1]} mix the same way."
             weights = "query and key weights" if mixer[0].kind in ("softmax", "linear") else "weights"
             others = f"head{'s' * (len(group) > 2)} {', '.join(map(str, group[1:]))}"
@@ -362,8 +365,8 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         }  # fmt: skip
         words += (
             f" {'more' if high else 'less'} rank than the same heads at initialization on the same data: "
-            f"head {head.head} has {rank:.0f} of {head.smaller:.0f}, initially {initial:.0f}; over sequences "
-            f"and seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
+            f"head {head.head} has {rank:.0f} of {head.full_rank:.0f}, initially {initial:.0f}; over "
+            f"sequences and seeds the difference varies by ±{at.margin:.2g}. This holds for {span}"
         )
         remedy = WITHOUT_IT
     evidence |= references | deltas
@@ -409,16 +412,16 @@ def _middle(band: Sequence[Any]) -> Any:
 def oversized_heads(measured: Measured) -> Iterator[Finding]:
     """Find heads that require at least 1 but at most 40 % of their channels; untrained heads require 0."""
     every = [head for head in measured.heads if _determines_width(head)]
-    saved, gain, start = narrowing_saves(every, measured.layers, measured.provenance)
+    saved, gain, start = narrowing_saves(every, measured.states, measured.provenance)
     remedy = start + RULES["OVERSIZED_HEADS"].remedy
     for mixer in measured.mixers:
         judged = [head for head in mixer if _determines_width(head)]
-        found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.width or 0)]
+        found = [one for one in judged if 1 <= one.required_head_dim <= OVERSIZED_HEADS * (one.head_dim or 0)]
         if found:
-            head = min(found, key=lambda head: head.required_head_dim / (head.width or 1))
-            required, width = head.required_head_dim, head.width or 0
+            head = min(found, key=lambda head: head.required_head_dim / (head.head_dim or 1))
+            required, width = head.required_head_dim, head.head_dim or 0
             evidence = {
-                "heads": len(found), "of": len(judged), "width": width, "required_head_dim": required,
+                "heads": len(found), "of": len(judged), "head_dim": width, "required_head_dim": required,
                 "tolerance": WIDTH_TOLERANCE, "parameters": saved,
             }  # fmt: skip
             words = (
@@ -433,7 +436,7 @@ def oversized_heads(measured: Measured) -> Iterator[Finding]:
 def _determines_width(head: HeadRecord) -> bool:
     """Return True if there are enough tokens for second moments; centering loses one token per sequence."""
     tokens = _tokens(head)
-    enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.width or 0)
+    enough = head.sequences * (tokens - 1) >= TOKENS_PER_CHANNEL * (head.head_dim or 0)
     return enough and tokens >= MIN_TOKENS and not math.isnan(head.required_head_dim)
 
 
@@ -449,17 +452,17 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         severity: Severity = "info" if reason.startswith("never called") else "warning"
         remedy = "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then "
         remedy += f"`rw.audit(model, batches, sites={{{name!r}: adapter}})`"
-        yield _finding("NOT_CAPTURED", HeadId(site=name), evidence, words, severity, remedy=remedy)
+        yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
 
 
-def place_of(record: HeadRecord | LayerRecord) -> HeadId:
-    """Return the address of a head or of the token states of a layer."""
-    return record.id if isinstance(record, HeadRecord) else HeadId(record.stack, record.layer, record.site)
+def place_of(record: HeadRecord | StateRecord) -> Address:
+    """Return the address of a head, or of token states, where ``layer`` is the number of blocks passed."""
+    return record.id if isinstance(record, HeadRecord) else Address(record.stack, record.blocks, record.site)
 
 
 def _finding(
     code: str,
-    where: HeadRecord | LayerRecord | HeadId,
+    where: HeadRecord | StateRecord | Address,
     evidence: Mapping[str, float | int],
     meaning: str,
     severity: Severity = "info",
@@ -467,7 +470,7 @@ def _finding(
     remedy: str = "",
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
-    rule, place = RULES[code], where if isinstance(where, HeadId) else place_of(where)
+    rule, place = RULES[code], where if isinstance(where, Address) else place_of(where)
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,

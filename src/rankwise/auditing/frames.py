@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 from rankwise.auditing.records import Finding
 from rankwise.errors import need_package, one_of
 from rankwise.importance.records import HeadImportance
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Row = dict[str, Any]
-Records = Literal["heads", "layers", "findings", "uncaptured"]
+Records = Literal["heads", "states", "findings", "uncaptured"]
 """Kinds of records of an audit: fields of `Audit`."""
 
 COPIES = ("init_numerical_rank", "init_effective_rank", "removal_cost")
@@ -25,17 +25,17 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 _MEASURES = {
     "heads": [measure.name for measure in HEAD_MEASURES if measure.name not in COPIES],
-    "layers": [measure.name for measure in LAYER_MEASURES],
+    "states": [measure.name for measure in STATE_MEASURES],
 }
 _BEFORE = {
     "heads": "stack site layer head kind mask cross call sequences nonfinite estimated fallbacks tokens "
     "sources full_rank width",
-    "layers": "stack site layer sequences nonfinite tokens width",
+    "states": "stack site blocks sequences nonfinite tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",
 }
 _AFTER = {
-    "heads": "rank_low rank_high hardmax_rank random_rank uniform_rank nearest_head max_token "
+    "heads": "rank_low rank_high one_hot_rank random_rank uniform_rank nearest_head max_token "
     "max_token_sequences",
     "findings": "meaning remedy",
 }

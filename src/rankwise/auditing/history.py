@@ -26,7 +26,7 @@ class History:
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
-        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
         >>> History([(200, audit), (100, audit)]).steps
         [100, 200]
     """
@@ -273,7 +273,7 @@ def compare(before: Audit, after: Audit, *more: Audit) -> Comparison | History:
 
     Examples:
         >>> from rankwise.auditing.records import Provenance
-        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], layers=[], findings=[])
+        >>> audit = Audit(provenance=Provenance(model="m", delta=0.01), heads=[], states=[], findings=[])
         >>> compare(audit, audit).is_empty
         True
         >>> compare(audit, audit, audit)

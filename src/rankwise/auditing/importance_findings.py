@@ -4,10 +4,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
-from rankwise._internals.records import format_number, grouped
-from rankwise.auditing.records import NOTHING, Finding, HeadRecord, LayerRecord, Provenance
+from rankwise._internals.records import Address, format_number, grouped
+from rankwise.auditing.records import NOTHING, Finding, HeadRecord, Provenance, StateRecord
 from rankwise.importance.records import HeadImportance, ImportanceRecord, RemovableSet, agreement
-from rankwise.tracing.head_id import HeadId
 
 WITHOUT_IT = (
     "see what the model loses without it: `{audit --importance --out NAME-importance | "
@@ -32,7 +31,7 @@ def with_removal_costs(
     about: Mapping[str, str],
     heads: Sequence[HeadRecord],
     importance: ImportanceRecord,
-    layers: Sequence[LayerRecord] = (),
+    states: Sequence[StateRecord] = (),
     provenance: Provenance | None = None,
 ) -> list[Finding]:
     """Add known costs of removal to findings; ``about`` maps each code that states costs to its subject."""
@@ -44,7 +43,7 @@ def with_removal_costs(
         complete = [cost for cost in costs if cost is not None and not math.isnan(cost.cost)]
         if complete and len(complete) == len(numbers):
             mixer = mixers.get(finding.where.at(None), [])
-            saved = saved_share([finding.where], mixer, layers, provenance) if provenance else math.nan
+            saved = saved_share([finding.where], mixer, states, provenance) if provenance else math.nan
             finding = _with_removal_cost(finding, about[finding.code], complete, importance, saved)
         found.append(finding)
     return found
@@ -96,9 +95,9 @@ def describe_removable(importance: ImportanceRecord, found: RemovableSet, saved:
 
 
 def saved_share(
-    removed: Sequence[HeadId],
+    removed: Sequence[Address],
     heads: Sequence[HeadRecord],
-    layers: Sequence[LayerRecord],
+    states: Sequence[StateRecord],
     about: Provenance | None,
 ) -> float:
     """Return an upper bound on the share of the model's parameters that heads have; NaN if not known.
@@ -106,30 +105,30 @@ def saved_share(
     A head of dim K in tokens of width D has at most 2 K (D + 1) of them in queries and output, and as many in
     its keys and values, which remain while a head that shares them remains.
     """
-    widths = {layer.stack: layer.width for layer in layers}
+    hidden_sizes = {state.stack: state.hidden_size for state in states}
     total, gone = 0 if about is None else about.parameters, {*removed}
     found, known = [head for head in heads if head.id in gone], []
     if {head.id for head in found} != gone:
         return math.nan
     for group in by_key_head(found):
         parts = 2 * len(group) + 2 * (len(group) == group[0].heads_per_group)
-        known.append(parts * (group[0].width or 0) * (widths.get(group[0].stack, -1) + 1))
+        known.append(parts * (group[0].head_dim or 0) * (hidden_sizes.get(group[0].stack, -1) + 1))
     return sum(known) / total if total and known and all(known) else math.nan
 
 
 def narrowing_saves(
-    heads: Sequence[HeadRecord], layers: Sequence[LayerRecord], about: Provenance | None
+    heads: Sequence[HeadRecord], states: Sequence[StateRecord], about: Provenance | None
 ) -> tuple[float, str, str]:
     """Return the share of parameters saved if heads keep the width that they need, and words on it.
 
     Heads that share a key head keep one width. The words are a sentence and the beginning of a remedy. If the
     saving is not known, they are empty, and the share is NaN.
     """
-    widths = {layer.stack: layer.width for layer in layers}
+    hidden_sizes = {state.stack: state.hidden_size for state in states}
     total = 0 if about is None else about.parameters
     parameters, freed, keys = 0, 0, 0
     for group in by_key_head(head for head in heads if not head.cross):
-        width, tokens = group[0].width or 0, widths.get(group[0].stack, -1)
+        width, tokens = group[0].head_dim or 0, hidden_sizes.get(group[0].stack, -1)
         if total and tokens >= 0 and len(group) == group[0].heads_per_group:
             unneeded = width - max(1, *(math.ceil(head.required_head_dim) for head in group))
             parameters += (len(group) + 1) * unneeded * (tokens + 1)
@@ -164,7 +163,7 @@ def removal_remedy(saved: float, tolerance: float) -> str:
 def cheapest_words(
     importance: ImportanceRecord,
     heads: Sequence[HeadRecord],
-    layers: Sequence[LayerRecord],
+    states: Sequence[StateRecord],
     about: Provenance,
 ) -> str:
     """Return a sentence on the head whose removal costs least; an empty string if no cost is known."""
@@ -173,7 +172,7 @@ def cheapest_words(
         return ""
     cost, head = min(costs, key=lambda pair: pair[0])
     exact = head.importance is not None and head.importance.method == "exact"
-    saved = saved_share([head.id], heads, layers, about)
+    saved = saved_share([head.id], heads, states, about)
     costs_it = f"{'costs' if exact else 'is estimated to cost'} {_percent(importance, cost)}"
     if not _of(importance) and not math.isnan(importance.share(cost)):
         costs_it += f" of {importance.reference_name}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from rankwise._internals.records import Record
 from rankwise.auditing.findings import RULES, about
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadRecord, LayerRecord
+from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadRecord, StateRecord
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -98,7 +98,7 @@ class _Records:
 
     def __init__(self, audit: "Audit") -> None:
         self._heads = {head.id: head for head in audit.heads}
-        self._layers = audit.layers
+        self._states = audit.states
         self._modules = {module.name: (module.type, module.reason) for module in audit.uncaptured}
 
     def subject(self, finding: Finding) -> Hashable:
@@ -113,14 +113,16 @@ class _Records:
     def standard_error(self, finding: Finding) -> float:
         """Return the standard error, over sequences, of the deciding number of a finding; 0 for counts."""
         where, rule = finding.where, RULES[finding.code]
-        layers = [layer for layer in self._layers if layer.stack == where.stack]
-        row: HeadRecord | LayerRecord | None = next((one for one in layers if one.layer == where.layer), None)
+        states = [state for state in self._states if state.stack == where.stack]
+        row: HeadRecord | StateRecord | None = next(
+            (state for state in states if state.blocks == where.layer), None
+        )
         name = rule.decided_by
         if where.head is not None:
             row = self._heads.get(where)
         elif rule.about == "stack":
-            known = [layer for layer in layers if not math.isnan(layer.relative_spread)]
-            row, name = min(known, key=lambda layer: layer.relative_spread, default=None), rule.shown_by
+            finite = [state for state in states if not math.isnan(state.spread)]
+            row, name = min(finite, key=lambda state: state.spread, default=None), rule.shown_by
         if row is None or row.sequences < 2:
             return 0.0
         std = row.std.get(name, math.nan)

@@ -15,7 +15,7 @@ from rankwise._internals.linalg import float64_device
 from rankwise._internals.statistics import Floats
 from rankwise._internals.threads import map_threads
 from rankwise.auditing.examples import TokenNames, image_size, patch_grid
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES, mixer_kind
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer_kind
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
@@ -96,7 +96,7 @@ def measure_heads(
 
     With ``names``, tokens of ``batch`` are named. ``each_sequence``: keep ranks per sequence, for a baseline.
     """
-    statistics = HeadStatistics.empty(site.head_id(), site.kind, site.cross, heads)
+    statistics = HeadStatistics.empty(site.address(), site.kind, site.cross, heads)
     measured = list(_batches(site, delta, method))
     starts = np.arange(0, site.operator.shape[0], max(1, site.operator.shape[0] // max(site.sequences, 1)))
 
@@ -224,7 +224,7 @@ def _measure(
 
     named = {
         "numerical_rank": numerical,
-        "relative_rank": ranks.relative,
+        "scale_free_rank": ranks.relative,
         "effective_rank": ranks.effective,
         "stable_rank": ranks.stable,
         "sigma_max": ranks.sigma_max,
@@ -237,7 +237,7 @@ def _measure(
     unknown = np.full((sequences, heads, len(BAND)), np.nan)
     references = {"random_rank": unknown, "uniform_rank": unknown}
     if mixer_kind(site.kind).rows_are_means:
-        found["hardmax_rank"], references = reference_ranks(operator, masks, delta)
+        found["one_hot_rank"], references = reference_ranks(operator, masks, delta)
     bounds = {"numerical_rank": "value", "rank_low": "low", "rank_high": "high"}
     counts = {
         name: np.stack([full(getattr(rank, bound)) for rank in band], axis=-1)
@@ -324,8 +324,8 @@ def measure_states(state: StateSite, before: StateSite | None, *, ranks: bool = 
     tokens, mask = state.tokens.to(home), None if state.mask is None else state.mask.to(home)
     real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     values: dict[str, Tensor] = {
-        row.name: measures.MEASURES[row.function].function(tokens, mask, **row.options)
-        for row in LAYER_MEASURES
+        row.name: measures.MEASURES[row.function].function(tokens, mask)
+        for row in STATE_MEASURES
         if row.function and (ranks or row.name != "effective_rank")
     }
     values["tokens"] = real.sum(-1).double()

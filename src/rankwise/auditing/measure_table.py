@@ -5,15 +5,15 @@ Audits evaluate the functions that rows name, records hold the values, and compa
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from rankwise._internals.records import MISSING, Number, Record, format_number
 
 REFERENCES = {
-    "hardmax_rank": "one-hot rows",
+    "one_hot_rank": "one-hot rows",
     "random_rank": "random heads",
     "uniform_rank": "equal weights",
 }
@@ -171,16 +171,13 @@ class HeadMeasure(Measure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerMeasure(Measure):
+class StateMeasure(Measure):
     """A measure of token states."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the function of the measure."""
 
 
 def share(rank: float, record: Any) -> float:
     """Return a rank divided by min(T, S); NaN without tokens."""
-    return rank / record.smaller if record.smaller > 0 else math.nan
+    return rank / record.full_rank if record.full_rank > 0 else math.nan
 
 
 # fmt: off
@@ -191,12 +188,12 @@ class HeadMeasures(Record):
         title="Numerical rank share", short="Rank share", range=RANK, share=True,
         formula="#{i : σ_i ≥ δ}, δ absolute; NaN if an estimate only bounds it", low="no direction",
         high="full rank", digits=2, cost="less than half an SVD", of_mixing=True,
-        references=tuple(REFERENCES), if_signed="relative_rank",
+        references=tuple(REFERENCES), if_signed="scale_free_rank",
         meaning="Number of singular values at or above δ; pages show it as a share of min(T, S). It says in "
         "how many directions a head mixes, not how important it is. δ is absolute: if rows sum to 1 and T = "
         "S, σ₁ ≥ 1. Pages show the relative rank of matrices with signs, whose scale is arbitrary.",
     )]
-    relative_rank: Annotated[Number, HeadMeasure(
+    scale_free_rank: Annotated[Number, HeadMeasure(
         title="Relative rank share", short="Relative share", range=RANK, share=True,
         formula="#{i : σ_i ≥ δ σ_1}: the numerical rank of M/σ_1; NaN if an estimate only bounds it",
         low="no direction", high="full rank", digits=2, cost="included in the numerical rank", drawn=False,
@@ -247,9 +244,9 @@ class HeadMeasures(Record):
         cost="O(T S)", of_mixing=True, function="max_token_mass",
         meaning="Mean share of the token with the most weight. Near 1 the head passes on little else.",
     )] = math.nan
-    row_distance: Annotated[Number, HeadMeasure(
+    row_spread: Annotated[Number, HeadMeasure(
         title="Row distance", formula="‖M − 1m̄ᵀ‖_F/‖M‖_F", range=UNIT, low="equal rows", high="rows differ",
-        digits=2, cost="O(T S)", of_mixing=True, function="row_distance",
+        digits=2, cost="O(T S)", of_mixing=True, function="row_spread",
         meaning="Distance to the nearest matrix with equal rows: 0 if all tokens receive the same mixture.",
     )]
     identity_distance: Annotated[Number, HeadMeasure(
@@ -258,7 +255,7 @@ class HeadMeasures(Record):
         cost="O(T S)", function="identity_distance",
         meaning="Distance to the identity: 0 if every token receives only itself, so that nothing is mixed.",
     )]
-    nearest_distance: Annotated[Number, HeadMeasure(
+    nearest_head_distance: Annotated[Number, HeadMeasure(
         title="Distance to nearest head", short="Nearest distance",
         formula="minimum over the other heads M' of the site of ‖M − M'‖_F/√(‖M‖_F² + ‖M'‖_F²)",
         range=UNIT._replace(text="[0, 1] for M, M' ≥ 0"), low="a duplicate", high="unlike any", digits=2,
@@ -306,39 +303,39 @@ class HeadMeasures(Record):
     )] = math.nan
 
 
-class LayerMeasures(Record):
+class StateMeasures(Record):
     """The measures of token states, in the order in which they are shown."""
 
-    norm: Annotated[Number, LayerMeasure(
+    norm: Annotated[Number, StateMeasure(
         title="Norm", symbol="‖Y‖", formula="‖Y‖_F", range=POSITIVE, low="all zero", high="large", digits=1,
         cost="O(T D)", function="token_norm", drawn=False,
         meaning="Size of all token states of a sequence together.",
     )]
-    token_spread: Annotated[Number, LayerMeasure(
+    absolute_spread: Annotated[Number, StateMeasure(
         title="Absolute token spread μ", symbol="absolute token spread", formula="‖Y − 1ȳᵀ‖_F",
         range=POSITIVE._replace(text="[0, ‖Y‖_F]"), low="all tokens the same", high="the mean token is 0",
-        digits=3, cost="O(T D)", drawn=False, options={"normalized": False}, function="token_spread",
+        digits=3, cost="O(T D)", drawn=False, function="absolute_spread",
         meaning="Distance μ of the tokens from their mean ȳ: 0 if all tokens are the same.",
     )]
-    relative_spread: Annotated[Number, LayerMeasure(
+    spread: Annotated[Number, StateMeasure(
         title="Token spread μ/‖Y‖", symbol="token spread", formula="‖Y − 1ȳᵀ‖_F/‖Y‖_F", range=UNIT,
         low="all tokens the same", high="the mean token is 0", digits=3, cost="O(T D)",
-        console="token\nspread", function="token_spread",
+        console="token\nspread", function="spread",
         meaning="Distance μ of tokens from their mean, divided by their norm: 0 if all tokens are the same.",
     )]
-    mean_cosine: Annotated[Number, LayerMeasure(
+    mean_cosine: Annotated[Number, StateMeasure(
         title="Mean cosine of two tokens", formula="mean cosine of two different tokens",
         range=Range("[−1/(T−1), 1]", -1.0, 1.0), low="tokens point apart", high="all tokens parallel",
         digits=3, cost="O(T D)", console="mean\ncosine", function="mean_cosine",
         meaning="How parallel the tokens are: 1 if all point in the same direction.",
     )]
-    effective_rank: Annotated[Number, LayerMeasure(
+    effective_rank: Annotated[Number, StateMeasure(
         title="Effective rank of the states", formula="exp(−Σ p_i log p_i), p = σ/Σσ, of the T×D states",
         range=DIRECTIONS._replace(text="[1, min(T, D)]"), low="one direction only", high="many directions",
         digits=1, cost="one SVD", console="effective\nrank", function="state_effective_rank",
         meaning="How many directions the tokens span: 1 if they are on one line.",
     )]
-    relative_update: Annotated[Number, LayerMeasure(
+    relative_update: Annotated[Number, StateMeasure(
         title="Relative update", formula="min_c ‖Y − cY'‖_F/‖Y‖_F, Y' the state before; NaN for layer 0",
         range=UNIT, low="the block only scales its input", high="nothing of the input is left", digits=3,
         cost="O(T D)", drawn=False,  # computed from two consecutive states
@@ -361,8 +358,8 @@ def _rows(of: type[Record], kind: type[M]) -> tuple[M, ...]:
 
 
 HEAD_MEASURES = _rows(HeadMeasures, HeadMeasure)
-LAYER_MEASURES = _rows(LayerMeasures, LayerMeasure)
+STATE_MEASURES = _rows(StateMeasures, StateMeasure)
 PICTURED = tuple(measure for measure in HEAD_MEASURES if measure.drawn)
 """Measures of heads that have a map; the first is shown first."""
-DRAWN = tuple(measure for measure in LAYER_MEASURES if measure.drawn)
+DRAWN = tuple(measure for measure in STATE_MEASURES if measure.drawn)
 """Measures of token states that have a curve through depth."""

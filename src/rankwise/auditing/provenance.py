@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rankwise._internals.files import folder_name
 from rankwise._internals.records import grouped
 from rankwise._internals.statistics import DELTA
-from rankwise.auditing.records import NOTHING, HeadRecord, Provenance, Unseen
+from rankwise.auditing.records import NOTHING, HeadRecord, Provenance, UncapturedModule
 from rankwise.errors import InputError, RecordError, did_you_mean
 
 if TYPE_CHECKING:
@@ -251,7 +251,9 @@ def joined(first: Provenance, second: Provenance) -> Provenance:
     return first.model_copy(update=fields)
 
 
-def joined_uncaptured(first: Sequence[Unseen], second: Sequence[Unseen]) -> list[Unseen]:
+def joined_uncaptured(
+    first: Sequence[UncapturedModule], second: Sequence[UncapturedModule]
+) -> list[UncapturedModule]:
     """Return modules that at least one audit called and failed to capture, or that neither audit called."""
     both = {module.name for module in first} & {module.name for module in second}
     kept = []

@@ -1,4 +1,4 @@
-"""Records of an audit: heads, layers, findings and origin as plain data in JSON; torch is not imported."""
+"""Records of an audit: heads, token states, findings, origin. Plain data in JSON; torch is not imported."""
 
 import base64
 import math
@@ -10,14 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from rankwise._internals.records import Address as Address
 from rankwise._internals.records import Count, Number, Record, Size, format_number
-from rankwise.auditing.measure_table import REFERENCES, HeadMeasures, LayerMeasures
+from rankwise._internals.records import UncapturedModule as UncapturedModule
+from rankwise.auditing.measure_table import REFERENCES, HeadMeasures, StateMeasures
 from rankwise.errors import strip_control
 from rankwise.importance.records import HeadImportance
-from rankwise.tracing.head_id import HeadId as HeadId
 
-SCHEMA_VERSION = 3
-"""Version of the file format, incremented if a field changes meaning; `Audit.load` rejects newer versions."""
+SCHEMA_VERSION = 4
+"""Version of the file format, incremented if a field changes; `Audit.load` refuses other versions."""
 
 BAND = (10**-0.5, 10**-0.25, 1.0, 10**0.25, 10**0.5)
 """Band of thresholds at which ranks are counted, as multiples of δ: one decade, from δ/√10 to √10 δ.
@@ -58,7 +59,7 @@ class RankAt(Record):
     """Number of singular values of at least δ; NaN if an estimate yields only the interval below."""
     rank_low: Number
     rank_high: Number
-    hardmax_rank: Number
+    one_hot_rank: Number
     random_rank: Number
     uniform_rank: Number
 
@@ -227,22 +228,17 @@ class HeadOrigin(Record):
     """Number of rows T without padding, mean over sequences."""
     sources: Size
     """Number of columns S without padding, mean over sequences."""
-    full_rank: Size = math.nan
+    full_rank: Size
     """Mean of min(T, S) over sequences; it can be smaller than the minimum of the two means."""
-    width: Count | None = None
+    head_dim: Count | None = None
     """Head dim K of queries and keys; None if the mixer has none or the model formed the matrix itself."""
     heads_per_group: Annotated[int, Field(ge=1)] = 1
-    """Number of query heads that share the key head; 1 in older files."""
+    """Number of query heads that share the key head."""
 
     @property
-    def id(self) -> HeadId:
+    def id(self) -> Address:
         """Address of the head: stack, layer, site, call and head index."""
-        return HeadId(self.stack, self.layer, self.site, self.call, self.head)
-
-    @property
-    def smaller(self) -> float:
-        """Mean of min(T, S) over sequences; in records of version 1, the minimum of the means."""
-        return min(self.tokens, self.sources) if math.isnan(self.full_rank) else self.full_rank
+        return Address(self.stack, self.layer, self.site, self.call, self.head)
 
 
 class HeadRecord(HeadMeasures, HeadOrigin):
@@ -256,7 +252,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     """Mean lower end of the 95 % interval of the numerical rank; equal to the rank if the rank is exact."""
     rank_high: Number = math.nan
     """Mean upper end of the 95 % interval of the numerical rank."""
-    hardmax_rank: Number
+    one_hot_rank: Number
     """Expected rank of one-hot rows under the same mask: each row selects one allowed column at random. NaN
     for mixers whose rows are not averages over tokens (state-space, diagonal), and for δ > 1, because a
     column that one row selects has singular value 1."""
@@ -301,7 +297,7 @@ class HeadRecord(HeadMeasures, HeadOrigin):
     merging: MergeData | None = None
 
     def __repr__(self) -> str:
-        ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.smaller)}"
+        ranks = f"numerical rank {format_number(self.numerical_rank)} of {format_number(self.full_rank)}"
         kind = strip_control(self.kind)
         return (
             f"HeadRecord({self.site!r}, layer {self.layer}, head {self.head}: {kind}, {ranks}, "
@@ -338,28 +334,29 @@ class HeadRecord(HeadMeasures, HeadOrigin):
         )
 
 
-class LayerOrigin(Record):
+class StateOrigin(Record):
     """Address of token states in a stack of blocks, and the sequences on which they were measured."""
 
     stack: str
     site: str
-    """Name of the block that wrote the states; for layer 0, of the block that reads them."""
-    layer: Count
-    """Number of blocks of the stack that ran before; 0 for the input of the first block."""
+    """Name of the block that wrote the states; for the input of the first block, the name of that block."""
+    blocks: Count
+    """Number of blocks of the stack that the states have passed; 0 for the input of the first block."""
     sequences: Count
     nonfinite: Count = 0
     tokens: Number
     """Number of tokens T without padding, mean over sequences."""
-    width: Count
+    hidden_size: Count
+    """Number of channels D of a token state."""
 
     @property
-    def smaller(self) -> float:
-        """min(T, D): T is the mean number of tokens, D the width of a token state."""
-        return min(self.tokens, float(self.width))
+    def full_rank(self) -> float:
+        """min(T, D), where T is the mean number of tokens."""
+        return min(self.tokens, float(self.hidden_size))
 
 
-class LayerRecord(LayerMeasures, LayerOrigin):
-    """Measures of the token states after ``layer`` blocks of a stack: means over the sequences."""
+class StateRecord(StateMeasures, StateOrigin):
+    """Measures of the token states after ``blocks`` blocks of a stack: means over the sequences."""
 
     std: dict[str, Number] = Field(default_factory=dict)
     """Standard deviation over sequences, by name of the measure."""
@@ -370,16 +367,16 @@ class LayerRecord(LayerMeasures, LayerOrigin):
 
     def __repr__(self) -> str:
         return (
-            f"LayerRecord({self.stack!r}, layer {self.layer}: "
-            f"token spread {format_number(self.relative_spread)}, "
+            f"StateRecord({self.stack!r}, after {self.blocks} blocks: "
+            f"token spread {format_number(self.spread)}, "
             f"mean cosine {format_number(self.mean_cosine)}, "
             f"effective rank {format_number(self.effective_rank)})"
         )
 
 
-def last_states(layers: Iterable[LayerRecord]) -> list[LayerRecord]:
+def last_states(states: Iterable[StateRecord]) -> list[StateRecord]:
     """Return the token states after the last block of each stack."""
-    return list({layer.stack: layer for layer in sorted(layers, key=lambda layer: layer.layer)}.values())
+    return list({state.stack: state for state in sorted(states, key=lambda state: state.blocks)}.values())
 
 
 class Finding(Record):
@@ -387,7 +384,7 @@ class Finding(Record):
 
     code: str
     severity: Severity
-    where: HeadId
+    where: Address
     evidence: dict[str, Number]
     """Numbers from which the finding follows, by name of the measure."""
     meaning: str
@@ -418,14 +415,6 @@ class Verdict(Record):
     """Remedies of at most three findings, most urgent first, with commands in backticks."""
     no_action: str = ""
     """Without actions: what the cheapest removal of a head would bring; empty if no cost was measured."""
-
-
-class Unseen(Record):
-    """Module that looks like a mixer (it mixes tokens) but was not captured, with the reason."""
-
-    name: str
-    type: str
-    reason: str
 
 
 class Provenance(Record):

@@ -48,7 +48,7 @@ def reference_ranks(
     tokens, sources = operator.shape[-2:]
     inner = operator.operator if isinstance(operator, IndexedMixing) else operator
     width, scale = (inner.query.shape[-1], inner.scale) if isinstance(inner, SoftmaxMixing) else (None, None)
-    hardmax = hardmax_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
+    hardmax = one_hot_rank(operator) if delta <= 1 else torch.full(operator.shape[:2], torch.nan).double()
     known = {
         mask: [_random_and_uniform(tokens, sources, mask, width, scale, at) for at in thresholds(delta)]
         for mask in {mask for heads in masks for mask in heads}
@@ -58,7 +58,7 @@ def reference_ranks(
     return hardmax, {"random_rank": ranks[..., 0], "uniform_rank": ranks[..., 1]}
 
 
-def hardmax_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
+def one_hot_rank(operator: MixingOperator) -> Float64[Tensor, "*batch"]:
     """Return the expected rank of random one-hot rows under the mask of each matrix (..., H, T, S)."""
     return rank_barrier_of_rows(_blocks(operator)).expand(operator.shape[:-2])
 

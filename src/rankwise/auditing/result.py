@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rankwise._internals.files import write_file
-from rankwise._internals.records import SavedRecord
+from rankwise._internals.records import Address, SavedRecord
 from rankwise.auditing.baseline import head_baselines, layer_baselines
 from rankwise.auditing.findings import diagnose
 from rankwise.auditing.frames import Records, csv_text, data_frame, table
@@ -19,17 +19,15 @@ from rankwise.auditing.records import (
     BaselineRecord,
     Finding,
     HeadRecord,
-    LayerRecord,
     Provenance,
-    Unseen,
+    StateRecord,
+    UncapturedModule,
     Verdict,
 )
 from rankwise.auditing.statistics import AuditStatistics
-from rankwise.auditing.upgrade import upgraded
 from rankwise.auditing.verdict import verdict_of
 from rankwise.errors import InputError, instance_of, strip_control
 from rankwise.importance.records import ImportanceRecord
-from rankwise.tracing.head_id import HeadId
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,9 +42,7 @@ _MOST_NAMES = 6
 
 
 class Audit(SavedRecord):
-    """Result of an audit: records of heads and layers, findings, and the origin of the numbers."""
-
-    _upgraded = staticmethod(upgraded)
+    """Result of an audit: records of heads and token states, findings, and the origin of the numbers."""
 
     format: Literal["rankwise-audit"] = "rankwise-audit"
     schema_version: int = SCHEMA_VERSION
@@ -54,9 +50,9 @@ class Audit(SavedRecord):
     """False if the audit was interrupted or failed before the last batch."""
     provenance: Provenance
     heads: list[HeadRecord]
-    layers: list[LayerRecord]
+    states: list[StateRecord]
     findings: list[Finding]
-    uncaptured: list[Unseen] = Field(default_factory=list)
+    uncaptured: list[UncapturedModule] = Field(default_factory=list)
     texts: dict[str, list[str]] = Field(default_factory=dict)
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: ImportanceRecord | None = None
@@ -131,7 +127,7 @@ class Audit(SavedRecord):
     def from_statistics(cls, statistics: AuditStatistics) -> "Audit":
         """Return the audit with records, baselines and findings computed from statistics."""
         about, measured = statistics.provenance, statistics.importance
-        known: dict[HeadId, dict[str, Any]] = defaultdict(dict)
+        known: dict[Address, dict[str, Any]] = defaultdict(dict)
         for at, head in (measured.heads if measured is not None else {}).items():
             known[at] |= {"importance": head, "removal_cost": head.cost}
         copies = list(statistics.copies.values())
@@ -139,8 +135,8 @@ class Audit(SavedRecord):
             known[at] |= fields
         heads = statistics.head_records(about.delta, known, about.audits)
         baselines = layer_baselines(statistics, copies)
-        layers = [
-            record.model_copy(update={"baseline": baselines.get((record.stack, record.layer))})
+        states = [
+            record.model_copy(update={"baseline": baselines.get((record.stack, record.blocks))})
             for record in (states.to_record() for states in statistics.states.values())
         ]
         importance = None if measured is None else measured.record
@@ -149,8 +145,8 @@ class Audit(SavedRecord):
             complete=statistics.complete,
             provenance=about.model_copy(update={"method": describe_method(heads)}),
             heads=heads,
-            layers=layers,
-            findings=diagnose(heads, layers, statistics.uncaptured, importance, about),
+            states=states,
+            findings=diagnose(heads, states, statistics.uncaptured, importance, about),
             uncaptured=statistics.uncaptured,
             texts=statistics.texts,
             importance=importance,
@@ -162,7 +158,7 @@ class Audit(SavedRecord):
 
         The column after a measure is its standard deviation over sequences, such as ``numerical_rank_std``.
         Lists (spectra, maps, thresholds) are omitted; they are in the records. Raise `InputError` if pandas
-        is not installed, or ``records`` is not a kind of records, such as "heads" or "layers".
+        is not installed, or ``records`` is not a kind of records, such as "heads" or "states".
         """
         return data_frame(*table(records, getattr(self, records, [])))
 
@@ -171,7 +167,7 @@ class Audit(SavedRecord):
 
         Numbers are written with all digits; unknown values are empty cells. Text that a spreadsheet would
         execute (text that begins with = + - @) is preceded by an apostrophe. In an existing folder, the file
-        is ``heads.csv`` (``layers.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
+        is ``heads.csv`` (``states.csv``, …). Raise `InputError` if the file cannot be written, or ``records``
         is not a kind of records.
         """
         text = csv_text(*table(records, getattr(self, records, [])))
@@ -240,7 +236,7 @@ class Audit(SavedRecord):
     def plot_depth(self, measure: str | None = None) -> "go.Figure":
         """Return a Plotly figure of token states through depth: a curve per stack, ± one standard deviation.
 
-        It shows one measure, such as ``relative_spread``, or by default all measures in the report. Raise
+        It shows one measure, such as ``spread``, or by default all measures in the report. Raise
         `InputError` if plotly is not installed, the measure is unknown, or there are no token states.
         """
         from rankwise.report import plot_depth
@@ -256,7 +252,7 @@ class Audit(SavedRecord):
     def __repr__(self) -> str:
         model = strip_control(self.provenance.model) or "model"
         return (
-            f"Audit({model}: {len(self.heads)} heads, {len(self.layers)} layers, "
+            f"Audit({model}: {len(self.heads)} heads, {len(self.states)} states, "
             f"{len(self.findings)} findings{'' if self.complete else ', incomplete'})"
         )
 
@@ -268,10 +264,10 @@ def _check_mergeable(audits: Sequence[Audit], names: Sequence[str]) -> None:
     for audit in audits:
         for head in audit.heads:
             alike[f"head {head.head} of {head.site!r}, call {head.call}", "kind"].append(head.kind)
-        for layer in audit.layers:
-            states = f"token states of {layer.stack!r} after {layer.layer} blocks"
-            alike[states, "site"].append(layer.site)
-            alike[states, "width"].append(layer.width)
+        for state in audit.states:
+            subject = f"token states of {state.stack!r} after {state.blocks} blocks"
+            alike[subject, "site"].append(state.site)
+            alike[subject, "hidden_size"].append(state.hidden_size)
     for (subject, field), values in alike.items():
         check_same(field, values, subject=subject)
 

@@ -29,7 +29,7 @@ from rankwise.auditing.examples import TokenNames
 from rankwise.auditing.initialization import InitialCopies
 from rankwise.auditing.measure import measure_heads, measure_states, sampled
 from rankwise.auditing.provenance import DataDigest, provenance_of, weights_digest
-from rankwise.auditing.records import Provenance, Unseen
+from rankwise.auditing.records import Provenance
 from rankwise.auditing.result import Audit
 from rankwise.auditing.settings import AuditSettings, BaselineOption, ChosenHeads, Matrices, Method, Progress
 from rankwise.auditing.statistics import AuditStatistics, ModelStatistics
@@ -334,7 +334,7 @@ class Run:
         return AuditStatistics(
             heads=self.statistics.heads, states=self.statistics.states, copies=self.copies, built=self.built,
             provenance=self._provenance(), complete=self.complete, importance=self.importance,
-            uncaptured=[Unseen(name=m.name, type=m.type, reason=m.reason) for m in self.trace.uncaptured],
+            uncaptured=list(self.trace.uncaptured),
             texts={} if self.maps is None else self.maps.texts,
         )  # fmt: skip
 

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rankwise._internals.records import grouped
+from rankwise._internals.records import Address, grouped
 from rankwise._internals.statistics import Floats, Moments
 from rankwise.auditing.examples import TOKENS_KEPT, Examples
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 from rankwise.auditing.provenance import joined, joined_uncaptured
 from rankwise.auditing.records import (
     BAND,
     HeadRecord,
-    LayerRecord,
     MergeData,
     Provenance,
     RankAt,
-    Unseen,
+    StateRecord,
+    UncapturedModule,
     thresholds,
 )
 from rankwise.errors import RecordError, ShapeError
 from rankwise.importance.records import Importance
-from rankwise.tracing.head_id import HeadId
 
 if TYPE_CHECKING:
     from rankwise.auditing.result import Audit
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 DELTA_INDEX = BAND.index(1.0)
 """Index of δ in the band (five thresholds around δ)."""
 MEANS = (
-    *("tokens", "sources", "full_rank", "hardmax_rank"),
+    *("tokens", "sources", "full_rank", "one_hot_rank"),
     *(row.name for row in HEAD_MEASURES if not row.late and row.name != "numerical_rank"),
 )
 """Fields of a head record that are means over the sequences in which the value is known."""
@@ -43,18 +42,18 @@ SIZES = ("tokens", "sources", "full_rank")
 """Fields in `MEANS` without a standard deviation in records."""
 RANKS = ("numerical_rank", "rank_low", "rank_high", "random_rank", "uniform_rank")
 """Fields with a value at each threshold of the band; the mean is known only if all sequences have a value."""
-ERRORS = ("numerical_rank", "relative_rank", "effective_rank", "stable_rank", "sigma_max")
+ERRORS = ("numerical_rank", "scale_free_rank", "effective_rank", "stable_rank", "sigma_max")
 """Measures that have a standard error if they are estimated by random vectors."""
 COUNTS = ("nonfinite", "estimated", "fallbacks")
 """Fields that count sequences with NaN, estimated ranks or an SVD."""
-STATES = ("tokens", *(row.name for row in LAYER_MEASURES))
+STATES = ("tokens", *(row.name for row in STATE_MEASURES))
 
 
 @dataclass
 class HeadStatistics:
     """Statistics over sequences of the H heads of one mixer call (a module that mixes tokens)."""
 
-    mixer: HeadId
+    mixer: Address
     kind: str
     cross: bool
     heads: list[int]
@@ -80,7 +79,7 @@ class HeadStatistics:
     """Lower and upper rank per sequence and threshold, arrays (N, H, 5, 2); kept only for a baseline."""
 
     @classmethod
-    def empty(cls, mixer: HeadId, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
+    def empty(cls, mixer: Address, kind: str, cross: bool, heads: list[int]) -> "HeadStatistics":
         """Return statistics to which no sequence has been added."""
         number = len(heads)
         counts: dict[str, Any] = {name: np.zeros(number) for name in COUNTS}
@@ -144,7 +143,7 @@ class HeadStatistics:
             points = [
                 RankAt(
                     delta=threshold,
-                    hardmax_rank=fields["hardmax_rank"] if threshold <= 1 else math.nan,
+                    one_hot_rank=fields["one_hot_rank"] if threshold <= 1 else math.nan,
                     **{name: float(mean[at, step]) for name, (_, mean, _) in band.items()},
                 )
                 for step, threshold in enumerate(thresholds(delta))
@@ -153,14 +152,14 @@ class HeadStatistics:
             record = HeadRecord(
                 **fields,
                 stack=self.mixer.stack, site=self.mixer.site, layer=self.mixer.layer or 0,
-                call=self.mixer.call, head=number, kind=self.kind, cross=self.cross, width=self.head_dim,
+                call=self.mixer.call, head=number, kind=self.kind, cross=self.cross, head_dim=self.head_dim,
                 heads_per_group=self.heads_per_group,
                 mask=self.examples.masks[at],  # type: ignore[arg-type]
                 sequences=sequences, nonfinite=int(self.nonfinite[at]), estimated=estimated,
                 fallbacks=round(float(self.fallbacks[at])),
                 band=points,
                 membership_map=self.examples.memberships[at], membership_grid=self.examples.grid(at),
-                nearest_head=nearest[at], nearest_distance=float(distance[at]),
+                nearest_head=nearest[at], nearest_head_distance=float(distance[at]),
                 required_head_dim=float(needed[at]),
                 std={name: float(std[at]) for name, (_, _, std) in numbers.items() if name not in SIZES},
                 stderr={name: float(errors[name][1][at]) for name in ERRORS} if estimated else {},
@@ -197,7 +196,7 @@ class HeadStatistics:
             distances=_distances_of(records),
             **counts,
             examples=Examples.from_records(records),
-            head_dim=first.width,
+            head_dim=first.head_dim,
             heads_per_group=first.heads_per_group,
         )
 
@@ -265,8 +264,8 @@ class StateStatistics:
 
     stack: str
     site: str
-    layer: int
-    width: int
+    blocks: int
+    hidden_size: int
     measures: dict[str, Moments] = field(default_factory=lambda: {name: Moments.empty(1) for name in STATES})
     """Moments of the fields in `STATES`, shape (1,) each."""
     nonfinite: int = 0
@@ -277,37 +276,37 @@ class StateStatistics:
             moments.merge(other.measures[name])
         self.nonfinite += other.nonfinite
 
-    def to_record(self) -> LayerRecord:
+    def to_record(self) -> StateRecord:
         """Return the record of the token states: means and standard deviations over sequences."""
         numbers = {name: moments.to_record() for name, moments in self.measures.items()}
         sequences = int(self.measures["norm"].count[0])
         counts = {name: int(count[0]) for name, (count, _, _) in numbers.items()}
         means: dict[str, Any] = {name: float(mean[0]) for name, (_, mean, _) in numbers.items()}
-        return LayerRecord(
-            **means, stack=self.stack, site=self.site, layer=self.layer, width=self.width,
+        return StateRecord(
+            **means, stack=self.stack, site=self.site, blocks=self.blocks, hidden_size=self.hidden_size,
             sequences=sequences, nonfinite=self.nonfinite,
             std={name: float(std[0]) for name, (_, _, std) in numbers.items() if name != "tokens"},
             counts={name: count for name, count in counts.items() if 0 < count < sequences},
         )  # fmt: skip
 
     @classmethod
-    def from_record(cls, record: LayerRecord) -> "StateStatistics":
+    def from_record(cls, record: StateRecord) -> "StateStatistics":
         """Restore statistics from a saved record."""
         measures = {}
         for name in STATES:
             count, std = record.counts.get(name, record.sequences), record.std.get(name, math.nan)
             measures[name] = Moments.from_record(*np.array([[count], [getattr(record, name)], [std]]))
-        return cls(record.stack, record.site, record.layer, record.width, measures, record.nonfinite)
+        return cls(record.stack, record.site, record.blocks, record.hidden_size, measures, record.nonfinite)
 
 
 @dataclass
 class ModelStatistics:
     """Statistics of all heads and token states of a model."""
 
-    heads: dict[HeadId, HeadStatistics] = field(default_factory=dict)
+    heads: dict[Address, HeadStatistics] = field(default_factory=dict)
     """Statistics of heads by the address of the mixer call."""
     states: dict[tuple[str, int], StateStatistics] = field(default_factory=dict)
-    """Statistics of token states by stack of blocks and layer."""
+    """Statistics of token states by stack and number of blocks passed."""
 
     def add_heads(self, heads: HeadStatistics, *, attention_maps: bool = True) -> None:
         """Add statistics of a mixer call, merged with earlier statistics of the same call."""
@@ -316,7 +315,7 @@ class ModelStatistics:
 
     def add_states(self, states: StateStatistics) -> None:
         """Add statistics of token states, merged with earlier statistics of the same states."""
-        if (known := self.states.setdefault((states.stack, states.layer), states)) is not states:
+        if (known := self.states.setdefault((states.stack, states.blocks), states)) is not states:
             known.merge(states)
 
     def merge(self, other: "ModelStatistics", *, attention_maps: bool = True) -> None:
@@ -327,14 +326,14 @@ class ModelStatistics:
             self.add_states(states)
 
     def head_records(
-        self, delta: float, known: Mapping[HeadId, Mapping[str, Any]] | None = None, audits: int = 1
+        self, delta: float, known: Mapping[Address, Mapping[str, Any]] | None = None, audits: int = 1
     ) -> list[HeadRecord]:
         """Return the records of all heads in the order of the model, with the ``known`` fields by address.
 
         If each head is a separate module (``heads.0``, ``heads.1``), the records get one site ``heads.*``.
         """
         alone = Counter(_pattern(mixer) for mixer, heads in self.heads.items() if len(heads.heads) == 1)
-        met: Counter[HeadId] = Counter()
+        met: Counter[Address] = Counter()
         records: list[HeadRecord] = []
         for mixer, heads in self.heads.items():
             together = _pattern(mixer)
@@ -347,7 +346,7 @@ class ModelStatistics:
         return records
 
 
-def _pattern(mixer: HeadId) -> HeadId:
+def _pattern(mixer: Address) -> Address:
     return replace(mixer, site=re.sub(r"\d+(?=\D*$)", "*", mixer.site))
 
 
@@ -357,7 +356,7 @@ class AuditStatistics(ModelStatistics):
 
     provenance: Provenance = field(kw_only=True)
     complete: bool = True
-    uncaptured: list[Unseen] = field(default_factory=list)
+    uncaptured: list[UncapturedModule] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     """Tokens of the sequences with attention maps, by name of the model input."""
     importance: Importance | None = None
@@ -398,7 +397,7 @@ class AuditStatistics(ModelStatistics):
         importance = None if audit.importance is None else Importance(audit.importance, known)
         return cls(
             heads={mixer: HeadStatistics.from_records(records, delta) for mixer, records in mixers.items()},
-            states={(layer.stack, layer.layer): StateStatistics.from_record(layer) for layer in audit.layers},
+            states={(one.stack, one.blocks): StateStatistics.from_record(one) for one in audit.states},
             provenance=audit.provenance, complete=audit.complete, uncaptured=audit.uncaptured,
             texts=audit.texts, importance=importance,
         )  # fmt: skip

@@ -31,12 +31,12 @@ def verdict_of(audit: "Audit") -> Verdict:
     """
     kinds = grouped(audit.findings, lambda finding: finding.code)
     named = {code: own for code, own in kinds.items() if code in RULES and RULES[code].names}
-    several = len({head.stack for head in audit.heads} | {layer.stack for layer in audit.layers}) > 1
+    several = len({head.stack for head in audit.heads} | {state.stack for state in audit.states}) > 1
     severe = {code: own for code, own in named.items() if own[0].severity != "info"}
     errors = any(own[0].severity == "error" for own in severe.values())
     if severe:
         sentence = ("Not healthy: " if errors else "Worth a look: ") + _listed(severe, several)
-    elif not audit.heads and not audit.layers:
+    elif not audit.heads and not audit.states:
         sentence = "Nothing was measured: no mixing operator and no token states were captured"
     else:
         sentence = _healthy(audit, named, several)
@@ -58,7 +58,7 @@ def verdict_of(audit: "Audit") -> Verdict:
     no_action: list[str] = []
     if not severe and not actions:
         if audit.importance is not None:
-            no_action.append(cheapest_words(audit.importance, audit.heads, audit.layers, audit.provenance))
+            no_action.append(cheapest_words(audit.importance, audit.heads, audit.states, audit.provenance))
         refused = [finding.remedy for finding in audit.findings if finding.remedy.startswith(REFUSED)]
         no_action += [f"{remedy.removeprefix(NOTHING)[1:]}." for remedy in refused[:1]]
     return Verdict(
@@ -69,7 +69,7 @@ def verdict_of(audit: "Audit") -> Verdict:
 
 
 def _healthy(audit: "Audit", noted: dict[str, list[Finding]], several: bool) -> str:
-    states = [layer for layer in audit.layers if layer.tokens >= MIN_TOKENS]
+    states = [state for state in audit.states if state.tokens >= MIN_TOKENS]
     heads = [head for head in audit.heads if min(head.tokens, head.sources) >= MIN_TOKENS]
     looked_for = [*(OF_STATES if len(states) > 1 else ()), *(OF_HEADS if heads else ())]
     absent = [f"no {RULES[code].names}" for code in looked_for if code not in noted]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 HELP = """Measure the rank of every head and the collapse of token states through depth.
 
 Without a model, the command audits the bundled demo. It writes audit.json, index.html (one file that works
-offline) and the tables heads.csv and layers.csv. If token states collapse or the model has λ-skips, part of
+offline) and the tables heads.csv and states.csv. If token states collapse or the model has λ-skips, part of
 the first batch runs again to find a λ.
 
 Several models, such as the checkpoints of a run, are audited on the same data: one after the other, or as

@@ -45,7 +45,7 @@ def remove_empty_folders() -> None:
 def is_of_audit(file: Path) -> bool:
     """Return True if `write_report` wrote a file, or if the file belongs to the page of several audits."""
     if (file.parent / "audit.json").exists():
-        return file.name in ("audit.json", "index.html", "heads.csv", "layers.csv")
+        return file.name in ("audit.json", "index.html", "heads.csv", "states.csv")
     return file.name in ("index.html", "history.csv") and any(file.parent.glob("*/audit.json"))
 
 
@@ -114,7 +114,7 @@ def write_report(audit: "Audit", folder: Path, *, brief: bool = False, verbose: 
     folder = keep_finished(folder / "audit.json", audit.complete)
     try:
         data, page = audit.save(folder / "audit.json"), audit.to_html(folder / "index.html")
-        tables = [audit.to_csv(folder / f"{kind}.csv", kind).name for kind in ("heads", "layers")]
+        tables = [audit.to_csv(folder / f"{kind}.csv", kind).name for kind in ("heads", "states")]
     except InputError as error:
         rescued = audit.save(Path(tempfile.mkdtemp(prefix="rankwise-")) / "audit.json")
         fix = f"{error.fix} The audit is kept in {rescued}."

@@ -20,7 +20,7 @@ from rankwise.compression.part import Job, Solution
 from rankwise.compression.record import HeadWidth
 from rankwise.errors import CompressionError
 from rankwise.importance import Importance, ImportanceSettings, ablation_cost, measure, sort_by_cost
-from rankwise.tracing import HeadId
+from rankwise.tracing import Address
 
 ROUNDS = 4
 """Number of rounds in which a share of the heads is removed; each round estimates costs again."""
@@ -85,7 +85,7 @@ def _cheapest(job: Job, layers: list[HeadProjections], importance: Importance) -
     )
 
 
-def _cost(job: Job, batches: list[Any], heads: list[HeadId]) -> float:
+def _cost(job: Job, batches: list[Any], heads: list[Address]) -> float:
     """Return the cost of removing heads on some batches, as a share of the reference of their loss."""
     return ablation_cost(job.model, batches, heads, ImportanceSettings(seed=job.seed)).relative
 
@@ -147,7 +147,7 @@ def _by_unit(layers: list[HeadProjections], plan: Plan) -> Any:
     """Return a function that maps each head to its unit, or to None if it stays or is in the plan."""
     groups = {layer.name: layer.group for layer in layers}
 
-    def key(head: HeadId) -> Hashable | None:
+    def key(head: Address) -> Hashable | None:
         if head.site not in groups:
             return None
         unit = (head.head or 0) // groups[head.site]

@@ -91,7 +91,6 @@ class Compression(SavedRecord):
     """Changes of a model, their costs and their savings; fields that older versions wrote are ignored."""
 
     model_config = ConfigDict(extra="ignore")
-    _unmarked: ClassVar[bool] = True
     _command: ClassVar[str] = "compress"
 
     format: Literal["rankwise-compression"] = "rankwise-compression"

@@ -31,14 +31,14 @@ from rankwise.importance.records import (
     RemovableSet,
 )
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import HeadId, SiteAdapter, StateSite, capture
+from rankwise.tracing import Address, SiteAdapter, StateSite, capture
 
 UNGATED = (
     "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
 )
 TRAINING = "the model is in training mode: if it has dropout, losses are random; call model.eval()"
 UNREACHED = "no gradient, or only a part of it, reached it"
-Group = Callable[[HeadId], Hashable | None]
+Group = Callable[[Address], Hashable | None]
 """Function from a head to a key: heads with equal keys are removed together, heads with key None never."""
 
 
@@ -59,7 +59,7 @@ def measure(
     *,
     sites: Mapping[str, SiteAdapter] | None = None,
     blocks: str | None = None,
-    heads: Mapping[HeadId, Sequence[int]] | None = None,
+    heads: Mapping[Address, Sequence[int]] | None = None,
     group: Group | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Importance:
@@ -158,7 +158,7 @@ def measure(
 def ablation_cost(
     model: nn.Module,
     batches: Iterable[Batch],
-    heads: Iterable[HeadId],
+    heads: Iterable[Address],
     settings: ImportanceSettings | None = None,
     *,
     sites: Mapping[str, SiteAdapter] | None = None,
@@ -188,18 +188,18 @@ def ablation_cost(
 
 
 def sort_by_cost(
-    heads: Mapping[HeadId, HeadImportance], *, exact: bool, group: Group | None = None
-) -> list[list[HeadId]]:
+    heads: Mapping[Address, HeadImportance], *, exact: bool, group: Group | None = None
+) -> list[list[Address]]:
     """Return groups of heads, cheapest group first; the cost of a group is the sum over its heads.
 
     Groups with a head of unknown cost are left out. ``exact`` sorts by exact costs, otherwise by estimates.
 
     Examples:
-        >>> known = {HeadId(head=at): HeadImportance(exact=cost) for at, cost in enumerate([0.3, 0.1])}
+        >>> known = {Address(head=at): HeadImportance(exact=cost) for at, cost in enumerate([0.3, 0.1])}
         >>> [[head.head for head in heads] for heads in sort_by_cost(known, exact=True)]
         [[1], [0]]
     """
-    members: dict[Hashable, list[HeadId]] = {}
+    members: dict[Hashable, list[Address]] = {}
     costs: dict[Hashable, float] = {}
     for head, known in heads.items():
         key = head if group is None else group(head)
@@ -242,9 +242,9 @@ def _start(
 
 def _estimates(
     passes: GatedPasses, placed: Mapping[str, tuple[str, int]], notes: list[str]
-) -> tuple[dict[HeadId, HeadImportance], dict[str, BlockImportance]]:
+) -> tuple[dict[Address, HeadImportance], dict[str, BlockImportance]]:
     """Return the estimates of all heads and all blocks (by name); add a note on mixers without estimates."""
-    found: dict[HeadId, HeadImportance] = {}
+    found: dict[Address, HeadImportance] = {}
     blocks: dict[str, BlockImportance] = {}
     settings, unreached = passes.settings, list[str]()
     for mixer, heads in dict(passes.mixers.values()).items():
@@ -268,8 +268,8 @@ def _estimates(
 
 def _remove_each(
     passes: GatedPasses,
-    chosen: Mapping[HeadId, Sequence[int]] | None,
-    heads: dict[HeadId, HeadImportance],
+    chosen: Mapping[Address, Sequence[int]] | None,
+    heads: dict[Address, HeadImportance],
     blocks: dict[str, BlockImportance],
 ) -> None:
     """Remove chosen heads and all blocks one by one; add exact costs to the dicts ``heads``, ``blocks``."""
@@ -288,7 +288,7 @@ def _remove_each(
 
 
 def _search(
-    passes: GatedPasses, heads: Mapping[HeadId, HeadImportance], group: Group | None, notes: list[str]
+    passes: GatedPasses, heads: Mapping[Address, HeadImportance], group: Group | None, notes: list[str]
 ) -> RemovableSet | None:
     """Find a large set of heads whose joint removal costs at most the tolerance, as measured by a run.
 
@@ -308,7 +308,7 @@ def _search(
         return None
     limit, runs = tolerance * passes.reference, 0
 
-    def cost(units: Sequence[Sequence[HeadId]]) -> float:
+    def cost(units: Sequence[Sequence[Address]]) -> float:
         nonlocal runs
         passes.say(f"without {sum(map(len, units))} heads together")
         runs += 1

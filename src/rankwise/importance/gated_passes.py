@@ -15,9 +15,9 @@ from rankwise.errors import InputError, RankwiseError, first_line
 from rankwise.importance.losses import IGNORE_INDEX, Loss, LossBatch, SequenceLosses
 from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
+    Address,
     BlockOutput,
     CallId,
-    HeadId,
     HeadOutputs,
     Intervention,
     MixerSite,
@@ -129,7 +129,7 @@ class MeanRecorder(Intervention):
         before, tokens = self.sums.get(heads.call_id, (torch.zeros_like(summed), 0))
         self.sums[heads.call_id] = before + summed, tokens + int(heads.valid_tokens.sum())
 
-    def mean(self, key: CallId, mixers: Mapping[CallId, HeadId]) -> Tensor:
+    def mean(self, key: CallId, mixers: Mapping[CallId, Address]) -> Tensor:
         """Return the mean outputs (H, V) of a mixer call and of the calls with the same address."""
         runs = [self.sums[one] for one in self.sums if one == key or mixers.get(one) == mixers.get(key, "")]
         return torch.stack([summed for summed, _ in runs]).sum(0) / max(sum(count for _, count in runs), 1)
@@ -225,19 +225,19 @@ class GatedPasses:
         self.value = self.reference = math.nan
         self.count = self._total = self._reference_sum = 0.0
         self.sequences = self.nonfinite = self.empty = self.forward = self.backward = 0
-        self.mixers: dict[CallId, tuple[HeadId, int]] = {}
+        self.mixers: dict[CallId, tuple[Address, int]] = {}
         """Address and number of heads of each mixer call that has gates; runs of a stack share addresses."""
-        self.ungated: dict[tuple[HeadId, int], None] = {}
-        self.heads: dict[HeadId, GateSums] = {}
+        self.ungated: dict[tuple[Address, int], None] = {}
+        self.heads: dict[Address, GateSums] = {}
         self.blocks: dict[str, GateSums] = {}
         self._behind = False
         """True if a reentrant checkpoint is in the graph: gates in it get no gradient."""
         self._finite: list[Tensor] = []
-        recorder, mixers = MeanRecorder(), dict[CallId, HeadId]()
+        recorder, mixers = MeanRecorder(), dict[CallId, Address]()
         for number, batch in enumerate(batches if settings.ablation == "mean" else ()):
             say(f"means of batch {number + 1} of {len(batches)}")
             with torch.no_grad():
-                self._run(batch, recorder, lambda site: mixers.update({site.call_id: site.head_id()}))
+                self._run(batch, recorder, lambda site: mixers.update({site.call_id: site.address()}))
         self._means = {key: recorder.mean(key, mixers) for key in recorder.sums}
         """Mean outputs (H, V) of heads by mixer call; empty if removed heads are replaced by zero."""
 
@@ -278,10 +278,13 @@ class GatedPasses:
         self, batch: LossBatch, blocks: Iterable[str], generator: torch.Generator, gradients: bool
     ) -> None:
         """Run one batch with gates; add its losses, gradients and mixers to the sums."""
-        gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, tuple[HeadId, int]]()
+        gates, found = (
+            Gates(blocks, batch_size(batch.batch), self._means),
+            dict[CallId, tuple[Address, int]](),
+        )
 
         def note(site: MixerSite) -> None:
-            found[site.call_id] = site.head_id(), site.operator.shape[-3]
+            found[site.call_id] = site.address(), site.operator.shape[-3]
 
         try:
             with torch.set_grad_enabled(gradients):  # gradients, even inside torch.no_grad
@@ -363,9 +366,9 @@ class GatedPasses:
         found["estimate"] = found.get("curvature", found.get("fisher", math.nan)) - found["gradient"]
         return [{name: float(values[gate]) for name, values in found.items()} for gate in range(gates)]
 
-    def by_call(self, heads: Iterable[HeadId]) -> dict[CallId, list[int]]:
+    def by_call(self, heads: Iterable[Address]) -> dict[CallId, list[int]]:
         """Return head indices grouped by mixer call; raise if the model has no such head with a gate."""
-        counts, calls = dict(self.mixers.values()), dict[HeadId, list[CallId]]()
+        counts, calls = dict(self.mixers.values()), dict[Address, list[CallId]]()
         for key, (mixer, _) in self.mixers.items():
             calls.setdefault(mixer, []).append(key)
         chosen: dict[CallId, list[int]] = {}

@@ -8,10 +8,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
-from rankwise._internals.records import Count, Number, Record, format_number
+from rankwise._internals.records import Address, Count, Number, Record, format_number
 from rankwise._internals.statistics import spearman
 from rankwise.errors import RecordError
-from rankwise.tracing.head_id import HeadId
 
 SETTINGS = ("loss", "unit", "reference_name", "ablation", "probes", "seed")
 SUMS = ("sequences", "nonfinite", "counted", "forward", "backward")
@@ -65,7 +64,7 @@ class BlockImportance(HeadImportance):
 class RemovableSet(Record):
     """Largest set of heads that the search found to be removable together; the model was run without them."""
 
-    heads: list[HeadId]
+    heads: list[Address]
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest allowed cost, divided by the reference (see `ImportanceRecord.reference`)."""
     loss: Number
@@ -129,7 +128,7 @@ class Importance:
     """Importance of every head of a model on some batches."""
 
     record: ImportanceRecord
-    heads: dict[HeadId, HeadImportance]
+    heads: dict[Address, HeadImportance]
     complete: bool = True
     """False if Ctrl-C stopped the removals."""
 

@@ -66,7 +66,7 @@ class RankSummary(NamedTuple):
     """Largest singular value σ_1, the operator norm."""
     used_svd: Float64[Tensor, "*batch"]
     """1 if the SVD was computed because rounding in the Gram matrix could have changed a rank, else 0."""
-    relative_rank: Float64[Tensor, "*batch"]
+    scale_free_rank: Float64[Tensor, "*batch"]
     """Number of singular values ≥ δσ_1; independent of the scale of M, and 0 for the zero matrix."""
 
     def estimates(self, deltas: Sequence[float]) -> RankEstimates:
@@ -76,7 +76,7 @@ class RankSummary(NamedTuple):
             deltas: thresholds passed to `rank_summary`: ``delta``, followed by ``also_at``.
         """
         numerical = tuple(_exactly(_count(self.singular_values, delta)) for delta in deltas)
-        others = (self.relative_rank, self.effective_rank, self.stable_rank, self.sigma_max)
+        others = (self.scale_free_rank, self.effective_rank, self.stable_rank, self.sigma_max)
         return RankEstimates(numerical, *map(_exactly, others))
 
 
@@ -231,7 +231,7 @@ def _summarize(scaled: Tensor, scale: Tensor, delta: float) -> RankSummary:
         effective_rank=_entropy_rank(scaled),
         stable_rank=_energy_rank(scaled),
         sigma_max=sigma[..., 0],
-        relative_rank=_relative_count(scaled, delta),
+        scale_free_rank=_relative_count(scaled, delta),
         used_svd=torch.zeros_like(sigma[..., 0]).masked_fill(sigma[..., 0].isnan(), math.nan),
     )
 

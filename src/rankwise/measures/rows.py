@@ -24,8 +24,8 @@ __all__ = [
     "identity_distance",
     "max_token_index",
     "max_token_mass",
-    "row_distance",
     "row_entropy",
+    "row_spread",
 ]
 
 
@@ -106,10 +106,10 @@ def max_token_index(op: Mixing | RowWalk) -> Int64[Tensor, "*batch"]:
 
 
 @measure("matrices", DistanceToMeanRow, degree=0)
-def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
+def row_spread(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
     """Return the distance of a mixing matrix M to the nearest matrix with equal rows, divided by its norm.
 
-    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ is the mean row; 0 for the zero matrix. Same as `token_spread` of rows.
+    Formula: ‖M − 1m̄ᵀ‖_F/‖M‖_F, m̄ is the mean row; 0 for the zero matrix. Same as `absolute_spread` of rows.
     Range: [0, 1]; 0 if all rows are equal, so that every token receives the same mixture of values. NaN
     for a matrix with NaN or infinity.
     Cost: O(T S) time per matrix.
@@ -118,10 +118,10 @@ def row_distance(op: Mixing | RowWalk) -> Float64[Tensor, "*batch"]:
 
     Examples:
         >>> import torch
-        >>> row_distance(torch.full((3, 3), 1 / 3)).item(), round(row_distance(torch.eye(4)).item() ** 2, 6)
+        >>> row_spread(torch.full((3, 3), 1 / 3)).item(), round(row_spread(torch.eye(4)).item() ** 2, 6)
         (0.0, 0.75)
     """
-    walk = walk_rows(op, "row_distance")
+    walk = walk_rows(op, "row_spread")
     return walk.finite_only(ratio(walk.get(DistanceToMeanRow).distance, walk.size).clamp(max=1))
 
 

@@ -13,12 +13,13 @@ from rankwise.measures.registry import as_tokens, measure, to_float64
 from rankwise.shapes import TokenMask, Tokens
 
 __all__ = [
+    "absolute_spread",
     "coding_rate",
     "mean_cosine",
     "relative_update",
+    "spread",
     "state_effective_rank",
     "token_norm",
-    "token_spread",
     "variational_rate",
 ]
 
@@ -28,32 +29,50 @@ RTOL = 1e-6
 
 
 @measure("tokens", degree=0)
-def token_spread(
-    tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None, normalized: bool = True
-) -> Float64[Tensor, " B"]:
-    """Return the token spread μ/‖Y‖, or the absolute token spread μ: the distance of tokens from their mean.
+def spread(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """Return the spread μ/‖Y‖: the distance of the tokens from their mean, as a share of their norm.
 
-    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, where ȳ is the mean token; divided by ‖Y‖_F if ``normalized`` (0/0 = 0).
-    Range: [0, ‖Y‖_F], or [0, 1] if ``normalized``; 0 if all tokens are equal or there is only one. NaN for a
-    sequence without a real token (``mask`` False), or with NaN or infinity in a real token.
+    Formula: ‖Y − 1ȳᵀ‖_F/‖Y‖_F, where ȳ is the mean token; 0/0 = 0.
+    Range: [0, 1]; 0 if all tokens are equal or there is only one. NaN for a sequence without a real token
+    (``mask`` False), or with NaN or infinity in a real token.
     Cost: O(T D) time per sequence.
-    Numerics: the first real token is subtracted from all tokens before the mean is subtracted. So the
-    relative error is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
-    Source: μ measures collapse in the paper on λ-skip connections, "the architectural component that
-    prevents rank collapse". Normalize if the norms of the states change with depth.
+    Numerics: see `absolute_spread`.
+    Source: μ of the paper on λ-skip connections, "the architectural component that prevents rank collapse",
+    divided by the norm, because norms of states change with depth.
 
     Examples:
         >>> import torch
         >>> states = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]])
-        >>> token_spread(states).tolist()
+        >>> spread(states).tolist()
         [1.0, 0.0]
     """
-    states, valid, usable = as_tokens(tokens, mask, "`token_spread`")
+    states, valid, usable = as_tokens(tokens, mask, "`spread`")
+    states = states / unit_scale(states, MATRIX)
+    share = ratio(mean_distance(states, valid), norm(states, MATRIX)).clamp(max=1)
+    return share.masked_fill(~usable, math.nan)
+
+
+@measure("tokens", degree=1)
+def absolute_spread(tokens: Shaped[Tensor, "B T D"], mask: TokenMask | None = None) -> Float64[Tensor, " B"]:
+    """Return the absolute spread μ: the distance of the tokens from their mean.
+
+    Formula: μ(Y) = ‖Y − 1ȳᵀ‖_F, where ȳ is the mean token.
+    Range: [0, ‖Y‖_F]; 0 if all tokens are equal or there is only one. NaN for a sequence without a real token
+    (``mask`` False), or with NaN or infinity in a real token.
+    Cost: O(T D) time per sequence.
+    Numerics: the first real token is subtracted from all tokens before the mean is subtracted. So the
+    relative error is near √T·1e-16 even for nearly equal tokens, and equal tokens have the spread 0 exactly.
+    Source: μ measures collapse in the paper on λ-skip connections, "the architectural component that
+    prevents rank collapse".
+
+    Examples:
+        >>> import torch
+        >>> absolute_spread(torch.tensor([[[3.0, 0.0], [-3.0, 0.0]]])).round(decimals=6).tolist()
+        [4.242641]
+    """
+    states, valid, usable = as_tokens(tokens, mask, "`absolute_spread`")
     unit = unit_scale(states, MATRIX)
-    states = states / unit
-    distance = mean_distance(states, valid)
-    share = ratio(distance, norm(states, MATRIX)).clamp(max=1)
-    return (share if normalized else distance * unit[:, 0, 0]).masked_fill(~usable, math.nan)
+    return (mean_distance(states / unit, valid) * unit[:, 0, 0]).masked_fill(~usable, math.nan)
 
 
 @measure("tokens", degree=1)

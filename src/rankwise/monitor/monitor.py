@@ -46,7 +46,7 @@ STOP_SPREAD, STOP_AUDITS = 0.0002, 3
 row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
-    "states": ("relative_spread", "mean_cosine", "effective_rank"),
+    "states": ("spread", "mean_cosine", "effective_rank"),
 }
 """Measures that are logged: for heads as means over each layer, for token states per layer."""
 
@@ -212,7 +212,7 @@ class RankMonitor:
             any(
                 one.code == "COLLAPSE"
                 and one.where.stack == finding.where.stack
-                and one.evidence["relative_spread_lowest"] < STOP_SPREAD
+                and one.evidence["spread_lowest"] < STOP_SPREAD
                 for one in audit.findings
             )
             for audit in recent
@@ -315,10 +315,10 @@ class RankMonitor:
                 where = f"; {' and '.join(causes) or 'audit and probe'} in {self.folder}"
             stop, rule = self.stopped_by, ""
             if stop.code == "COLLAPSE":
-                states = [layer for layer in result.layers if layer.stack == stop.where.stack]
-                lowest = min(states, key=lambda layer: layer.relative_spread)
+                states = [state for state in result.states if state.stack == stop.where.stack]
+                lowest = min(states, key=lambda state: state.spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
-                rule += f"{lowest.relative_spread:.2g} after {lowest.layer} blocks."
+                rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
             ours = "monitor.history.audits[-1], model, monitor.batches[0]"
             remedy = stop.remedy.replace("audit, model, batch", ours)
             words = f"at {stop.place}:{rule} {stop.meaning} {remedy}"
@@ -372,7 +372,7 @@ def scalars(audit: Audit, prefix: str = "rank") -> dict[str, float]:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="m", delta=0.01)
-        >>> scalars(Audit(provenance=about, heads=[], layers=[], findings=[]))
+        >>> scalars(Audit(provenance=about, heads=[], states=[], findings=[]))
         {'rank/findings/error': 0.0, 'rank/findings/warning': 0.0}
     """
     named: dict[str, float] = {}

@@ -1,11 +1,10 @@
 """Records of a plan for the query/key width of heads; this module does not import torch."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from rankwise._internals.records import Number, Record, SavedRecord
-from rankwise.tracing.head_id import HeadId
+from rankwise._internals.records import Address, Number, Record, SavedRecord
 
 
 class QKCost(Record):
@@ -26,58 +25,18 @@ class QKCost(Record):
 class TrainedWidth(Record):
     """Query/key width that one head of a trained model requires, measured on sample tokens."""
 
-    head: HeadId
+    head: Address
     width: int
     """Query/key width K of the head."""
     required: Number
     """Smallest width that keeps the attention within the tolerance in nats; NaN if inputs are not finite."""
 
 
-_CURVE = ("head_dim", "interval", "saturated", "fall")
-_REMOVED = (
-    "block", "fixed_width", "latency_tokens", "law", "layers", "options", "reason", "recommended",
-    "value_dim",
-)  # fmt: skip
-
-
-def upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert schema version 1: keep the curve of the layer with the largest K*, and drop removed fields.
-
-    Damaged content is returned unchanged, so that validation names its first wrong field.
-    """
-    if content.get("schema_version") != 1:
-        return content
-    try:
-        layers, trained = content["layers"], content.get("trained") or []
-        layer = max(layers, key=lambda layer: layer["head_dim"])
-        plan = {name: value for name, value in content.items() if name not in _REMOVED}
-        plan |= {name: layer[name] for name in _CURVE} | {"schema_version": 2, "curve": layer["points"]}
-        plan["saturated"] = all(layer["saturated"] for layer in layers)
-        plan["trained"] = [
-            {
-                "head": {name: head[name] for name in ("stack", "layer", "head")},
-                "width": head["width"],
-                "required": head["needed"],
-            }
-            for head in trained
-        ]
-        notes = list(content.get("notes") or [])
-        if len(layers) > 1:
-            notes.append(f"Curve of layer {layer['layer']} of {len(layers)}, the layer with the largest K*.")
-        if trained:
-            notes.append("The widths of trained heads were measured by KL divergence (schema version 1).")
-        return plan | {"notes": notes}
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return content
-
-
 class HeadDimPlan(SavedRecord):
     """Plan with K*, the query/key width beyond which wider heads with random weights gain almost no rank."""
 
-    _upgraded = staticmethod(upgraded)
-
     format: Literal["rankwise-plan"] = "rankwise-plan"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     complete: bool = True
     """False if the plan was interrupted before all trials were done."""
     tokens: int

@@ -10,7 +10,7 @@ from rankwise._internals.forward import batch_errors, each_batch, run_model
 from rankwise.measures import LogitMoments, logit_moments, required_head_dim
 from rankwise.operators import SoftmaxMixing
 from rankwise.plan.record import TrainedWidth
-from rankwise.tracing import HeadId, capture
+from rankwise.tracing import Address, capture
 
 
 def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 0.01) -> list[TrainedWidth]:
@@ -33,8 +33,8 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
         >>> [head.width for head in trained_widths(model, [torch.randn(3, 10, 8)])]
         [4, 4]
     """
-    moments: dict[HeadId, LogitMoments] = {}
-    widths: dict[HeadId, int] = {}
+    moments: dict[Address, LogitMoments] = {}
+    widths: dict[Address, int] = {}
     for number, batch in enumerate(each_batch(batches), 1):
         failures = batch_errors(model, batch, subject=f"`batches`, batch {number}")
         with failures, torch.no_grad(), capture(model) as trace:
@@ -42,7 +42,7 @@ def trained_widths(model: nn.Module, batches: Iterable[Any], tolerance: float = 
         for site in trace.mixers:
             op = site.operator
             if isinstance(op, SoftmaxMixing) and not site.cross:
-                call = site.head_id()
+                call = site.address()
                 found = logit_moments(op, site.valid_tokens, site.valid_sources).sum_sequences()
                 moments[call] = moments[call] + found if call in moments else found
                 widths[call] = op.query.shape[-1]

@@ -14,13 +14,13 @@ from rankwise.auditing.importance_findings import describe_removable, estimate_w
 from rankwise.auditing.measure_table import (
     DRAWN,
     HEAD_MEASURES,
-    LAYER_MEASURES,
     REFERENCES,
+    STATE_MEASURES,
     HeadMeasure,
     mixer_kind,
     share,
 )
-from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.auditing.records import HeadRecord, StateRecord
 from rankwise.auditing.result import Audit
 from rankwise.importance.records import MORE_TRIES, HeadImportance, ImportanceRecord
 from rankwise.report.document import Document, Items, Section, Table, nonempty
@@ -39,7 +39,7 @@ MOST_LAYERS, FEW_LAYERS = 16, 5
 """Maximum number of layers on the first screen, without and with errors."""
 COST = "removal_cost"
 _CONSOLE_HEADS = [measure for measure in HEAD_MEASURES if measure.console]
-_CONSOLE_STATES = [measure for measure in LAYER_MEASURES if measure.console]
+_CONSOLE_STATES = [measure for measure in STATE_MEASURES if measure.console]
 
 
 def audit_document(audit: Audit) -> Document:
@@ -47,9 +47,9 @@ def audit_document(audit: Audit) -> Document:
     grids = grids_of(audit.heads)
     targets = find_targets(audit.findings, audit)
     findings = finding_items(audit.findings, targets, grids)
-    depth = [depth_curves(measure, audit.layers) for measure in DRAWN] if audit.layers else []
+    depth = [depth_curves(measure, audit.states) for measure in DRAWN] if audit.states else []
     numbers = [_console_layers(grid, audit.heads) for grid in grids]
-    numbers += [_console_states(*stack) for stack in grouped(audit.layers, attrgetter("stack")).items()]
+    numbers += [_console_states(*stack) for stack in grouped(audit.states, attrgetter("stack")).items()]
     uncaptured = [[module.name, module.type, module.reason] for module in audit.uncaptured]
     columns = head_columns(audit.heads)
     scatter = _scatter(audit, columns)
@@ -68,7 +68,7 @@ def audit_document(audit: Audit) -> Document:
             "findings": [[one.severity, one.code, one.meaning] for one in audit.findings],
             "costs": _head_costs(audit),
             "scatter": scatter,
-            "states": state_table(audit.layers),
+            "states": state_table(audit.states),
             **_spectra(audit),
             **_maps(audit, flagged),
         }
@@ -139,7 +139,7 @@ def _setting(audit: Audit) -> str:
 
 def _layers_in_words(audit: Audit, grids: Sequence[Grid]) -> list[Table]:
     """Return the table of the first screen: a row per layer, and a column for what was measured."""
-    spread = {(layer.stack, layer.layer): layer.relative_spread for layer in audit.layers}
+    spread = {(state.stack, state.blocks): state.spread for state in audit.states}
     rows: dict[str, dict[str, str]] = {}
     for grid in grids:
         for name, row in zip(grid.row_names, grid.rows, strict=True):
@@ -188,7 +188,7 @@ def _hints(audit: Audit) -> list[str]:
         (audit.heads, "attention rank 1.00 = full rank, as many independent patterns as tokens"),
         (audit.baseline, "at initialization: of the same model untrained, on the same data"),
         (any(head.random_rank >= 0 for head in audit.heads), "random heads: of random queries and keys"),
-        (audit.layers, "token spread after the layer, 0 = all tokens are the same"),
+        (audit.states, "token spread after the layer, 0 = all tokens are the same"),
         (has_costs, f"cheapest, costliest head: {costs}, as a share of {reference}"),
     )
     passes = 1 + len(audit.heads).bit_length() + MORE_TRIES
@@ -231,7 +231,7 @@ def _console_layers(grid: Grid, heads: Sequence[HeadRecord]) -> Table:
     columns["rank\nshare"] = _mean_rank_share
     for field, words in REFERENCES.items():
         known = any(math.isfinite(getattr(head, field)) for head in mine)
-        if field == "hardmax_rank" or known:
+        if field == "one_hot_rank" or known:
             columns[words.replace(" ", "\n")] = partial(_mean_share, field)
     for measure in _CONSOLE_HEADS:
         has_kind = not measure.kinds or kinds & set(measure.kinds)
@@ -273,13 +273,17 @@ def _mean_rank_share(heads: Sequence[HeadRecord]) -> str:
     return "–".join(format_number(end, 2) for end in ends)
 
 
-def _console_states(stack: str, layers: Sequence[LayerRecord]) -> Table:
-    mine = sorted(layers, key=lambda layer: layer.layer)
+def _console_states(stack: str, records: Sequence[StateRecord]) -> Table:
+    mine = sorted(records, key=lambda state: state.blocks)
     return Table(
         f"{stack}, token states" if stack else "token states",
         ["blocks\npassed", "tokens", *(measure.console for measure in _CONSOLE_STATES)],
         [
-            [str(y.layer), format_number(y.tokens, 0), *(measure.formatted(y) for measure in _CONSOLE_STATES)]
+            [
+                str(y.blocks),
+                format_number(y.tokens, 0),
+                *(measure.formatted(y) for measure in _CONSOLE_STATES),
+            ]
             for y in mine
         ],
         facts="token spread μ/‖Y‖ of 0: all tokens the same",
@@ -416,7 +420,7 @@ def _grid_data(grid: Grid, audit: Audit, targets: Sequence[Target]) -> dict[str,
 def _head_data(heads: Sequence[HeadRecord], grids: Sequence[Grid]) -> Mapping[str, Any]:
     """Return one list per property, with an entry per head; texts are indices into lists of unique texts."""
     homes = {index: number for number, grid in enumerate(grids) for index in grid.indices}
-    plain = {"layer": "layer", "head": "head", "full_rank": "smaller", "nearest": "nearest_head"}
+    plain = {"layer": "layer", "head": "head", "full_rank": "full_rank", "nearest": "nearest_head"}
     plain |= {"sequences": "sequences", "nonfinite": "nonfinite"}
     coded = {"kind": "kind", "mask": "mask", "site": "site", "max_token": "named_peak"}
     return {

@@ -13,12 +13,12 @@ from rankwise.auditing.comparison import LOSS, Change, Comparison, LayerChange
 from rankwise.auditing.findings import about
 from rankwise.auditing.history import History, steps_of
 from rankwise.auditing.match_findings import OUTCOMES, FindingChange
-from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, PICTURED, Measure
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, PICTURED, STATE_MEASURES, Measure
 from rankwise.auditing.records import (
     SEVERITIES,
     SEVERITY_ORDER,
+    Address,
     Finding,
-    HeadId,
     Provenance,
     Verdict,
     last_states,
@@ -42,11 +42,11 @@ _OUTCOMES = {
 }
 _FIRST = {
     "heads": ("numerical_rank", "effective_rank", "stable_rank", "first_token_mass"),
-    "states": ("relative_spread", "effective_rank"),
+    "states": ("spread", "effective_rank"),
 }
 """Measures in the first columns of the tables of layers; the console shows only these columns."""
 _HISTORY_HEADS = [measure for measure in HEAD_MEASURES if measure.name in _FIRST["heads"]]
-_HISTORY_STATES = [m for m in LAYER_MEASURES if m.name in ("relative_spread", "mean_cosine")]
+_HISTORY_STATES = [m for m in STATE_MEASURES if m.name in ("spread", "mean_cosine")]
 _SIGNS = {"error": "◆", "warning": "▲", "info": "●"}
 
 
@@ -66,7 +66,7 @@ def comparison_document(comparison: Comparison) -> Document:
     moved = comparison.changes or comparison.only_before or comparison.only_after
     layers = [_layer_table(comparison.by_layer, of) for of in ("heads", "states") if moved]
     before, after = comparison.before, comparison.after
-    heads, states = count(comparison.heads, "head"), count(comparison.layers, "layer")
+    heads, states = count(comparison.heads, "head"), count(comparison.states, "token state")
     return Document(
         command="Rankwise comparison",
         heading=f"{model_name(before.model)} → {model_name(after.model)}",
@@ -150,7 +150,7 @@ def _finding_item(change: FindingChange) -> Item:
     return Item(finding.severity, finding.code, place, facts, finding.meaning)
 
 
-def _places(places: Sequence[HeadId]) -> str:
+def _places(places: Sequence[Address]) -> str:
     names = [str(place) if place.head is not None else f"{place}, states" for place in places[:MOST_PLACES]]
     rest = f" … and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
     return "; ".join(names) + rest
@@ -158,7 +158,7 @@ def _places(places: Sequence[HeadId]) -> str:
 
 def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     """Draw the change of each measure, the largest change first, and list the measures without a map."""
-    changed: dict[str, dict[HeadId, Change]] = {}
+    changed: dict[str, dict[Address, Change]] = {}
     # changes are sorted by size, so that measures are in the order of their largest change
     for change in comparison.changes:
         if change.where.head is not None:
@@ -187,7 +187,7 @@ def _maps(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     return figures, [known[name].title for name in names[room:]]
 
 
-def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
+def _map_cell(head: Address, changed: Mapping[Address, Change]) -> MapCell:
     """Return the cell of a head: the signed square root of its change, so that small changes are visible."""
     where, change = f"layer {head.layer}, head {head.head}", changed.get(head)
     if change is None:
@@ -202,7 +202,7 @@ def _map_cell(head: HeadId, changed: Mapping[HeadId, Change]) -> MapCell:
 def _layer_table(changes: Sequence[LayerChange], of: str) -> Table:
     """Return a table with one row per layer and one column per measure that changed in any layer."""
     mine = [change for change in changes if change.of == of]
-    known: Sequence[Measure] = HEAD_MEASURES if of == "heads" else LAYER_MEASURES
+    known: Sequence[Measure] = HEAD_MEASURES if of == "heads" else STATE_MEASURES
     moved = {change.measure for change in mine if change.change}
     measures = sorted((m for m in known if m.name in moved), key=lambda m: m.name not in _FIRST[of])
     rows: dict[str, dict[str, LayerChange]] = defaultdict(dict)
@@ -341,7 +341,7 @@ def _audits(history: History, names: Sequence[str], links: Mapping[str, str]) ->
 
 
 def _audit_cells(audit: Audit, *, has_loss: bool) -> list[str]:
-    last = last_states(audit.layers)
+    last = last_states(audit.states)
     means = [(mean(map(measure.value, audit.heads)), measure.digits) for measure in _HISTORY_HEADS]
     means += [(mean(map(measure.value, last)), measure.digits) for measure in _HISTORY_STATES]
     return [

@@ -93,7 +93,7 @@ def document_text(document: Document, width: int = 100, *, verbose: bool = False
         >>> from rankwise.auditing import Audit, Provenance
         >>> from rankwise.report.audit_report import audit_document
         >>> about = Provenance(model="gpt2", delta=0.01)
-        >>> document = audit_document(Audit(provenance=about, heads=[], layers=[], findings=[]))
+        >>> document = audit_document(Audit(provenance=about, heads=[], states=[], findings=[]))
         >>> document_text(document).splitlines()[0]  # as print_document and write_page show it
         'rankwise audit · gpt2 · 0 sequences'
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankwise._internals.records import format_number, grouped
-from rankwise.auditing.measure_table import LayerMeasure
-from rankwise.auditing.records import HeadRecord, LayerRecord, Severity
+from rankwise.auditing.measure_table import StateMeasure
+from rankwise.auditing.records import HeadRecord, Severity, StateRecord
 from rankwise.report.document import Figure
 from rankwise.report.format import round_for_page
 from rankwise.report.head_columns import Column
@@ -197,24 +197,24 @@ def banded_line(
     ]
 
 
-def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure:
+def depth_curves(measure: StateMeasure, states: Sequence[StateRecord]) -> Figure:
     """Draw a measure of token states against depth: a line per stack of blocks, ± 1 standard deviation."""
-    stacks = grouped(layers, lambda layer: layer.stack)
+    stacks = grouped(states, lambda state: state.stack)
     data: list[dict[str, Any]] = []
     for series, (stack, own) in enumerate(stacks.items()):
-        mine = sorted(own, key=lambda layer: layer.layer)
+        mine = sorted(own, key=lambda state: state.blocks)
         data += banded_line(
             series,
             stack or "states",
-            [layer.layer for layer in mine],
-            [measure.value(layer) for layer in mine],
-            [_edge(measure, layer, 1) for layer in mine],
-            [_edge(measure, layer, -1) for layer in mine],
-            [_state_hover(measure, layer) for layer in mine],
+            [state.blocks for state in mine],
+            [measure.value(state) for state in mine],
+            [_edge(measure, state, 1) for state in mine],
+            [_edge(measure, state, -1) for state in mine],
+            [_state_hover(measure, state) for state in mine],
         )
-    deepest = max(layer.layer for layer in layers)
+    deepest = max(state.blocks for state in states)
     step = 1 + deepest // _MOST_TICKS  # whole numbers: automatic ticks can be at half blocks
-    scale = {"range": [0, 1.03]} if measure.name == "relative_spread" else {"rangemode": "tozero"}
+    scale = {"range": [0, 1.03]} if measure.name == "spread" else {"rangemode": "tozero"}
     layout = {
         "height": 260,
         "showlegend": len(stacks) > 1,
@@ -224,22 +224,22 @@ def depth_curves(measure: LayerMeasure, layers: Sequence[LayerRecord]) -> Figure
     return Figure(f"depth-{measure.name}", measure.title, data, layout, measure.meaning)
 
 
-def _edge(measure: LayerMeasure, layer: LayerRecord, side: int) -> float:
+def _edge(measure: StateMeasure, state: StateRecord, side: int) -> float:
     """Return the upper (`side` 1) or lower (`side` −1) edge of the band, within the range of the measure."""
-    spread = layer.std.get(measure.name, math.nan)
-    value = measure.value(layer) + side * (spread if math.isfinite(spread) else 0.0)
-    low, high = measure.ends(layer)
+    spread = state.std.get(measure.name, math.nan)
+    value = measure.value(state) + side * (spread if math.isfinite(spread) else 0.0)
+    low, high = measure.ends(state)
     if not math.isfinite(value):
         return math.nan
     return min(max(value, low), math.inf if measure.range.wide else high)
 
 
-def _state_hover(measure: LayerMeasure, layer: LayerRecord) -> str:
-    spread = layer.std.get(measure.name, math.nan)
+def _state_hover(measure: StateMeasure, state: StateRecord) -> str:
+    spread = state.std.get(measure.name, math.nan)
     around = f" ± {format_number(spread, measure.digits)}" if math.isfinite(spread) else ""
-    when = "input" if layer.layer == 0 else f"after block {layer.layer}"
-    number = format_number(measure.value(layer), measure.digits)
-    return f"{html.escape(layer.stack)}, {when}<br>{number}{around}"
+    when = "input" if state.blocks == 0 else f"after {state.blocks} blocks"
+    number = format_number(measure.value(state), measure.digits)
+    return f"{html.escape(state.stack)}, {when}<br>{number}{around}"
 
 
 def membership_maps(grids: Sequence[Grid], heads: Sequence[HeadRecord]) -> list[Figure]:

@@ -76,7 +76,9 @@ def _place(finding: Finding) -> str:
 def _is_about_states(finding: Finding, audit: Audit, heads: Sequence[int]) -> bool:
     """Return True if the evidence is about token states, or if the site is a block that wrote a state."""
     where = finding.where
-    known = [state.site for state in audit.layers if (state.stack, state.layer) == (where.stack, where.layer)]
+    known = [
+        state.site for state in audit.states if (state.stack, state.blocks) == (where.stack, where.layer)
+    ]
     evident = about(finding.code) == "stack" or bool(finding.evidence.keys() & _STATE_NAMES - _HEAD_NAMES)
     return bool(known) and (evident or (where.site in known and not heads))
 

@@ -3,15 +3,15 @@
 import math
 import re
 
-from rankwise.auditing.measure_table import HEAD_MEASURES, LAYER_MEASURES
+from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES
 
 RANK = next(measure for measure in HEAD_MEASURES if measure.name == "numerical_rank")
 """Measure of rank/min(T, S) for a T×S mixing matrix; for matrices with signs, the rank is relative to σ₁."""
 
 _TITLES = {
-    "relative_spread_layer_0": "token spread of the input",
-    "relative_spread_lowest": "lowest token spread",
-    "relative_spread_lowest_at_1": "lowest token spread with λ = 1",
+    "spread_input": "token spread of the input",
+    "spread_lowest": "lowest token spread",
+    "spread_lowest_at_1": "lowest token spread with λ = 1",
     "nonfinite": "not finite",
     "cost": "cost of removal",
     "loss": "loss after removal",
@@ -19,11 +19,11 @@ _TITLES = {
     "parameters": "share of the parameters",
     "delta_low": "δ from",
     "delta_high": "δ to",
-} | {measure.name: measure.label for measure in (*HEAD_MEASURES, *LAYER_MEASURES)}
+} | {measure.name: measure.label for measure in (*HEAD_MEASURES, *STATE_MEASURES)}
 
 
 def title(measure: str) -> str:
-    """Return the name of a measure as it is shown to readers, such as token spread for `relative_spread`."""
+    """Return the name of a measure as it is shown to readers, such as token spread for `spread`."""
     return _TITLES.get(measure, measure.replace("_", " "))
 
 

@@ -14,19 +14,19 @@ from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
 from rankwise.auditing.measure_table import (
     HEAD_MEASURES,
-    LAYER_MEASURES,
     REFERENCES,
+    STATE_MEASURES,
     HeadMeasure,
     Measure,
     share,
 )
-from rankwise.auditing.records import HeadRecord, LayerRecord
+from rankwise.auditing.records import HeadRecord, StateRecord
 from rankwise.report.format import count, round_for_page
 
 INITIAL = "init_"
 """Prefix of the names of measures of the same head at initialization."""
 _NOTES = {
-    "hardmax_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
+    "one_hot_rank": "Every row picks one token at random, under the head's mask. This is not an untrained "
     "model: its rows weigh many tokens. It does not bound the rank of a head.",
     "random_rank": "Softmax of independent, standard normal queries and keys of the head's width and scale. "
     "This is not an untrained model: its queries and keys are smaller and come from the same tokens.",
@@ -224,18 +224,18 @@ def outer_fence(values: Sequence[float]) -> float:
     return third + 3 * (third - first)
 
 
-def state_table(layers: Sequence[LayerRecord]) -> list[dict[str, Any]]:
+def state_table(states: Sequence[StateRecord]) -> list[dict[str, Any]]:
     """Return the columns of the page's table of token states, as dictionaries with names and values."""
     counts = {
-        "layer": "Blocks passed",
+        "blocks": "Blocks passed",
         "tokens": "Tokens",
         "sequences": "Sequences",
         "nonfinite": "Not finite",
     }
-    columns = [(name, title, 0, [getattr(y, name) for y in layers]) for name, title in counts.items()]
-    columns[2:2] = [(m.name, m.head, m.digits, [m.value(y) for y in layers]) for m in LAYER_MEASURES]
+    columns = [(name, title, 0, [getattr(y, name) for y in states]) for name, title in counts.items()]
+    columns[2:2] = [(m.name, m.head, m.digits, [m.value(y) for y in states]) for m in STATE_MEASURES]
     return [
-        {"name": "stack", "short_title": "Stack", "texts": [layer.stack for layer in layers]},
+        {"name": "stack", "short_title": "Stack", "texts": [state.stack for state in states]},
         *(
             {"name": name, "short_title": title, "digits": digits, "values": values}
             for name, title, digits, values in columns

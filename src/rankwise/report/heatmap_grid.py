@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankwise.auditing.records import HeadId, HeadRecord
+from rankwise.auditing.records import Address, HeadRecord
 from rankwise.errors import RecordError
 
 MOST_CELLS = 2**20
@@ -57,7 +57,7 @@ class Grid:
         ]
 
 
-def make_grids(heads: Sequence[HeadId], cross: Sequence[bool] = ()) -> list[Grid]:
+def make_grids(heads: Sequence[Address], cross: Sequence[bool] = ()) -> list[Grid]:
     """Return one grid per stack and module name without numbers, self-attention and cross-attention apart.
 
     Grids are in the order of first appearance. A grid has one row per layer, site (module) and call. A head
@@ -67,7 +67,7 @@ def make_grids(heads: Sequence[HeadId], cross: Sequence[bool] = ()) -> list[Grid
         RecordError: if the grids have over a million cells, because only damaged files number heads that way.
     """
     grouped: dict[tuple[str, bool, str], dict[tuple[int, str, int, int], dict[int, int]]] = {}
-    seen: Counter[tuple[HeadId, bool]] = Counter()
+    seen: Counter[tuple[Address, bool]] = Counter()
     for index, (head, reads_other) in enumerate(zip(heads, cross or [False] * len(heads), strict=True)):
         rows = grouped.setdefault((head.stack, reads_other, _pattern(head.site)), {})
         row = (head.layer or 0, head.site, head.call, seen[head, reads_other])
@@ -96,14 +96,14 @@ def grids_of(heads: Sequence[HeadRecord]) -> list[Grid]:
 class HeadIndex:
     """Index from an address (stack, module, layer, head) to heads; an audit can have thousands of heads."""
 
-    def __init__(self, heads: Sequence[HeadId]) -> None:
+    def __init__(self, heads: Sequence[Address]) -> None:
         self._heads = heads
         self._near: dict[tuple[int | None, int | None], list[int]] = {}
         for index, head in enumerate(heads):
             for number in {head.head, None}:
                 self._near.setdefault((head.layer, number), []).append(index)
 
-    def at(self, place: HeadId) -> list[int]:
+    def at(self, place: Address) -> list[int]:
         """Return the indices of the heads at a place; parts of the place that are empty match every head."""
         near: Sequence[int] = range(len(self._heads))
         if place.layer is not None:

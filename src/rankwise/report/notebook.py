@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rankwise._internals.records import format_number
 from rankwise._internals.statistics import mean
-from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, LAYER_MEASURES, LayerMeasure, Measure
+from rankwise.auditing.measure_table import DRAWN, HEAD_MEASURES, STATE_MEASURES, Measure, StateMeasure
 from rankwise.auditing.records import HeadRecord
 from rankwise.auditing.result import Audit
 from rankwise.errors import InputError, one_of, strip_control
@@ -38,7 +38,7 @@ def notebook_html(audit: Audit) -> str:
     Examples:
         >>> from rankwise.auditing.records import Provenance
         >>> about = Provenance(model="<b>", delta=0.01)
-        >>> text = notebook_html(Audit(provenance=about, heads=[], layers=[], findings=[]))
+        >>> text = notebook_html(Audit(provenance=about, heads=[], states=[], findings=[]))
         >>> text.removeprefix("<div><strong>Rankwise audit</strong> ")[:55]
         '&lt;b&gt;<br>0 heads · 0 sequences · δ = 0.01 · Nothing'
     """
@@ -130,9 +130,9 @@ def plot_depth(audit: Audit, measure: str | None = None) -> "go.Figure":
     Raises:
         InputError: if the measure is unknown, or the audit has no token states.
     """
-    chosen: Sequence[LayerMeasure] = DRAWN if measure is None else [_named(measure, LAYER_MEASURES)]
-    _need(audit.layers, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
-    curves = [depth_curves(measure, audit.layers) for measure in chosen]
+    chosen: Sequence[StateMeasure] = DRAWN if measure is None else [_named(measure, STATE_MEASURES)]
+    _need(audit.states, "token states", "No residual blocks were found: name them, `rw.audit(…, blocks=…)`.")
+    curves = [depth_curves(measure, audit.states) for measure in chosen]
     titles = [escape(one.title) for one in curves]
     figure = _subplots(curves, rows=1, columns=len(curves), heights=[1], titles=titles)
     figure.update_layout(title=f"Token states, {escape(model_name(audit.provenance.model))}", height=380)

@@ -1,25 +1,11 @@
 """Records of λ-skip certificates and of choices of λ; this module does not import torch."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from rankwise._internals.records import Number, Record, SavedRecord
 
-RENAMED = {
-    "scale": "lambda_value",
-    "collapse_in": "spread_in",
-    "collapse_out": "spread_out",
-    "relative_in": "relative_spread_in",
-    "relative_out": "relative_spread_out",
-    "price": "mixing_share",
-    "sound_bound": "kept_lower_bound",
-    "sound_scale": "min_lambda_proved",
-    "sound_scale_relative": "min_lambda_proved_relative",
-    "sound_scale_any_mixing": "min_lambda_any_mixing",
-    "paper_scale_with_floor": "min_lambda_paper",
-}
-"""Current names of fields of layers and stacks, by their names in files of version 1."""
 MOST_LAMBDA = 1000
 """Larger |λ| suppress all mixers: they are not told apart in words."""
 
@@ -43,15 +29,15 @@ class LayerCertificate(_Numbers):
     With a norm, spreads and bounds are about the output of the norm before gain and bias."""
     norm_gain: float | None = None
     """Least gain |γ| of the norm; the bound times this number is a bound after the gain. 1 without a norm."""
-    spread_in: float
+    absolute_spread_in: float
     """Mean over sequences of μ of the states x; with a norm, of the normalized states."""
-    spread_out: float | None = None
+    absolute_spread_out: float | None = None
     """Mean over sequences of μ of the sum λx + f(x), after the norm if there is one."""
     kept: float | None = None
     """Least measured μ_out/μ_in (μ after and before the skip connection) of a sequence."""
-    relative_spread_in: float
+    spread_in: float
     """Mean over sequences of μ/‖x‖_F of the states x."""
-    relative_spread_out: float
+    spread_out: float
     """Mean over sequences of μ/‖λx + f(x)‖_F of the sum, before a norm."""
     mixing_share: float
     """Mean over sequences of ‖f(x)‖/‖λx + f(x)‖; near 0, the mixer no longer matters."""
@@ -93,28 +79,13 @@ class StackCertificate(_Numbers):
     min_lambda_paper: float | None = None
 
 
-def upgraded(content: dict[str, Any]) -> dict[str, Any]:
-    """Convert a certificate of version 1: rename fields, and drop fields that were removed."""
-    if content["schema_version"] == 2:
-        return content
-    known = {name: content[name] for name in SkipCertificate.model_fields if name in content}
-    for part, kind in (("layers", LayerCertificate), ("stacks", StackCertificate)):
-        for at, one in enumerate(known[part] if isinstance(known.get(part), list) else ()):
-            if isinstance(one, dict):  # anything else is unchanged, so that validation fails
-                new = {RENAMED.get(name, name): value for name, value in one.items()}
-                known[part][at] = {name: value for name, value in new.items() if name in kind.model_fields}
-    return known | {"schema_version": 2}
-
-
 class SkipCertificate(SavedRecord, _Numbers):
     """Absolute token spread μ that λ-skips keep on one batch, measured and proved, by layer and by stack."""
 
-    _unmarked: ClassVar[bool] = True
     _report: ClassVar[str] = "skip_report"
-    _upgraded = staticmethod(upgraded)
 
     format: Literal["rankwise-certificate"] = "rankwise-certificate"
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     a: float
     """Fraction of μ² (squared absolute token spread) that each layer should keep."""
     sequences: int

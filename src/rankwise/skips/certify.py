@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from rankwise._internals.forward import Batch, check_batch, tensors_of
 from rankwise._internals.linalg import as_float64, float64_device
 from rankwise._internals.records import grouped
 from rankwise.errors import CaptureError, SkipError
-from rankwise.measures import token_spread
+from rankwise.measures import absolute_spread, spread
 from rankwise.skips.add import check_finite, check_traceable, check_values
 from rankwise.skips.certificate import LayerCertificate, SkipCertificate, StackCertificate
 from rankwise.skips.locate import SkipSite
@@ -29,7 +28,6 @@ from rankwise.tracing import MixerSite, RecordedCall, capture, record_calls
 from rankwise.tracing.module_calls import holds
 from rankwise.tracing.projections import Projection, each_once, find_projection
 
-spread = partial(token_spread, normalized=False)
 SPHERE = 0.01
 """Largest relative deviation of a state's norm from √D for which the paper's theorem is still applied."""
 NORM_KINDS: dict[str, NormKind] = {"LayerNorm": "layer", "RMSNorm": "rms"}
@@ -301,7 +299,7 @@ def _layer(
     sum_, norm, mask = _Sum(added, scale), added.norm, added.mask
     y, b, after = sum_.y, sum_.b, sum_.after
     known, unlike = norm.kind != "unknown", _unlike(sum_, mixing)
-    ends = spread(norm.of(after), mask)
+    ends = absolute_spread(norm.of(after), mask)
     before = skip_bound(y, torch.zeros_like(b), 1.0, mask, sum_.kind)
     kept = torch.where(before > 0, ends / before, math.inf)  # ∞ if there is no spread to keep
     proved: dict[str, Any] = {}
@@ -310,12 +308,12 @@ def _layer(
         proved |= {} if unlike else _paper(sum_, mixing, before, a)
     if known:
         proved |= _proved(sum_, before, mixing, a)
-        proved |= {"spread_out": sum_.mean(ends), "kept": sum_.least(kept)}
+        proved |= {"absolute_spread_out": sum_.mean(ends), "kept": sum_.least(kept)}
     certificate = LayerCertificate(
         site=added.site.name, lambda_value=float(scale.flatten()[scale.abs().argmin()]), norm=norm.kind,
         norm_gain=1.0 if norm.kind == "none" else None if norm.gain is None else float(norm.gain.abs().min()),
-        spread_in=sum_.mean(before), relative_spread_in=sum_.mean(token_spread(y, mask)),
-        relative_spread_out=sum_.mean(token_spread(after, mask)),
+        absolute_spread_in=sum_.mean(before), spread_in=sum_.mean(spread(y, mask)),
+        spread_out=sum_.mean(spread(after, mask)),
         mixing_share=sum_.mean(_size(b) / _size(after)), **proved,
     )  # fmt: skip
     return certificate, unlike
@@ -347,7 +345,7 @@ def _any_mixing(sum_: _Sum, mixing: _Mixing | None, a: float) -> float | None:
     longest = mixing.max_row_norm.to(sum_.y.device)
     if not sum_.norm.known:
         farthest = longest * sum_.mask.sum(-1).sqrt()
-        return sum_.largest(math.sqrt(a) + farthest / spread(sum_.y, sum_.mask))
+        return sum_.largest(math.sqrt(a) + farthest / absolute_spread(sum_.y, sum_.mask))
     # With a norm only the norms of the rows of B count: take rows of mean 0, which centering does not change.
     row = sum_.y.new_zeros(sum_.y.shape[-1])
     row[:2] = row.new_tensor([1, -1])[: len(row)]
@@ -400,7 +398,7 @@ def _stacks(
     for stack, inside in pairs.items():
         first, last = inside[0][0], inside[-1][0]
         ends = (first.x, first.mask), (last.total, last.mask)
-        start, end = (token_spread(rows, mask).nan_to_num(0.0) for rows, mask in ends)
+        start, end = (spread(rows, mask).nan_to_num(0.0) for rows, mask in ends)
         several = first.mask.sum(-1) > 1
         # tokens that are equal (up to rounding) at the start of the stack have no spread to keep
         apart = several & (start > torch.finfo(first.x.dtype).eps)
@@ -408,8 +406,8 @@ def _stacks(
         if bool(apart.any()):
             numbers["kept"] = float((end / start)[apart].mean())
         if bool(apart.any()) and last.norm.kind != "unknown":
-            after = spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
-            numbers["kept_mu"] = float((after / spread(first.x, first.mask))[apart].mean())
+            after = absolute_spread(last.norm.of(last.total.double()), last.mask).nan_to_num(0.0)
+            numbers["kept_mu"] = float((after / absolute_spread(first.x, first.mask))[apart].mean())
         for name in ("min_lambda_proved", "min_lambda_any_mixing", "min_lambda_paper"):
             values = [getattr(layer, name) for _, layer in inside]
             numbers[name] = None if None in values else max(values)

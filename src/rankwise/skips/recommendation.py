@@ -16,7 +16,7 @@ from rankwise.auditing.error_hints import fix_hint
 from rankwise.auditing.findings import COLLAPSE_FALL, INACTIVE_TURN, RULES
 from rankwise.auditing.measure import measure_states
 from rankwise.auditing.provenance import runnable
-from rankwise.auditing.records import SEVERITY_ORDER, Finding, HeadId, LayerRecord
+from rankwise.auditing.records import SEVERITY_ORDER, Address, Finding, StateRecord
 from rankwise.auditing.result import Audit
 from rankwise.auditing.statistics import ModelStatistics
 from rankwise.errors import InputError, instance_of, one_of
@@ -183,8 +183,8 @@ def _trial(model: nn.Module, batch: Batch, stack: str) -> tuple[bool, float]:
     layers = _layers(model, [batch])
     _check_stack(model, stack, {layer.stack for layer in layers})
     own = [layer for layer in layers if layer.stack == stack]
-    lowest = min((layer.relative_spread for layer in own if layer.layer), default=math.nan)
-    least = min([APART, *(COLLAPSE_FALL * layer.relative_spread for layer in own if not layer.layer)])
+    lowest = min((state.spread for state in own if state.blocks), default=math.nan)
+    least = min([APART, *(COLLAPSE_FALL * state.spread for state in own if not state.blocks)])
     return not lowest < least, lowest
 
 
@@ -255,7 +255,7 @@ def recommend(audit: AuditT, model: nn.Module, batch: Batch, loss: LossOfModel |
             meaning = f"The mixer at {site or 'the model itself'} barely changes its tokens: {effect}."
             block, mixer = "take the block out of its list", "set the weights of its output projection to 0"
             suppressed = Finding(
-                code="INACTIVE_BLOCK", severity="warning", where=HeadId(site=site), meaning=meaning,
+                code="INACTIVE_BLOCK", severity="warning", where=Address(site=site), meaning=meaning,
                 evidence={"mixer_share": share}, remedy=RULES["INACTIVE_BLOCK"].remedy.replace(block, mixer),
             )  # fmt: skip
             found.append(suppressed)
@@ -288,12 +288,12 @@ def spread_by_layer(model: nn.Module, batches: Iterable[Batch]) -> dict[str, lis
         3
     """
     check_module(model)
-    ordered = sorted(_layers(model, batches), key=lambda layer: (layer.stack, layer.layer))
-    stacks = grouped(ordered, lambda layer: layer.stack)
-    return {stack: [layer.relative_spread for layer in layers] for stack, layers in stacks.items()}
+    ordered = sorted(_layers(model, batches), key=lambda state: (state.stack, state.blocks))
+    stacks = grouped(ordered, lambda state: state.stack)
+    return {stack: [state.spread for state in states] for stack, states in stacks.items()}
 
 
-def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[LayerRecord]:
+def _layers(model: nn.Module, batches: Iterable[Batch]) -> list[StateRecord]:
     """Return the records of token states that an audit would have for these batches, without ranks."""
     statistics = ModelStatistics()
 
@@ -316,7 +316,7 @@ def advise_lambda(finding: Finding, model: nn.Module, batch: Batch, sites: Seque
         return finding.model_copy(update={"remedy": choice.instead})
     numbers = {
         "mixing_share": choice.mixing_share,
-        "relative_spread_lowest_tried": max(lowest for _, lowest in choice.tried),
+        "spread_lowest_tried": max(lowest for _, lowest in choice.tried),
         "lambda_tried": choice.value,
         "lambda_proved": choice.proved,
     }

@@ -30,7 +30,7 @@ def skip_bound(
 ) -> Float64[Tensor, "*batch"]:
     r"""Return a proved lower bound of the absolute token spread μ(λx + f(x)), or of μ after a norm.
 
-    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.token_spread`).
+    μ(Y) = ‖Y − 1ȳᵀ‖_F is the distance of tokens (rows) from their mean ȳ (`rankwise.measures.spread`).
 
     - "none": max(|λ|·μ(x) − μ(f(x)), 0), because μ is a seminorm. The bound is attained for f(x) = −c·x.
     - "layer" and "rms": the larger of two bounds, or 0, before gain and bias of the norm. y_i and m_i are the

@@ -1,6 +1,6 @@
 """Run a model and record a `Trace`: its mixing operators (such as attention maps) and its token states.
 
-Names are imported on first use, so that modules of saved records can import `head_id` without torch.
+Names are imported on first use, so that modules of saved records can import `Address` without torch.
 """
 
 from typing import TYPE_CHECKING
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from rankwise._internals.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rankwise._internals.records import Address, UncapturedModule
     from rankwise.tracing.context import SiteAdapter, capture
-    from rankwise.tracing.head_id import CallId, HeadId
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
     from rankwise.tracing.model_checks import compiled_modules
     from rankwise.tracing.module_calls import RecordedCall, record_calls
-    from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
+    from rankwise.tracing.trace import CallId, MixerSite, StateSite, Trace
 
 __all__ = [
+    "Address",
     "BlockOutput",
     "CallId",
-    "HeadId",
     "HeadOutputs",
     "Intervention",
     "MixerSite",

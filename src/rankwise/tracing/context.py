@@ -37,12 +37,11 @@ from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
 from rankwise.tracing.explicit_softmax import SoftmaxFollower, SoftmaxProduct
 from rankwise.tracing.function_mode import AttentionMode
-from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import MixingCall, Unfinished
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
-from rankwise.tracing.trace import MixerSite, StateSite, Trace
+from rankwise.tracing.trace import CallCounter, CallId, MixerSite, StateSite, Trace
 from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]

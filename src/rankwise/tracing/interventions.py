@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rankwise._internals.forward import map_leaves
-from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.mixing_calls import OWN_MASK, find_token_mask
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, first_tokens
+from rankwise.tracing.trace import CallCounter, CallId
 
 
 @dataclass(frozen=True)

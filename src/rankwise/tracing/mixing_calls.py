@@ -33,10 +33,9 @@ from rankwise.tracing.axes import (
     unpacked_groups,
 )
 from rankwise.tracing.explicit_softmax import SoftmaxProduct
-from rankwise.tracing.head_id import CallId
 from rankwise.tracing.module_calls import ABSENT, ModuleCall, parameter_names, same, snapshot
 from rankwise.tracing.score_masks import Entries
-from rankwise.tracing.trace import MixerSite
+from rankwise.tracing.trace import CallId, MixerSite
 
 ROUTER = "a softmax weighs several values within each token, as a router does"
 STREAMS = "a softmax mixes several vectors within each token, as hyper-connections do"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankwise._internals.forward import map_tensors
 from rankwise._internals.torch_private import forget_global_hook, in_backward
-from rankwise.tracing.head_id import CallId
+from rankwise.tracing.trace import CallId
 
 Arguments = dict[str, Any]
 Listener = Callable[["ModuleCall"], None]

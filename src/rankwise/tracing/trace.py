@@ -1,14 +1,34 @@
 """Results of a capture: mixers, token states, and modules that were not captured."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rankwise._internals.records import Address, UncapturedModule
 from rankwise.errors import strip_control
 from rankwise.operators import MixingOperator
-from rankwise.tracing.head_id import CallId, HeadId
+
+
+@dataclass(frozen=True)
+class CallId:
+    """Address of a module call in one forward pass; unlike `Address`, it contains no layer index."""
+
+    module: str
+    index: int
+    """Index among all calls of the module in the forward pass, from 0."""
+
+
+class CallCounter(Counter[str]):
+    """Counter that numbers the calls of each module from 0."""
+
+    def count(self, module: str) -> CallId:
+        """Return the address of the next call of a module, and increment its count."""
+        self[module] += 1
+        return CallId(module, self[module] - 1)
+
 
 UNNUMBERED = CallId("", 0)
 
@@ -52,9 +72,9 @@ class MixerSite:
     projection: Float[Tensor, "B H T K"] | None = None
     """Tokens projected to the subspace of each head; only for token statistics self-attention (TSSA)."""
 
-    def head_id(self, head: int | None = None) -> HeadId:
+    def address(self, head: int | None = None) -> Address:
         """Return the address of a head of this call; None addresses the whole call."""
-        return HeadId(self.stack, self.layer, self.name, self.call, head)
+        return Address(self.stack, self.layer, self.name, self.call, head)
 
     def __repr__(self) -> str:
         kind, shape = strip_control(self.kind), tuple(self.operator.shape)
@@ -77,15 +97,6 @@ class StateSite:
 
     def __repr__(self) -> str:
         return f"StateSite({self.name!r}, layer {self.layer}, tokens {tuple(self.tokens.shape)})"
-
-
-@dataclass(frozen=True)
-class UncapturedModule:
-    """A module that looks like a mixer and was not captured."""
-
-    name: str
-    type: str
-    reason: str
 
 
 @dataclass

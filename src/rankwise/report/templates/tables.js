@@ -20,7 +20,7 @@ function headTable() {
     { ...texts("site", "Site", site), ...only }, { ...numbers("layer", "Layer", layer), ...only }, { ...numbers("head", "Head", head), ...only },
     texts("kind", "Kind", kind), texts("mask", "Mask", mask), numbers("tokens", "Tokens", tokens),
     ...report.columns,
-    { ...report.columns.find((column) => column.name === "nearest_distance"), name: "nearest_head", file_name: undefined, short_title: "Nearest head", digits: 0, values: nearest, spread: undefined, labels: undefined },
+    { ...report.columns.find((column) => column.name === "nearest_head_distance"), name: "nearest_head", file_name: undefined, short_title: "Nearest head", digits: 0, values: nearest, spread: undefined, labels: undefined },
     texts("max_token", "Peak at", peak),
     numbers("sequences", "Sequences", sequences), numbers("nonfinite", "Not finite", nonfinite),
   ];

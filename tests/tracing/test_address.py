@@ -10,14 +10,14 @@ import torch
 from capture_zoo import kind
 from torch import nn
 
-from rankwise.tracing import CallId, HeadId, Intervention, capture
+from rankwise.tracing import Address, CallId, Intervention, capture
 
 PLACES = {
-    "": HeadId(),
-    "decoder": HeadId("decoder"),
-    "decoder layer 0": HeadId("decoder", 0),
-    "decoder layer 2 head 0": HeadId("decoder", 2, "decoder.2.attention", head=0),
-    "decoder.2.attention": HeadId(site="decoder.2.attention"),
+    "": Address(),
+    "decoder": Address("decoder"),
+    "decoder layer 0": Address("decoder", 0),
+    "decoder layer 2 head 0": Address("decoder", 2, "decoder.2.attention", head=0),
+    "decoder.2.attention": Address(site="decoder.2.attention"),
 }
 
 
@@ -28,25 +28,27 @@ def test_an_address_has_a_text(text):
 
 @pytest.mark.parametrize("text", PLACES)
 def test_an_address_is_saved_as_a_json_object(text):
-    adapter = pydantic.TypeAdapter(HeadId)
+    adapter = pydantic.TypeAdapter(Address)
     assert adapter.validate_json(adapter.dump_json(PLACES[text])) == PLACES[text]
 
 
 @pytest.mark.parametrize("wrong", [{"layer": -1}, {"head": -1}, {"call": -1}, {"cross": True}])
 def test_a_wrong_address_is_not_read(wrong):
     with pytest.raises(pydantic.ValidationError):
-        pydantic.TypeAdapter(HeadId).validate_python(wrong)
+        pydantic.TypeAdapter(Address).validate_python(wrong)
 
 
 def test_open_addresses_sort_before_those_inside_them():
-    inside = [HeadId("decoder", *numbers) for numbers in itertools.product((0, 1), "ab", (0, 1), (0, 1))]
-    places = [HeadId(), HeadId("decoder"), *inside]
+    inside = [Address("decoder", *numbers) for numbers in itertools.product((0, 1), "ab", (0, 1), (0, 1))]
+    places = [Address(), Address("decoder"), *inside]
     assert all(first.sort_key < second.sort_key for first, second in itertools.pairwise(places))
     assert [place.at(None) for place in inside[::2]] == [place.at(None) for place in inside[1::2]]
 
 
 def test_addresses_load_without_torch():
-    code = "import rankwise.tracing.head_id, sys; raise SystemExit('torch' in sys.modules)"
+    code = (
+        "import rankwise.tracing as tracing, sys; tracing.Address(); raise SystemExit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -84,7 +86,7 @@ def test_calls_of_a_module_are_counted_in_its_layer_and_in_the_forward_pass():
     ]
     assert [site.call_id for site in trace.mixers] == seen
     assert seen[:6] == [CallId(f"blocks.{at}.attention", call) for at in (0, 1) for call in (0, 1, 2)]
-    assert trace.mixers[4].head_id(1) == HeadId("blocks", 1, "blocks.1.attention", 1, 1)
+    assert trace.mixers[4].address(1) == Address("blocks", 1, "blocks.1.attention", 1, 1)
 
 
 def test_a_module_shared_by_layers_counts_anew_in_each_layer():
