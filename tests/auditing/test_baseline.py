@@ -52,7 +52,7 @@ def test_the_page_shows_the_mean_and_spread_over_seeds() -> None:
     drawn = [head.baseline for head in audit.heads]
     assert stable["values"] == pytest.approx([one.mean["stable_rank"] for one in drawn], 1e-5)
     assert stable["spread"] == pytest.approx([one.seed_std["stable_rank"] for one in drawn], 1e-5)
-    shares = [head.baseline.seed_std["numerical_rank"] / head.smaller for head in audit.heads]
+    shares = [head.baseline.seed_std["numerical_rank"] / head.full_rank for head in audit.heads]
     assert rank["spread"] == pytest.approx(shares, 1e-5)
     assert (stable["over_seeds"], columns["stable_rank"]["over_seeds"]) == (True, False)
 

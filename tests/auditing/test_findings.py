@@ -15,8 +15,8 @@ from tests.support.records import (
     head,
     heads,
     importance,
-    layer,
-    layers,
+    token_state,
+    token_states,
 )
 from tests.support.records import (
     finding as recorded,
@@ -63,12 +63,16 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
 }
 """Code, a head that just has this finding, and a head that does not."""
 LAYER_CASES: list[tuple[str, list[StateRecord], list[StateRecord]]] = [
-    ("COLLAPSE", layers(0.9, 0.8, 0.039), layers(0.9, 0.8, 0.041)),
-    ("COLLAPSE", layers(0.06, 0.029), layers(0.06, 0.031)),
-    ("COLLAPSE", layers(0.9, 0.02, tokens=8), layers(0.9, 0.02, tokens=7)),
-    ("COLLAPSE", layers(0.9, 0.02), layers(math.nan, 0.02)),
-    ("INACTIVE_BLOCK", [layer(1, 0.9, relative_update=0.009)], [layer(1, 0.9, relative_update=0.011)]),
-    ("NONFINITE", [layer(1, math.nan, nonfinite=2)], [layer(1, math.nan)]),
+    ("COLLAPSE", token_states(0.9, 0.8, 0.039), token_states(0.9, 0.8, 0.041)),
+    ("COLLAPSE", token_states(0.06, 0.029), token_states(0.06, 0.031)),
+    ("COLLAPSE", token_states(0.9, 0.02, tokens=8), token_states(0.9, 0.02, tokens=7)),
+    ("COLLAPSE", token_states(0.9, 0.02), token_states(math.nan, 0.02)),
+    (
+        "INACTIVE_BLOCK",
+        [token_state(1, 0.9, relative_update=0.009)],
+        [token_state(1, 0.9, relative_update=0.011)],
+    ),
+    ("NONFINITE", [token_state(1, math.nan, nonfinite=2)], [token_state(1, math.nan)]),
 ]
 """The same for rules of token states."""
 
@@ -242,10 +246,10 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 
 
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
-    [finding] = diagnose((), layers(0.9, 0.8, 0.03, 0.02), ())
+    [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
     assert (finding.severity, finding.where.layer) == ("error", 2)
     assert finding.evidence["spread_lowest"] == 0.02
-    stacks = [layer(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
+    stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
 
 
@@ -341,12 +345,12 @@ def one(**changes: Any) -> Audit:
 
 
 def states(*relative: float) -> Audit:
-    return audit(layers=layers(*relative))
+    return audit(states=token_states(*relative))
 
 
 def lowest(relative: float, sequences: int) -> Audit:
     spread = {"sequences": sequences, "std": {"spread": 0.01}}
-    return audit(layers=layers(0.9, 0.25, relative, **spread))
+    return audit(states=token_states(0.9, 0.25, relative, **spread))
 
 
 def noisy(mass: float, sequences: int) -> Audit:
@@ -440,7 +444,7 @@ def test_findings_in_another_order_are_unchanged() -> None:
     reason = "called, but nothing was seen"
     whole = audit(
         heads(*near, *sinks, LOW),
-        layers=layers(0.9, 0.2, 0.02),
+        states=token_states(0.9, 0.2, 0.02),
         uncaptured=[UncapturedModule(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
@@ -467,16 +471,16 @@ def test_more_removable_heads_are_neither_worse_nor_better() -> None:
 
 
 HEALTHY = "Healthy: no collapse through depth, no inactive blocks, no constant heads, no duplicate heads."
-STATES = layers(0.9, 0.8)
+STATES = token_states(0.9, 0.8)
 
 
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        (audit(heads({}), layers=STATES), HEALTHY),
-        (audit(heads(LOW, HIGH), layers=STATES), HEALTHY),  # a rank is no fault
+        (audit(heads({}), states=STATES), HEALTHY),
+        (audit(heads(LOW, HIGH), states=STATES), HEALTHY),  # a rank is no fault
         (audit(heads({})), "Healthy: no constant heads, no duplicate heads."),
-        (audit([], layers=STATES), "Healthy: no collapse through depth, no inactive blocks."),
+        (audit([], states=STATES), "Healthy: no collapse through depth, no inactive blocks."),
         (audit(heads({}, tokens=5, sources=5)), "Nothing to judge: sequences have fewer than 8 tokens."),
         (
             audit([]),
@@ -494,16 +498,16 @@ def test_a_verdict_without_actions_says_what_was_looked_for(found: Audit, senten
 
 
 def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
-    states = layers(0.9, 0.8, 0.7)
+    states = token_states(0.9, 0.8, 0.7)
     states[2] = states[2].model_copy(update={"relative_update": 0.001})
-    found = audit([], layers=states)
+    found = audit([], states=states)
     assert found.findings[0].meaning.startswith("Block 1 barely changes its tokens")
     assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
 def test_the_place_of_token_states_is_the_number_of_blocks_passed() -> None:
     """The layer in the address of token states is one above that of the block that wrote them."""
-    before, after = audit([], layers=layers(0.9, 0.8)), audit([], layers=layers(0.9, 0.02))
+    before, after = audit([], states=token_states(0.9, 0.8)), audit([], states=token_states(0.9, 0.02))
     [finding] = after.findings
     assert finding.place == "h after 1 block"
     assert "'h after 1 block'" in repr(finding)
@@ -513,22 +517,24 @@ def test_the_place_of_token_states_is_the_number_of_blocks_passed() -> None:
 
 
 def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
-    states = [layer(at, 0.9 if at < 3 else math.nan, nonfinite=2 * (at > 2)) for at in range(5)]
-    assert audit([], layers=states).verdict.sentence == "Not healthy: NaN or infinity in layers 2, 3."
-    head_and_state = audit(heads({"nonfinite": 1}), layers=[layer(0, 0.9), layer(1, math.nan, nonfinite=1)])
+    states = [token_state(at, 0.9 if at < 3 else math.nan, nonfinite=2 * (at > 2)) for at in range(5)]
+    assert audit([], states=states).verdict.sentence == "Not healthy: NaN or infinity in layers 2, 3."
+    head_and_state = audit(
+        heads({"nonfinite": 1}), states=[token_state(0, 0.9), token_state(1, math.nan, nonfinite=1)]
+    )
     assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
-    embedding = audit([], layers=[layer(0, math.nan, nonfinite=1)])
+    embedding = audit([], states=[token_state(0, math.nan, nonfinite=1)])
     assert embedding.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
 
 
 def test_the_first_broken_place_comes_first() -> None:
-    states = [layer(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
+    states = [token_state(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
     mixers = [[head(layer=at, site=f"h.{at}", nonfinite=2 * (at > 0))] for at in range(2)]
-    places = [finding.place for finding in audit(*mixers, layers=states).findings]
+    places = [finding.place for finding in audit(*mixers, states=states).findings]
     assert places == ["h after 1 block", "h layer 1 head 0", "h after 2 blocks"]
 
 
-@pytest.mark.parametrize("found", [audit([], layers=layers(0.9, 0.02)), audit(heads({"nonfinite": 1}))])
+@pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads({"nonfinite": 1}))])
 def test_with_errors_only_their_remedies_are_actions(found: Audit) -> None:
     narrow = audit(heads(NARROW))
     assert narrow.verdict.actions == (narrow.findings[0].remedy,)
@@ -538,7 +544,9 @@ def test_with_errors_only_their_remedies_are_actions(found: Audit) -> None:
 
 
 def test_a_verdict_names_kinds_and_places_and_has_an_action_per_code() -> None:
-    found = audit(heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), layers=layers(0.9, 0.02))
+    found = audit(
+        heads(SINK, SINK, {"identity_distance": 0.01}, {"nonfinite": 1}), states=token_states(0.9, 0.02)
+    )
     verdict = found.verdict
     assert verdict.sentence == (
         "Not healthy: NaN or infinity in layer 0; collapse through depth after 1 block."
@@ -568,15 +576,15 @@ def test_no_saving_is_stated_if_a_head_to_remove_was_not_measured(measured: int)
         sorted_by="estimate", runs=3,
     )  # fmt: skip
     about = audit(known).provenance.model_copy(update={"parameters": 4000})
-    states, costs = layers(0.9, 0.8, width=9), importance(removable=removed)
+    states, costs = token_states(0.9, 0.8, hidden_size=9), importance(removable=removed)
     found = diagnose(known[:measured], states, (), costs, about)
     (saved,) = [one.evidence["parameters"] for one in found if one.code == "REMOVABLE"]
     assert saved == pytest.approx(0.08 if measured == 2 else math.nan, nan_ok=True)
 
 
 def test_without_actions_the_verdict_prices_the_cheapest_head() -> None:
-    costs = [{"importance": HeadImportance(exact=cost), "width": 4} for cost in (0.02, 0.01)]
-    found = audit(heads(*costs), layers=layers(0.9, 0.8, width=9), importance=importance())
+    costs = [{"importance": HeadImportance(exact=cost), "head_dim": 4} for cost in (0.02, 0.01)]
+    found = audit(heads(*costs), states=token_states(0.9, 0.8, hidden_size=9), importance=importance())
     about = found.provenance.model_copy(update={"parameters": 2000})
     assert changed(found, provenance=about).verdict.no_action == (
         "Nothing worth doing: the cheapest head (layer 0 head 1) costs +0.50% of the loss and saves at most "

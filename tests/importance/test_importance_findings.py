@@ -98,7 +98,7 @@ def test_a_cheap_head_that_saves_too_little_is_no_action(changes, parameters, ac
     usual = {"width": 16, "max_token_mass": 0.1, "tokens": 64.0, "sources": 64.0, "full_rank": 64.0}
     one = records.encoder().heads[0].model_copy(update={**usual, **changes})
     one = one.model_copy(update={"importance": HeadImportance(exact=0.002), "removal_cost": 0.002})
-    states = [records.layer(0, 0.9, stack=one.stack, width=16)]
+    states = [records.token_state(0, 0.9, stack=one.stack, hidden_size=16)]
     about = records.provenance(parameters=parameters)
     (finding,) = (
         x for x in diagnose([one], states, [], importance_record(), about) if x.severity == "warning"

@@ -149,7 +149,7 @@ def test_a_depth_curve_passes_through_the_records_within_its_band() -> None:
 
 
 def test_the_band_stays_within_the_range_of_the_measure() -> None:
-    layer = records.states(0)[0]
+    layer = records.random_states(0)[0]
     layer = layer.model_copy(update={"spread": 0.9, "std": {"spread": 0.5}})
     upper, lower, _ = depth([layer])[0].data
     assert (lower["y"], upper["y"]) == ([0.4], [1.0])
@@ -157,7 +157,7 @@ def test_the_band_stays_within_the_range_of_the_measure() -> None:
 
 @pytest.mark.parametrize("layers", [1, 5, 6, 48])
 def test_depth_is_counted_in_whole_blocks_and_scales_start_at_0(layers: int) -> None:
-    for figure in depth(records.states(layers)):
+    for figure in depth(records.random_states(layers)):
         ticks = figure.layout["xaxis"]["tickvals"]
         assert ticks[0] == 0
         assert len(ticks) <= 9

@@ -74,8 +74,8 @@ def test_the_first_screen_of_twelve_collapsed_layers_has_less_than_30_lines_of_8
     about = records.sized(12, 12).provenance
     same = {"row_spread": 0.1, "stable_rank": 1.0, "tokens": 128, "sources": 128}
     many = [records.head(layer=at, site=f"h.{at}", **same) for at in range(12)]
-    states = records.layers(0.9, *[0.01] * 12)
-    found = records.audit(many, layers=states)
+    states = records.token_states(0.9, *[0.01] * 12)
+    found = records.audit(many, states=states)
     notes = ["the model ran again on the first batch, 4 sequences, for λ against COLLAPSE"]
     found = records.changed(found, provenance=about.model_copy(update={"notes": notes}))
     lines = document_text(audit_document(found), 80).splitlines()

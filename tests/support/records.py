@@ -47,6 +47,7 @@ def head(**changes: Any) -> HeadRecord:
         "nearest_head_distance": 0.7,
     }  # fmt: skip
     fields = usual | changes
+    fields = {"full_rank": min(fields["tokens"], fields["sources"])} | fields
     return HeadRecord(**({"band": band(fields)} | fields))
 
 
@@ -55,23 +56,24 @@ def heads(*changes: Fields, **all_of_them: Any) -> list[HeadRecord]:
     return [head(**({"head": at} | all_of_them | dict(change))) for at, change in enumerate(changes)]
 
 
-def layer(number: int, relative: float, **changes: Any) -> StateRecord:
-    """Return token states of a relative spread, without findings unless a change causes one."""
+def token_state(blocks: int, spread: float, **changes: Any) -> StateRecord:
+    """Return token states of a spread, without findings unless a change causes one."""
     usual: dict[str, Any] = {
-        "stack": "h", "site": f"h.{number}", "layer": number, "sequences": 2, "tokens": 32, "width": 16,
-        "norm": 10, "absolute_spread": 10 * relative, "spread": relative,
-        "mean_cosine": 1 - relative**2, "effective_rank": 8,
+        "stack": "h", "site": f"h.{blocks}", "blocks": blocks, "sequences": 2, "tokens": 32,
+        "hidden_size": 16, "norm": 10, "absolute_spread": 10 * spread, "spread": spread,
+        "mean_cosine": 1 - spread**2, "effective_rank": 8,
     }  # fmt: skip
     return StateRecord(**(usual | changes))
 
 
-def layers(*relative: float, **changes: Any) -> list[StateRecord]:
-    return [layer(number, value, **changes) for number, value in enumerate(relative)]
+def token_states(*spreads: float, **changes: Any) -> list[StateRecord]:
+    """Return token states with these spreads, from the input of the first block on."""
+    return [token_state(blocks, spread, **changes) for blocks, spread in enumerate(spreads)]
 
 
 def audit(
     *mixers: Iterable[HeadRecord],
-    layers: Sequence[StateRecord] = (),
+    states: Sequence[StateRecord] = (),
     uncaptured: Sequence[UncapturedModule] = (),
     importance: ImportanceRecord | None = None,
 ) -> Audit:
@@ -80,8 +82,8 @@ def audit(
     return Audit(
         provenance=Provenance(model="m", delta=0.01),
         heads=measured,
-        layers=list(layers),
-        findings=diagnose(measured, layers, uncaptured, importance),
+        states=list(states),
+        findings=diagnose(measured, states, uncaptured, importance),
         uncaptured=list(uncaptured),
         importance=importance,
     )
@@ -157,10 +159,11 @@ def random_head(rng: np.random.Generator, depth: float, **changes: Any) -> HeadR
         "nearest_head": 0, "std": {name: abs(value) * 0.1 for name, value in measures.items()},
         "spectrum": [float(value) for value in spectrum],
     }  # fmt: skip
-    return HeadRecord(**(usual | measures | changes))
+    fields = usual | measures | changes
+    return HeadRecord(**({"full_rank": min(fields["tokens"], fields["sources"])} | fields))
 
 
-def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> StateRecord:
+def random_state(rng: np.random.Generator, depth: float, **changes: Any) -> StateRecord:
     relative = float(np.clip(0.95 * math.exp(-1.5 * depth) + rng.normal(0, 0.02), 0, 1))
     measures = _drawn(STATE_MEASURES, relative) | {
         "spread": relative,
@@ -168,8 +171,8 @@ def random_layer(rng: np.random.Generator, depth: float, **changes: Any) -> Stat
         "effective_rank": 1 + 90 * relative,
     }
     usual: dict[str, Any] = {
-        "stack": "encoder.layer", "site": "encoder.layer.0", "layer": 0, "sequences": 64, "tokens": 128.0,
-        "width": 768, "norm": 300.0, "absolute_spread": 300.0 * relative,
+        "stack": "encoder.layer", "site": "encoder.layer.0", "blocks": 0, "sequences": 64, "tokens": 128.0,
+        "hidden_size": 768, "norm": 300.0, "absolute_spread": 300.0 * relative,
         "std": {name: abs(value) * 0.08 for name, value in measures.items()},
     }  # fmt: skip
     return StateRecord(**(usual | measures | changes))
@@ -192,9 +195,11 @@ def grid(
     ]
 
 
-def states(layers: int, seed: int = 0, **changes: Any) -> list[StateRecord]:
+def random_states(layers: int, seed: int = 0, **changes: Any) -> list[StateRecord]:
     rng = np.random.default_rng(seed + 1)
-    return [random_layer(rng, layer / max(layers, 1), layer=layer, **changes) for layer in range(layers + 1)]
+    return [
+        random_state(rng, blocks / max(layers, 1), blocks=blocks, **changes) for blocks in range(layers + 1)
+    ]
 
 
 def place(layer: int | None, head: int | None = None) -> Address:
@@ -271,7 +276,11 @@ def encoder() -> Audit:
         name="pooler.mixer", type="TokenMixer", reason="it calls no operation that is known to mix"
     )
     whole = Audit(
-        provenance=provenance(), heads=grid(6, 12), layers=states(6), findings=found, uncaptured=[missed]
+        provenance=provenance(),
+        heads=grid(6, 12),
+        states=random_states(6),
+        findings=found,
+        uncaptured=[missed],
     )
     return changed(whole, notable)
 
@@ -296,7 +305,7 @@ def encoder_decoder() -> Audit:
     return Audit(
         provenance=provenance("sample/encoder-decoder", model_class="T5ForConditionalGeneration"),
         heads=heads,
-        layers=[*states(6, 1, stack="encoder.block"), *states(6, 2, **decoder)],
+        states=[*random_states(6, 1, stack="encoder.block"), *random_states(6, 2, **decoder)],
         findings=[sink, collapse],
         complete=False,
     )
@@ -320,7 +329,7 @@ def nasty() -> Audit:
     return Audit(
         provenance=about,
         heads=grid(2, 3, site=site, stack=NASTY, kind=NASTY),
-        layers=states(2, stack=NASTY, site=NASTY),
+        states=random_states(2, stack=NASTY, site=NASTY),
         findings=found,
         uncaptured=[UncapturedModule(name=NASTY, type=NASTY, reason=NASTY)],
     )
@@ -337,23 +346,23 @@ def sized(layers: int, heads: int) -> Audit:
     return Audit(
         provenance=provenance(f"sample/decoder-{layers}x{heads}"),
         heads=grid(layers, heads, mask="causal"),
-        layers=states(layers) if layers else [],
+        states=random_states(layers) if layers else [],
         findings=found,
     )
 
 
 def empty() -> Audit:
-    return Audit(provenance=provenance("sample/empty"), heads=[], layers=[], findings=[], complete=False)
+    return Audit(provenance=provenance("sample/empty"), heads=[], states=[], findings=[], complete=False)
 
 
 def only_nan() -> Audit:
     """Return two layers of two heads without one finite number."""
     measures = (row.name for row in HEAD_MEASURES)
-    unknown = dict.fromkeys(["tokens", "sources", "one_hot_rank", *measures], math.nan)
+    unknown = dict.fromkeys(["tokens", "sources", "full_rank", "one_hot_rank", *measures], math.nan)
     heads = [one.model_copy(update=unknown | {"spectrum": [math.nan] * 4, "std": {}}) for one in grid(2, 2)]
     unknown = dict.fromkeys(["tokens", *(row.name for row in STATE_MEASURES)], math.nan)
-    layers = [one.model_copy(update=unknown | {"std": {}}) for one in states(2)]
-    return Audit(provenance=provenance("sample/nan"), heads=heads, layers=layers, findings=[])
+    states = [one.model_copy(update=unknown | {"std": {}}) for one in random_states(2)]
+    return Audit(provenance=provenance("sample/nan"), heads=heads, states=states, findings=[])
 
 
 def mixed() -> Audit:
@@ -364,8 +373,8 @@ def mixed() -> Audit:
         if one.layer % 2
     ]
     heads += grid(8, 1, 5, "layers.{}.mamba", stack="layers", kind="selective")[::2]
-    layers = states(8, 4, stack="layers")
-    return Audit(provenance=provenance("sample/hybrid"), heads=heads, layers=layers, findings=[])
+    states = random_states(8, 4, stack="layers")
+    return Audit(provenance=provenance("sample/hybrid"), heads=heads, states=states, findings=[])
 
 
 def estimated() -> Audit:
@@ -379,7 +388,7 @@ def estimated() -> Audit:
         bound = guess | {"numerical_rank": math.nan, "rank_low": 0.5 * rank, "rank_high": 0.9 * rank}
         heads.append(one.model_copy(update=(known, guess, bound)[one.layer]))
     about = provenance("sample/long", method="256 of 768 spectra exact, the others estimated")
-    return Audit(provenance=about, heads=heads, layers=states(3), findings=[])
+    return Audit(provenance=about, heads=heads, states=random_states(3), findings=[])
 
 
 def memberships() -> Audit:
@@ -393,8 +402,8 @@ def memberships() -> Audit:
             known = {"membership": 0.25, "coding_rate": 0.02, "one_hot_rank": math.nan, "mask": "other"}
             known |= {"membership_map": share, "membership_grid": patches}
             heads.append(one.model_copy(update=known))
-    layers = states(3, stack="text") + states(3, 2, stack="picture")
-    return Audit(provenance=provenance("sample/tost"), heads=heads, layers=layers, findings=[])
+    states = random_states(3, stack="text") + random_states(3, 2, stack="picture")
+    return Audit(provenance=provenance("sample/tost"), heads=heads, states=states, findings=[])
 
 
 def long_names() -> Audit:
@@ -405,7 +414,7 @@ def long_names() -> Audit:
     return Audit(
         provenance=provenance(name, command="rankwise audit " + name * 3, data="d" * 200, notes=["n" * 200]),
         heads=heads,
-        layers=states(3, stack=stack),
+        states=random_states(3, stack=stack),
         findings=[finding(where=where, meaning="m" * 200, remedy="rankwise audit " + "r" * 200)],
         uncaptured=[UncapturedModule(name=stack * 2, type="T" * 100, reason="r" * 100)],
     )
@@ -418,7 +427,7 @@ ALL = {
     "nasty": nasty,
     "no_layers": empty,
     "no_heads": lambda: encoder().model_copy(update={"heads": []}),
-    "no_states": lambda: changed(encoder(), layers=[]),
+    "no_states": lambda: changed(encoder(), states=[]),
     "one_head": lambda: sized(1, 1),
     "large": lambda: sized(48, 32),
     "only_nan": only_nan,

@@ -59,11 +59,11 @@ class Range(NamedTuple):
     """True if values are usually far below the upper end, so that a color scale ends at the largest value."""
 
 
-_full_rank = attrgetter("smaller")
+_full_rank = attrgetter("full_rank")
 UNIT = Range("[0, 1]", 0.0, 1.0)
 RANK = Range("[0, min(T, S)]", 0.0, _full_rank)
 DIRECTIONS = Range("[1, min(T, S)]", 1.0, _full_rank, wide=True)
-WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.width is None else float(head.width))
+WIDTH = Range("[0, K]", 0.0, lambda head: math.nan if head.head_dim is None else float(head.head_dim))
 NATS = Range("[0, log S] nats", 0.0, lambda head: math.log(head.sources) if head.sources > 1 else math.nan)
 POSITIVE = Range("[0, ∞)")
 
