@@ -29,7 +29,7 @@ from rankwise.operators import (
     SumMixing,
 )
 from rankwise.operators.toeplitz import short_convolution
-from rankwise.tracing import MixerSite, RecordedCall
+from rankwise.tracing import CapturedMixer, RecordedCall
 from rankwise.tracing.adapters import adapter_of
 from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ShortConvAdapter, ZambaAdapter
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
@@ -54,7 +54,7 @@ class GatedPath:
 
 def gated_paths(
     trace: rw.Trace, calls: Sequence[RecordedCall]
-) -> list[tuple[MixerSite, RecordedCall, GatedPath | None]]:
+) -> list[tuple[CapturedMixer, RecordedCall, GatedPath | None]]:
     """Return the path of each state-space mixer of a trace, with the call of its module."""
     last = {call.name: call for call in calls}
     found = []
@@ -66,7 +66,7 @@ def gated_paths(
     return found
 
 
-def gated_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedPath | None:
+def gated_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> GatedPath | None:
     """Return the path of one call; None if the layer has no gate, no SiLU, or a norm before its gate."""
     layer: Any = call.module
     adapter = adapter_of(layer)
@@ -88,7 +88,7 @@ def gated_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedP
         return _path(call, site.operator, given, gate, skip, lambda tokens: layer.out_proj(tokens.to(dtype)))
 
 
-def _short_conv_path(site: MixerSite, layer: Any, projected: Tensor) -> GatedPath:
+def _short_conv_path(site: CapturedMixer, layer: Any, projected: Tensor) -> GatedPath:
     enters, leaves, x = projected.transpose(1, 2).chunk(3, dim=1)
     bias = x.new_zeros(x.shape[1]) if layer.conv.bias is None else layer.conv.bias.detach()
     operator = ProductMixing(DiagonalMixing(leaves), site.operator, DiagonalMixing(enters))
@@ -96,7 +96,7 @@ def _short_conv_path(site: MixerSite, layer: Any, projected: Tensor) -> GatedPat
     return GatedPath(operator, x[..., None], offset, _of_tokens(layer.out_proj))
 
 
-def _mamba2_path(site: MixerSite, call: RecordedCall, projected: Tensor) -> GatedPath | None:
+def _mamba2_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> GatedPath | None:
     """Channels of a head share its scan; each channel has its own convolution."""
     mixer: Any = call.module
     normed = bool(getattr(mixer, "mamba_rms_norm", True))  # Falcon-H1 may have no norm

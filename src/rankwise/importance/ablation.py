@@ -31,7 +31,7 @@ from rankwise.importance.records import (
     RemovableSet,
 )
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import HeadId, SiteAdapter, StateSite, capture
+from rankwise.tracing import CapturedState, HeadId, SiteAdapter, capture
 
 UNGATED = (
     "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
@@ -224,7 +224,7 @@ def _start(
     inputs = [drop_unused_labels(model, batch)[0] for batch in every]
     placed: dict[str, tuple[str, int]] = {}
 
-    def note(state: StateSite) -> None:
+    def note(state: CapturedState) -> None:
         # state i + 1 is the output of block i; a block whose output was not seen cannot be removed
         if state.layer > 0:
             placed[state.name] = state.stack, state.layer - 1

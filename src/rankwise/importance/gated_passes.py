@@ -17,10 +17,10 @@ from rankwise.importance.settings import ImportanceSettings
 from rankwise.tracing import (
     BlockOutput,
     CallId,
+    CapturedMixer,
     HeadId,
     HeadOutputs,
     Intervention,
-    MixerSite,
     capture,
 )
 
@@ -280,7 +280,7 @@ class GatedPasses:
         """Run one batch with gates; add its losses, gradients and mixers to the sums."""
         gates, found = Gates(blocks, batch_size(batch.batch), self._means), dict[CallId, tuple[HeadId, int]]()
 
-        def note(site: MixerSite) -> None:
+        def note(site: CapturedMixer) -> None:
             found[site.call_id] = site.head_id(), site.operator.shape[-3]
 
         try:
@@ -401,7 +401,7 @@ class GatedPasses:
         self,
         batch: LossBatch,
         intervention: Intervention,
-        on_mixer: Callable[[MixerSite], None] = lambda site: None,
+        on_mixer: Callable[[CapturedMixer], None] = lambda site: None,
     ) -> Any:
         self.forward += 1
         options = self._capturing | {"intervention": intervention, "on_mixer": on_mixer}

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from rankwise.tracing.interventions import BlockOutput, HeadOutputs, Intervention
     from rankwise.tracing.model_checks import compiled_modules
     from rankwise.tracing.module_calls import RecordedCall, record_calls
-    from rankwise.tracing.trace import MixerSite, StateSite, Trace, UncapturedModule
+    from rankwise.tracing.trace import CapturedMixer, CapturedState, Trace, UncapturedModule
 
 __all__ = [
     "BlockOutput",
     "CallId",
+    "CapturedMixer",
+    "CapturedState",
     "HeadId",
     "HeadOutputs",
     "Intervention",
-    "MixerSite",
     "RecordedCall",
     "SiteAdapter",
-    "StateSite",
     "Trace",
     "UncapturedModule",
     "capture",

@@ -42,13 +42,13 @@ from rankwise.tracing.interventions import HeadOutputs, Intervention, Substituti
 from rankwise.tracing.mixing_calls import MixingCall, Unfinished
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
 from rankwise.tracing.torch_layers import is_torch_layer
-from rankwise.tracing.trace import MixerSite, StateSite, Trace
+from rankwise.tracing.trace import CapturedMixer, CapturedState, Trace
 from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
 SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
-Added = tuple[MixingCall, MixerSite]
-"""A captured attention call and the `MixerSite` (operator with address) made from it."""
+Added = tuple[MixingCall, CapturedMixer]
+"""A captured attention call and the `CapturedMixer` (operator with address) made from it."""
 
 
 class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as trace`)
@@ -59,9 +59,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
 
     Args:
         model: any `torch.nn.Module`.
-        on_mixer: function that receives each `MixerSite` as soon as its block has run; ``trace.mixers`` then
-            stays empty.
-        on_state: function that receives each `StateSite`; ``trace.states`` then stays empty.
+        on_mixer: function that receives each `CapturedMixer` as soon as its block has run; ``trace.mixers``
+            then stays empty.
+        on_state: function that receives each `CapturedState`; ``trace.states`` then stays empty.
         sites: functions by module name, for mixers that are not found: each returns the operator of a call,
             of shape (B, H, T, S), from (module, args, kwargs, output).
         blocks: pattern of the names of the residual blocks (``"decoder.layers.*"``), if they are not found.
@@ -89,8 +89,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self,
         model: nn.Module,
         *,
-        on_mixer: Callable[[MixerSite], None] | None = None,
-        on_state: Callable[[StateSite], None] | None = None,
+        on_mixer: Callable[[CapturedMixer], None] | None = None,
+        on_state: Callable[[CapturedState], None] | None = None,
         sites: Mapping[str, SiteAdapter] | None = None,
         blocks: str | None = None,
         values: bool = False,
@@ -155,7 +155,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._mode.weights = SoftmaxFollower()
         if kind is None:
             self._blocks.finish()
-            if self._emitted == {MixerSite}:
+            if self._emitted == {CapturedMixer}:
                 self._note(model_checks.NO_STATES)
         seen = self._sightings
         for (name, reason), exact in seen.left_out.items():
@@ -165,7 +165,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._trace.uncaptured = list(seen.uncaptured(self._model, candidates, self._calls.called))
         if self._calls.in_other_thread:
             self._note(model_checks.OTHER_THREAD)
-        if kind is None and MixerSite not in self._emitted:
+        if kind is None and CapturedMixer not in self._emitted:
             raise model_checks.nothing_found(self._model, self._trace, self._calls, bool(seen.captured))
 
     # --- callbacks of the hooks and of the function mode --------------------------------------------------
@@ -374,13 +374,13 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._blocks.add(site)
         return mixing, site
 
-    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> MixerSite:
-        return mixing_calls.mixer_site(mixing, calls, self._stacks.forward_pass, self._values, number)
+    def _site(self, mixing: MixingCall, number: CallId, calls: Sequence[ModuleCall]) -> CapturedMixer:
+        return mixing_calls.captured_mixer(mixing, calls, self._stacks.forward_pass, self._values, number)
 
-    def _emit(self, site: MixerSite | StateSite) -> None:
+    def _emit(self, site: CapturedMixer | CapturedState) -> None:
         self._emitted.add(type(site))
-        tensor = site.operator if isinstance(site, MixerSite) else site.tokens
-        listener: Any = self._on_mixer if isinstance(site, MixerSite) else self._on_state
+        tensor = site.operator if isinstance(site, CapturedMixer) else site.tokens
+        listener: Any = self._on_mixer if isinstance(site, CapturedMixer) else self._on_state
         with self._outside_model(tensor.device):
             listener(site)
 

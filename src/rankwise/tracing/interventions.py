@@ -21,7 +21,7 @@ class HeadOutputs:
     """
 
     call_id: CallId
-    """Address of the mixer call, equal to ``call_id`` of its `MixerSite`."""
+    """Address of the mixer call, equal to ``call_id`` of its `CapturedMixer`."""
     values: Float[Tensor, "B H T V"]
     valid_tokens: Bool[Tensor, "B T"]
     """True for real tokens, False for padding."""
