@@ -30,9 +30,9 @@ from rankwise.operators import (
 )
 from rankwise.operators.toeplitz import short_convolution
 from rankwise.tracing import CapturedMixer, RecordedCall
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.mamba import Mamba2Adapter, MambaAdapter, ShortConvAdapter, ZambaAdapter
 from rankwise.tracing.module_calls import ABSENT, ModuleCall
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.mamba import Mamba2Reader, MambaReader, ShortConvReader, ZambaReader
 
 SILU = ("silu", "swish")
 """Activations x·σ(x), which keep the share σ(x) of a token."""
@@ -69,17 +69,17 @@ def gated_paths(
 def gated_path(site: CapturedMixer, call: RecordedCall, projected: Tensor) -> GatedPath | None:
     """Return the path of one call; None if the layer has no gate, no SiLU, or a norm before its gate."""
     layer: Any = call.module
-    adapter = adapter_of(layer)
+    reader = reader_of(layer)
     with torch.no_grad(), torch.autocast(projected.device.type, enabled=False):
-        if isinstance(adapter, ShortConvAdapter):
+        if isinstance(reader, ShortConvReader):
             return _short_conv_path(site, layer, projected)
         if getattr(layer, "activation", None) not in SILU:
             return None
-        if isinstance(adapter, Mamba2Adapter):
+        if isinstance(reader, Mamba2Reader):
             return _mamba2_path(site, call, projected)
-        if isinstance(adapter, MambaAdapter):
+        if isinstance(reader, MambaReader):
             given, gate = projected.transpose(1, 2).chunk(2, dim=1)
-        elif isinstance(adapter, ZambaAdapter):
+        elif isinstance(reader, ZambaReader):
             given, gate = projected.transpose(1, 2).unflatten(1, (-1, 2)).unbind(2)
         else:
             return None

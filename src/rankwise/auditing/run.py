@@ -38,7 +38,7 @@ from rankwise.importance import Importance, ImportanceSettings
 from rankwise.importance import measure as measure_importance
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
-from rankwise.tracing import CapturedMixer, CapturedState, SiteAdapter, Trace, capture, compiled_modules
+from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
 OF_PARAMETERS = "nn.MultiheadAttention computes its heads from parameters of its own, not from an nn.Linear"
@@ -69,7 +69,7 @@ def audit(
     tokens: int = 256,
     batch_size: int = 4,
     method: Method = "auto",
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
     matrices: Matrices | None = None,
     importance: ImportanceOption = False,

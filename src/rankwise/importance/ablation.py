@@ -31,7 +31,7 @@ from rankwise.importance.records import (
     RemovableSet,
 )
 from rankwise.importance.settings import ImportanceSettings
-from rankwise.tracing import CapturedState, HeadId, SiteAdapter, capture
+from rankwise.tracing import CapturedState, HeadId, OperatorFunction, capture
 
 UNGATED = (
     "its operator was computed from inputs and weights; no module or function returns the heads' outputs"
@@ -57,7 +57,7 @@ def measure(
     batches: Iterable[Batch],
     settings: ImportanceSettings | None = None,
     *,
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
     heads: Mapping[HeadId, Sequence[int]] | None = None,
     group: Group | None = None,
@@ -161,7 +161,7 @@ def ablation_cost(
     heads: Iterable[HeadId],
     settings: ImportanceSettings | None = None,
     *,
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
 ) -> AblationCost:
     """Return the loss of a model without a set of heads, and the increase of the loss.

@@ -4,14 +4,14 @@ A module call goes through five steps. Each step sets the fields of `ModuleCall`
 
 1. The call begins. `ModuleCalls` sets name, module, args, kwargs, serial, and the parent's ``called_inside``.
 2. `capture._entered` starts a new forward pass if the call is the outermost. In PyTorch's own layers it turns
-   the function mode off (``exit_stack``). `AdapterReader.entered` sets ``adapter``. `BlockFinder.entered`
+   the function mode off (``exit_stack``). `RunningReaders.entered` sets ``reader``. `BlockFinder.entered`
    sets ``block`` if the module may be a block.
 3. The module runs. `AttentionMode` reports attention functions. `capture._add` makes a site (operator with
    address) of each and sets ``mixed_inside``; `BlockFinder.add` hands the site to the innermost ``block``.
    Functions that mix tokens without attention extend ``other_mixing``.
 4. The call ends. `ModuleCalls` sets kwargs, output and raised, and closes ``exit_stack``.
-5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, an adapter or
-   PyTorch's own layer determines the operator. If an adapter of an outer call reads this call, `_read`
+5. `capture._left` runs `Substitution.left`. `capture._read` makes a site if ``sites=``, a reader or
+   PyTorch's own layer determines the operator. If a reader of an outer call reads this call, `_read`
    records it in the outer call's ``inner``. `BlockFinder.left` decides if the call is a block, and
    `BlockStacks` reports the sites and states of the block.
 """
@@ -30,8 +30,6 @@ from rankwise._internals.torch_private import original_of, without_torch_functio
 from rankwise.errors import CaptureError, ShapeError
 from rankwise.operators import MixingOperator
 from rankwise.tracing import mixing_calls, model_checks, torch_layers
-from rankwise.tracing.adapters import adapter_of
-from rankwise.tracing.adapters.base import NO_TOKENS, AdapterReader
 from rankwise.tracing.axes import learned_tokens
 from rankwise.tracing.block_finder import BlockFinder
 from rankwise.tracing.block_stacks import BlockStacks
@@ -41,11 +39,13 @@ from rankwise.tracing.head_id import CallCounter, CallId
 from rankwise.tracing.interventions import HeadOutputs, Intervention, Substitution
 from rankwise.tracing.mixing_calls import MixingCall, Unfinished
 from rankwise.tracing.module_calls import ModuleCall, ModuleCalls, tensors_of
+from rankwise.tracing.readers import reader_of
+from rankwise.tracing.readers.base import NO_TOKENS, RunningReaders
 from rankwise.tracing.torch_layers import is_torch_layer
 from rankwise.tracing.trace import CapturedMixer, CapturedState, Trace
 from rankwise.tracing.uncaptured import Sightings, looks_like_mixer
 
-SiteAdapter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
+OperatorFunction = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], MixingOperator]
 """Function (module, args, kwargs, output) that returns the operator of the finished call."""
 Added = tuple[MixingCall, CapturedMixer]
 """A captured attention call and the `CapturedMixer` (operator with address) made from it."""
@@ -91,7 +91,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         *,
         on_mixer: Callable[[CapturedMixer], None] | None = None,
         on_state: Callable[[CapturedState], None] | None = None,
-        sites: Mapping[str, SiteAdapter] | None = None,
+        sites: Mapping[str, OperatorFunction] | None = None,
         blocks: str | None = None,
         values: bool = False,
         intervention: Intervention | None = None,
@@ -131,10 +131,10 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         self._call_counter = CallCounter()
         self._substitution = Substitution(self._intervention, self._calls, self._call_counter)
         modules = dict(self._model.named_modules())
-        adapters = {name: found for name, module in modules.items() if (found := adapter_of(module))}
-        self._reader = AdapterReader(adapters, self._calls, self._sightings, self._values)
+        readers = {name: found for name, module in modules.items() if (found := reader_of(module))}
+        self._readers = RunningReaders(readers, self._calls, self._sightings, self._values)
         self._mixer_like = {name for name, module in modules.items() if looks_like_mixer(module)} - {""}
-        self._mixer_like |= set(adapters)
+        self._mixer_like |= set(readers)
         self._stacks = BlockStacks(self._emit, self._note)
         self._blocks = BlockFinder(
             self._model, self._calls, self._stacks, self._mixer_like, self._block_pattern
@@ -182,7 +182,7 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         fast = is_torch_layer(call.module, torch_layers.FAST_PATH)
         call.exit_stack.enter_context(self._mode.switched(on=self._substitution.on or not fast))
         if not self._named_by_hand():
-            self._reader.entered(call)
+            self._readers.entered(call)
             self._substitution.entered(call)
         self._blocks.entered(call)
 
@@ -203,9 +203,9 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
             with self._outside_model(None):
                 made = self._sites[call.name](call.module, call.args, call.kwargs, call.output)
             self._add(model_checks.checked_operator(made, call.name))
-        elif self._reader.inside:
+        elif self._readers.inside:
             with self._outside_model(None):
-                mixing = self._reader.left(call)
+                mixing = self._readers.left(call)
             if mixing is not None:
                 self._add(mixing, call_id=call.call_id)
         elif is_torch_layer(call.module) and not call.mixed_inside and not self._named_by_hand():
@@ -302,8 +302,8 @@ class capture:  # noqa: N801  (used as a function: `with rw.capture(model) as tr
         return any(call.name in self._sites for call in self._calls.running)
 
     def _ignores(self) -> bool:
-        """Return True outside of the model, and in calls that an adapter or a ``sites=`` function reads."""
-        return not self._calls.running or self._named_by_hand() or self._reader.inside
+        """Return True outside of the model, and in calls that a reader or a ``sites=`` function reads."""
+        return not self._calls.running or self._named_by_hand() or self._readers.inside
 
     def _note(self, note: str) -> None:
         if note not in self._trace.notes:

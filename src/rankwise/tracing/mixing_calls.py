@@ -350,7 +350,7 @@ def captured_mixer(
 
 def axis_notes(mixing: MixingCall, calls: Sequence[ModuleCall]) -> Iterator[str]:
     """Yield notes on the rows and the columns of an operator, if they are not tokens, or may be others."""
-    operator, values = mixing.operator, None if mixing.whole else mixing.values  # adapters know tokens
+    operator, values = mixing.operator, None if mixing.whole else mixing.values  # readers know tokens
     batch, heads, rows, columns = operator.shape
     name = re.sub(r"\b\d+\b", "*", calls[-1].name) or type(calls[-1].module).__name__
     widths = {call.tokens.size(-1) for call in calls if call.tokens is not None}
