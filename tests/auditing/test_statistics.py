@@ -315,9 +315,9 @@ def test_types_that_hold_the_rank_of_a_head_are_in_few_files() -> None:
     from rankwise.auditing.measure import HeadBatch
     from rankwise.auditing.statistics import MEANS, RANKS
     from rankwise.measures import Estimate, RankEstimates, RankSummary
-    from rankwise.tracing import MixerSite
+    from rankwise.tracing import CapturedMixer
 
-    holders = (MixerSite, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)
+    holders = (CapturedMixer, RankSummary, RankEstimates, Estimate, HeadBatch, HeadStatistics, Moments)
     files = {kind.__module__ for kind in (*holders, HeadRecord)}
     assert len(files) <= 8, files
     assert set(MEANS) | set(RANKS) <= set(HeadRecord.model_fields)

@@ -38,7 +38,7 @@ from rankwise.importance import Importance, ImportanceSettings
 from rankwise.importance import measure as measure_importance
 from rankwise.importance.settings import ImportanceOption
 from rankwise.measures import DELTA
-from rankwise.tracing import MixerSite, SiteAdapter, StateSite, Trace, capture, compiled_modules
+from rankwise.tracing import CapturedMixer, CapturedState, OperatorFunction, Trace, capture, compiled_modules
 from rankwise.tracing.model_checks import sharded_again, without_copies
 
 OF_PARAMETERS = "nn.MultiheadAttention computes its heads from parameters of its own, not from an nn.Linear"
@@ -69,7 +69,7 @@ def audit(
     tokens: int = 256,
     batch_size: int = 4,
     method: Method = "auto",
-    sites: Mapping[str, SiteAdapter] | None = None,
+    sites: Mapping[str, OperatorFunction] | None = None,
     blocks: str | None = None,
     matrices: Matrices | None = None,
     importance: ImportanceOption = False,
@@ -192,7 +192,7 @@ class Run:
         self.copies: dict[int, ModelStatistics] = {}
         """Statistics of copies at initialization, by random seed."""
         self.built = ""
-        self._states: dict[str, StateSite] = {}
+        self._states: dict[str, CapturedState] = {}
         """Last token state by stack of blocks, with which the next state is compared."""
         self._batch: Any = None
         self._on_progress = settings.on_progress or (lambda batches, site: None)
@@ -248,7 +248,7 @@ class Run:
             fix = "Pass a list of batches; an iterator that was read before yields none."
             raise InputError("`batches`", expected="at least one batch", got="none", fix=fix)
 
-    def _mixer(self, captured: MixerSite) -> None:
+    def _mixer(self, captured: CapturedMixer) -> None:
         with _measuring(captured.name), one_thread():  # one thread per matrix; matrices run in parallel
             site, heads = sampled(captured)
             if len(heads) < (every := captured.operator.shape[-3]):
@@ -266,7 +266,7 @@ class Run:
             self.batch_statistics.add_heads(statistics)
         self._on_progress(self.batches, site.name)
 
-    def _state(self, state: StateSite) -> None:
+    def _state(self, state: CapturedState) -> None:
         with _measuring(state.name), one_thread():
             before, self._states[state.stack] = self._states.get(state.stack), state
             follows = (

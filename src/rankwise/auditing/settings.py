@@ -11,7 +11,7 @@ from rankwise.auditing.initialization import BaselineSettings
 from rankwise.auditing.provenance import check_provenance
 from rankwise.errors import InputError, instance_of, one_of, whole_number
 from rankwise.importance.settings import ImportanceOption, ImportanceSettings, importance_settings
-from rankwise.tracing import SiteAdapter
+from rankwise.tracing import OperatorFunction
 
 Method = Literal["auto", "exact", "estimate"]
 """Method of computing ranks; "auto" is exact for matrices of at most `EXACT_BYTES` in float64."""
@@ -28,7 +28,7 @@ class AuditOptions(TypedDict, total=False):
     delta: float
     tokenizer: Callable[..., Any] | None
     method: Method
-    sites: Mapping[str, SiteAdapter] | None
+    sites: Mapping[str, OperatorFunction] | None
     blocks: str | None
     matrices: Matrices | None
     importance: ImportanceOption
@@ -57,7 +57,7 @@ class AuditSettings:
     delta: float = DELTA
     tokenizer: Callable[..., Any] | None = None
     method: Method = "auto"
-    sites: Mapping[str, SiteAdapter] | None = None
+    sites: Mapping[str, OperatorFunction] | None = None
     blocks: str | None = None
     maps: ChosenHeads | None = None
     importance: ImportanceSettings | None = None
