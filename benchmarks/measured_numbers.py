@@ -49,7 +49,8 @@ def measure(subject: str, minilm: Path | None, out: Path) -> None:
         mean = rw.importance.ImportanceSettings(ablation="mean")
         keep("importance by means", rw.audit(model, batches[:1], importance=mean))
         text = _text()
-        named = rw.audit(model, texts=[text[:150], text[300:700]], tokenizer=tokenizer, attention_maps="0:0,3:1")
+        texts = [text[:150], text[300:700]]
+        named = rw.audit(model, texts=texts, tokenizer=tokenizer, attention_maps="0:0,3:1")
         keep("texts", named)
         keep("attention maps", {"maps": _maps(named)})
         logged, trained = _monitored(model, batches)

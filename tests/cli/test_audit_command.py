@@ -278,8 +278,6 @@ def test_models_that_cannot_be_loaded_are_refused(run, tiny, tmp_path, spec, say
 
 def test_a_disk_that_fills_up_late_loses_nothing(run, tiny, monkeypatch) -> None:
     def full(self: Audit, path: Any) -> Path:
-        from rankwise.errors import InputError
-
         raise InputError("report", expected="room", got="No space left on device", fix="Make room.")
 
     monkeypatch.setattr(Audit, "to_html", full)

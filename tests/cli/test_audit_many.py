@@ -401,7 +401,8 @@ OPTIONS = [
     ["--tokens", "3"], ["--sequences", "3"], ["--batch-size", "3"], ["--delta", "0.5"],
     ["--rank-method", "exact"], ["--attention-maps", "0:1,2:3"], ["--device", "cuda:1"],
     ["--device-map", '{"": "cpu"}'], ["--offload-folder", "/o"], ["--dtype", "float16"], ["--tokenizer", "t"],
-    ["--trust-remote-code"], ["--loss"], ["--shards", "2"], ["--shards", "1/2"], ["--at-init"], ["--at-init-seeds", "1"], ["--importance"],
+    ["--trust-remote-code"], ["--loss"], ["--shards", "2"], ["--shards", "1/2"],
+    ["--at-init"], ["--at-init-seeds", "1"], ["--importance"],
     ["--importance", "exact"], ["--importance", "exact", "--importance-tolerance", "0.5"],
     ["--importance", "--importance-ablation", "mean"], ["--importance", "--importance-loss", "causal"],
 ]  # fmt: skip

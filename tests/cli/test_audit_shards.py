@@ -1,4 +1,4 @@
-"""`rankwise audit --shards`: equal to one audit of all sequences; Ctrl-C, failures, `--resume` and `merge`."""
+"""`rankwise audit --shards`: equal to one audit of all sequences; Ctrl-C, failures, `--resume`."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,10 +75,10 @@ def add_bare_values(args: Sequence[str]) -> list[str]:
         (['--ray', '', 'model.py:build'], ['--ray', 'head:6379', 'gpt2'])
     """
     out: list[str] = []
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in zip_longest(args, args[1:], fillvalue=""):
         out.append(arg)
         if arg in BARE:
             default, values = BARE[arg]
-            if following is None or not re.fullmatch(values, following):
+            if not re.fullmatch(values, following):
                 out.append(default)
     return out
