@@ -613,7 +613,7 @@ def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
     ("option", "fields"),
     [
         (["--importance", "estimate"], SINK),
-        (["--baseline"], {"numerical_rank": 30}),
+        (["--at-init"], {"numerical_rank": 30}),
     ],
 )
 def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields) -> None:

@@ -99,7 +99,7 @@ def test_ranks_beyond_all_references_are_found():
 def test_the_band_contains_the_ranks_at_its_thresholds(method):
     query, key = random_heads(100, heads=2)
     sigma = rw.measures.singular_values(rw.operators.SoftmaxMixing(query, key, is_causal=True))[0]
-    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], method=method).heads
+    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], rank_method=method).heads
     for head, values in zip(heads, sigma, strict=True):
         assert [point.delta for point in head.band] == pytest.approx(
             [0.01 * 10 ** (step / 4) for step in (-2, -1, 0, 1, 2)]

@@ -742,7 +742,7 @@ def test_what_is_promised_for_shared_key_heads_comes_out(key_heads: int, folder:
 
 
 def test_the_remedies_of_the_demo_keep_their_promises(folder: Path) -> None:
-    found = outcomes(audited("--tokens", "64", "--matrices", "0:0", "--baseline-seeds", "1"))
+    found = outcomes(audited("--tokens", "64", "--attention-maps", "0:0", "--at-init-seeds", "1"))
     assert "REMOVABLE" in {one.code for one in found}
     assert all(one.holds for one in found), found
 

@@ -105,7 +105,9 @@ class AttentionMapRecorder:
             layers, numbers = zip(*known, strict=True)
             expected = f"heads of layers {min(layers)}–{max(layers)}, numbers {min(numbers)}–{max(numbers)}"
             fix = 'Counted from 0: "0:0" is head 0 of layer 0; "all" or "flagged" need no numbers.'
-            raise NoSuchHeadsError("`matrices`", expected=expected, got=_listed(self.chosen.heads), fix=fix)
+            raise NoSuchHeadsError(
+                "`attention_maps`", expected=expected, got=_listed(self.chosen.heads), fix=fix
+            )
 
     def missing(self, heads: Iterable[tuple[int, int]]) -> list[str]:
         """Return notes on maps that are missing: heads that do not exist, or no bytes left."""

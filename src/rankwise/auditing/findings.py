@@ -354,7 +354,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
         listed = ", ".join(f"{REFERENCES[name]} {value:.0f}" for name, value in references.items())
         words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
-        remedy = "see what training did: `{audit --baseline --out NAME-baseline | "
+        remedy = "see what training did: `{audit --at-init --out NAME-at-init | "
         remedy += "rw.audit(model, batches, baseline=True)}`"
     else:
         at, (initial,) = _middle(baseline.band), _references(head)

@@ -19,7 +19,7 @@ from rankwise.auditing.measure_table import HEAD_MEASURES, STATE_MEASURES, mixer
 from rankwise.auditing.provenance import PROBES, SEED, STEPS
 from rankwise.auditing.records import BAND, thresholds
 from rankwise.auditing.reference_ranks import Mask, masks_of, reference_ranks
-from rankwise.auditing.settings import Method
+from rankwise.auditing.settings import RankMethod
 from rankwise.auditing.statistics import ERRORS, MEANS, RANKS, HeadStatistics, StateStatistics
 from rankwise.operators import MixingOperator
 from rankwise.tracing import CapturedMixer, CapturedState
@@ -86,7 +86,7 @@ def measure_heads(
     site: CapturedMixer,
     heads: list[int],
     delta: float,
-    method: Method,
+    method: RankMethod,
     *,
     names: TokenNames | None = None,
     batch: Batch | None = None,
@@ -168,7 +168,7 @@ def _add_examples(
     examples.grids = [patch_grid(len(shares), image) if shares else None for shares in examples.memberships]
 
 
-def _batches(site: CapturedMixer, delta: float, method: Method) -> Iterator[HeadBatch]:
+def _batches(site: CapturedMixer, delta: float, method: RankMethod) -> Iterator[HeadBatch]:
     operator = site.operator
     sequences, heads, tokens, sources = operator.shape
     whole = bool(site.valid_tokens.all()) and bool(site.valid_sources.all())
@@ -188,7 +188,7 @@ def _batches(site: CapturedMixer, delta: float, method: Method) -> Iterator[Head
             yield _without_tokens(heads)
 
 
-def is_estimated(operator: MixingOperator, method: Method) -> bool:
+def is_estimated(operator: MixingOperator, method: RankMethod) -> bool:
     """Return True if ranks of these matrices are estimated: on request, or beyond `EXACT_BYTES`."""
     return method == "estimate" or (method == "auto" and _matrix_bytes(operator) > EXACT_BYTES)
 
@@ -198,7 +198,7 @@ def _matrix_bytes(operator: MixingOperator) -> int:
 
 
 def _measure(
-    site: CapturedMixer, index: slice, operator: MixingOperator, delta: float, method: Method
+    site: CapturedMixer, index: slice, operator: MixingOperator, delta: float, method: RankMethod
 ) -> HeadBatch:
     sequences, heads, tokens, sources = operator.shape
     estimated = is_estimated(operator, method)
