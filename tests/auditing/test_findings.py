@@ -257,8 +257,8 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
-    assert finding.remedy.startswith("write an adapter ")
-    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': adapter})`")
+    assert finding.remedy.startswith("write a function ")
+    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': operator_of})`")
 
 
 def test_the_most_severe_findings_are_first() -> None:

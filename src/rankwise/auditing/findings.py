@@ -365,8 +365,8 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
-        remedy = "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then "
-        remedy += f"`rw.audit(model, batches, sites={{{name!r}: adapter}})`"
+        remedy = "write a function that returns its operator (docs/reference/models.md, sites by hand), then "
+        remedy += f"`rw.audit(model, batches, sites={{{name!r}: operator_of}})`"
         yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
 
 
