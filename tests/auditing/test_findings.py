@@ -266,8 +266,8 @@ def test_modules_that_were_not_captured_are_counted_by_class() -> None:
     ]
     [finding] = diagnose((), (), modules)
     assert finding.evidence == {"modules": 3}
-    assert finding.remedy.startswith("write an adapter ")
-    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': adapter})`")
+    assert finding.remedy.startswith("write a function ")
+    assert finding.remedy.endswith("`rw.audit(model, batches, sites={'h.0.mamba': operator_of})`")
 
 
 def test_the_most_severe_findings_are_first() -> None:
@@ -615,7 +615,7 @@ def test_the_cheapest_head_is_priced_by_what_costs_are_compared_with(
     ("option", "fields"),
     [
         (["--importance", "estimate"], SINK),
-        (["--baseline"], {"numerical_rank": 30}),
+        (["--at-init"], {"numerical_rank": 30}),
     ],
 )
 def test_no_audit_is_advised_that_was_just_run(option: list[str], fields: Fields) -> None:

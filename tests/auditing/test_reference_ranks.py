@@ -22,7 +22,7 @@ from rankwise.measures import estimate_spectrum, rank_summary
 from rankwise.operators import DenseMixing, MixingOperator
 from rankwise.report import document_text
 from rankwise.theory import random_head_rank, rank_barrier_of_rows, uniform_rank
-from rankwise.tracing import MixerSite
+from rankwise.tracing import CapturedMixer
 
 
 def band(tokens: int, sources: int, low: int, high: int) -> Tensor:
@@ -99,7 +99,7 @@ def test_ranks_beyond_all_references_are_found():
 def test_the_band_contains_the_ranks_at_its_thresholds(method):
     query, key = random_heads(100, heads=2)
     sigma = rw.measures.singular_values(rw.operators.SoftmaxMixing(query, key, is_causal=True))[0]
-    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], method=method).heads
+    heads = rw.audit(GivenAttention(is_causal=True), [(query, key)], rank_method=method).heads
     for head, values in zip(heads, sigma, strict=True):
         assert [point.delta for point in head.band] == pytest.approx(
             [0.01 * 10 ** (step / 4) for step in (-2, -1, 0, 1, 2)]
@@ -249,7 +249,7 @@ def test_the_interval_of_an_estimate_contains_the_relative_rank():
 
 def record(kind: str, operator: MixingOperator, method: str = "auto"):
     valid = torch.ones(operator.shape[0], operator.shape[-1], dtype=torch.bool)
-    site = MixerSite("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s")
+    site = CapturedMixer("mixer", 0, kind, operator, valid, valid, sequences=operator.shape[0], stack="s")
     return measure_heads(*sampled(site), 0.01, method).to_records(0.01)[0]
 
 

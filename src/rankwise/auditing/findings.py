@@ -361,7 +361,7 @@ def _rank_finding(code: str, found: list[HeadRecord], judged: int) -> Finding:
         than = f"over {HIGH_RANK:g} times" if high else "less than half"
         listed = ", ".join(f"{REFERENCES[name]} {value:.0f}" for name, value in references.items())
         words += f" {than} the rank of each reference (of {head.tokens:.0f}: {listed}), whatever {span}"
-        remedy = "see what training did: `{audit --baseline --out NAME-baseline | "
+        remedy = "see what training did: `{audit --at-init --out NAME-at-init | "
         remedy += "rw.audit(model, batches, baseline=True)}`"
     else:
         at, (initial,) = _middle(baseline.band), _references(head)
@@ -457,8 +457,8 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         name, evidence = modules[0].name, {"modules": len(modules)}
         words = f"{len(modules)} × {kind} looks like a mixer and is not in this audit: {reason}."
         severity: Severity = "info" if reason.startswith("never called") else "warning"
-        remedy = "write an adapter that returns its operator (docs/reference/models.md, sites by hand), then "
-        remedy += f"`rw.audit(model, batches, sites={{{name!r}: adapter}})`"
+        remedy = "write a function that returns its operator (docs/reference/models.md, sites by hand), then "
+        remedy += f"`rw.audit(model, batches, sites={{{name!r}: operator_of}})`"
         yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
 
 
