@@ -7,7 +7,7 @@ import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,9 +15,6 @@ from rankwise._internals.files import check_unused
 from rankwise.cli import options
 from rankwise.compression import PARTS
 from rankwise.errors import INTERRUPTED, CompressionError, InputError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SENTENCE_FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 """Files of sentence-transformers: the list of modules after the model, and how texts are read."""
@@ -137,34 +134,6 @@ def command(
         output.print_results(compression_document(record), written)
         if not record.complete:
             raise typer.Exit(INTERRUPTED)
-
-
-def refusal(model: "nn.Module", batch: Any, parts: str) -> str:
-    """Return why this command refuses the parts of a model; an empty string if it changes some layers."""
-    from rankwise.compression.heads_find import NOT_FEWER, find_removable_heads
-    from rankwise.compression.qk_find import find_query_key_layers
-    from rankwise.compression.rotary_find import find_rotary_layers
-    from rankwise.compression.save import check_saveable, structure_of
-    from rankwise.skips import skips_of
-
-    if skips_of(model):
-        return "it has λ-skips"
-    if structure_of(model).changes:
-        return "it is compressed already"
-    finds = {"heads": find_removable_heads, "qk": find_query_key_layers, "rotary": find_rotary_layers}
-    reason = ""
-    try:
-        check_saveable(model)
-    except CompressionError as error:
-        return error.got
-    for part in parts.split(","):
-        try:
-            finds[part](model, batch)
-            return ""
-        except CompressionError as error:  # the command reports it in the same words
-            reason, short, _ = error.got.partition(NOT_FEWER)
-            reason += short
-    return reason
 
 
 def _target(option: str, values: list[str] | None) -> float | dict[str, float] | None:
