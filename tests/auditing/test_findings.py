@@ -99,7 +99,7 @@ def test_a_finding_of_a_layer_appears_at_its_threshold(
     code: str, just: list[StateRecord], not_quite: list[StateRecord]
 ) -> None:
     [finding] = diagnose((), just, ())
-    assert (finding.code, finding.where.layer) == (code, just[-1].layer)
+    assert (finding.code, finding.evidence["blocks"]) == (code, just[-1].blocks)
     assert diagnose((), not_quite, ()) == []
 
 
@@ -238,7 +238,7 @@ def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -
 
 def test_a_collapse_is_at_its_first_layer_and_each_stack_has_its_own() -> None:
     [finding] = diagnose((), token_states(0.9, 0.8, 0.03, 0.02), ())
-    assert (finding.severity, finding.where.layer) == ("error", 2)
+    assert (finding.severity, finding.where, finding.evidence["blocks"]) == ("error", Address("h"), 2)
     assert finding.evidence["spread_lowest"] == 0.02
     stacks = [token_state(at, value, stack=name) for at, value in enumerate((0.9, 0.02)) for name in "ab"]
     assert [finding.where.stack for finding in diagnose((), stacks, ())] == ["a", "b"]
@@ -443,14 +443,16 @@ def test_a_verdict_counts_an_inactive_block_as_its_finding_does() -> None:
     assert found.verdict.sentence == "Worth a look: inactive blocks in layer 1."
 
 
-def test_the_place_of_token_states_is_the_number_of_blocks_passed() -> None:
-    """The layer in the address of token states is one above that of the block that wrote them."""
+def test_the_place_of_a_finding_is_an_address_of_blocks_and_heads() -> None:
+    """The evidence of a collapse says after how many blocks; its place is the stack."""
     before, after = audit([], states=token_states(0.9, 0.8)), audit([], states=token_states(0.9, 0.02))
     [finding] = after.findings
-    assert finding.place == "h after 1 block"
-    assert "'h after 1 block'" in repr(finding)
+    assert (finding.place, finding.evidence["blocks"]) == ("h", 1)
     [[item]] = [listed.items for listed in finding_lists(compare(before, after))]
-    assert item.place == "h after 1 block"
+    assert item.place == "h"
+    earlier = compare(audit([], states=token_states(0.9, 0.8, 0.02)), after)
+    [[item]] = [listed.items for listed in finding_lists(earlier)]
+    assert ("blocks passed", "2 → 1") in item.facts
     assert only(head(**CONSTANT)).place == "h layer 0 head 0"
 
 
@@ -462,14 +464,14 @@ def test_a_verdict_counts_broken_states_by_the_block_that_wrote_them() -> None:
     )
     assert head_and_state.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
     embedding = audit([], states=[token_state(0, math.nan, nonfinite=1)])
-    assert embedding.verdict.sentence == "Not healthy: NaN or infinity in layer 0."
+    assert embedding.verdict.sentence == "Not healthy: NaN or infinity in the input."
 
 
 def test_the_first_broken_place_comes_first() -> None:
     states = [token_state(at, 0.9 if at < 1 else math.nan, nonfinite=2 * (at > 0)) for at in range(3)]
     mixers = [[head(layer=at, site=f"h.{at}", nonfinite=2 * (at > 0))] for at in range(2)]
-    places = [finding.place for finding in audit(*mixers, states=states).findings]
-    assert places == ["h after 1 block", "h layer 1 head 0", "h after 2 blocks"]
+    places = [(finding.place, *finding.heads) for finding in audit(*mixers, states=states).findings]
+    assert places == [("h layer 0",), ("h layer 1 head 0", 0), ("h layer 1",)]
 
 
 @pytest.mark.parametrize("found", [audit([], states=token_states(0.9, 0.02)), audit(heads({"nonfinite": 1}))])

@@ -117,7 +117,7 @@ def merged(finding: Finding) -> None:
 def without_block(finding: Finding) -> None:
     model = switched_off()
     before = model(tokens())
-    assert finding.where.layer == 2
+    assert finding.where.layer == 1
     del model.blocks[1]
     assert (model(tokens()) - before).norm() < 0.05 * before.norm()
 

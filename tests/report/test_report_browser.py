@@ -227,7 +227,7 @@ def test_a_finding_on_states_marks_the_curves(encoder: Page) -> None:
     encoder.locator("a", has_text="encoder.layer after 6 blocks").click()
     settle(encoder)
     assert encoder.locator("#states .shapelayer path").count() == 3
-    assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after block 6."
+    assert encoder.locator("#states-status").inner_text() == "Marked: encoder.layer, after 6 blocks."
     marks = encoder.locator("#states .plot").first.locator(".scatterlayer .trace .point")
     last, line = marks.nth(6).bounding_box(), encoder.locator("#states .shapelayer path").first.bounding_box()
     assert line["x"] + line["width"] / 2 == pytest.approx(last["x"] + last["width"] / 2, abs=2)

@@ -220,7 +220,7 @@ def finding(code: str = "SINK", severity: str = "warning", **changes: Any) -> Fi
 
 FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] = [
     (
-        "COLLAPSE", "error", place(6), {"spread": 0.213, "mean_cosine": 0.955},
+        "COLLAPSE", "error", place(None), {"blocks": 6.0, "spread": 0.213, "mean_cosine": 0.955},
         "After layer 6 all tokens point almost the same way.",
         {"remedy": "rankwise skip sample/encoder-6x12 --init 1.0"},
     ),
@@ -313,7 +313,7 @@ def nasty() -> Audit:
     where = Address(stack=NASTY, layer=1, head=2, site=site.format(1))
     found = [
         finding(NASTY, "error", where=where, evidence={NASTY: 1.0}, meaning=NASTY, remedy=NASTY),
-        finding("COLLAPSE", "error", where=Address(stack=NASTY, layer=1), meaning=NASTY, remedy=NASTY),
+        finding("COLLAPSE", "error", where=Address(stack=NASTY), meaning=NASTY, remedy=NASTY),
     ]
     about = provenance(
         NASTY,

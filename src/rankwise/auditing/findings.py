@@ -195,12 +195,17 @@ def nonfinite(measured: Measured) -> Iterator[Finding]:
     for state in measured.states:
         if state.nonfinite:
             words = f"Token states after {state.blocks} blocks: {meaning}"
-            evidence = {"sequences": state.nonfinite}
+            evidence = {"blocks": state.blocks, "sequences": state.nonfinite}
             found.append(_finding("NONFINITE", state, evidence, words, "error", remedy=remedy))
     stacks = [finding.where.stack for finding in found]
-    # the mixer of a layer reads the states of the same number
+    # the mixer of a block comes before the states that the block writes
     yield from sorted(
-        found, key=lambda one: (stacks.index(one.where.stack), one.where.layer or 0, "heads" in one.evidence)
+        found,
+        key=lambda finding: (
+            stacks.index(finding.where.stack),
+            finding.where.sort_key[1],
+            "blocks" in finding.evidence,
+        ),
     )
 
 
@@ -218,14 +223,16 @@ def collapse(measured: Measured) -> Iterator[Finding]:
         if not low or math.isnan(first):
             continue
         start, lowest = low[0], min(state.spread for state in low)
-        bounds = {"spread_input": first, "spread_lowest": lowest}
-        evidence = {"spread": start.spread, **bounds, "mean_cosine": start.mean_cosine}
+        evidence = {
+            "blocks": start.blocks, "spread": start.spread, "spread_input": first, "spread_lowest": lowest,
+            "mean_cosine": start.mean_cosine,
+        }  # fmt: skip
         words = (
             f"Tokens become equal: token spread μ/‖Y‖ {first:.2g} at the input, {start.spread:.2g} "
             f"after {start.blocks} blocks, at the lowest {lowest:.2g}. In experiments {COLLAPSED_FAILED} of "
             f"{COLLAPSED_RUNS} training runs with a value below {COLLAPSE_SPREAD:g} halfway did not learn."
         )
-        yield _finding("COLLAPSE", start, evidence, words, "error")
+        yield _finding("COLLAPSE", Address(start.stack), evidence, words, "error")
 
 
 @rule(
@@ -242,7 +249,7 @@ def inactive_block(measured: Measured) -> Iterator[Finding]:
                 f"Block {state.blocks - 1} barely changes its tokens: only {state.relative_update:.1g} of "
                 "its output is not a multiple of its input."
             )
-            yield _finding("INACTIVE_BLOCK", state, {}, words, "warning")
+            yield _finding("INACTIVE_BLOCK", state, {"blocks": state.blocks}, words, "warning")
 
 
 @rule(
@@ -370,11 +377,6 @@ def not_captured(measured: Measured) -> Iterator[Finding]:
         yield _finding("NOT_CAPTURED", Address(site=name), evidence, words, severity, remedy=remedy)
 
 
-def place_of(record: HeadRecord | StateRecord) -> Address:
-    """Return the address of a head, or of token states, where ``layer`` is the number of blocks passed."""
-    return record.id if isinstance(record, HeadRecord) else Address(record.stack, record.blocks, record.site)
-
-
 def _finding(
     code: str,
     where: HeadRecord | StateRecord | Address,
@@ -385,7 +387,7 @@ def _finding(
     remedy: str = "",
 ) -> Finding:
     """Return a finding, with the evidence that its rule defines and, by default, the remedy of the rule."""
-    rule, place = RULES[code], where if isinstance(where, Address) else place_of(where)
+    rule, place = RULES[code], where if isinstance(where, Address) else where.id
     stated = {name: getattr(where, name) for name in rule.evidence.split()}
     return Finding(
         code=code, severity=severity, where=place, evidence=stated | dict(evidence), meaning=meaning,
