@@ -24,9 +24,8 @@ from rankwise._internals.forward import (
 from rankwise._internals.parameters import parameter_groups
 from rankwise.auditing.error_hints import fix_hint
 from rankwise.errors import InputError, SkipError, in_range, whole_number
-from rankwise.importance.choose_loss import choose_loss
-from rankwise.importance.losses import IGNORE_INDEX, LossBatch
-from rankwise.importance.settings import ImportanceSettings
+from rankwise.importance.loss_choice import model_loss
+from rankwise.importance.losses import IGNORE_INDEX
 from rankwise.skips.add import add_lambda_skip, check_finite, check_values, skips_of
 from rankwise.skips.locate import check_module
 from rankwise.skips.observe import TRIED, raise_lambdas
@@ -325,21 +324,12 @@ def _train(
 
 def loss_on_labels(model: nn.Module, batches: Sequence[Batch]) -> LossOfModel:
     """Return the mean loss that fits a model and its batches; raise if they have nothing to predict."""
-    inputs = [drop_unused_labels(model, batch)[0] for batch in batches]
-    with batch_errors(model, inputs[0], fix_hint), eval_mode(model), torch.no_grad():
-        output = run_model(model, inputs[0])
-    chosen = choose_loss(model, LossBatch(inputs[0], batches[0]), output, ImportanceSettings())
-    if chosen.compares_outputs:
+    with batch_errors(model, batches[0], fix_hint):
+        loss = model_loss(model, batches)
+    if loss.compares_outputs:
         fix = (
             "Put `labels` into the batches, or define `loss(model, batch)` (in the file of a factory). Its "
             "batch is one of the factory, or the model's input, such as the token ids (B, T) of a text."
         )
         raise InputError("`batches`", expected="labels, or a loss", got="neither", fix=fix)
-    chosen.check([LossBatch(*both, at) for at, both in enumerate(zip(inputs, batches, strict=True))], output)
-
-    def mean(model: nn.Module, batch: Batch) -> Tensor:
-        prepared = chosen.prepare(drop_unused_labels(model, batch)[0], batch, 0)
-        found = chosen.read(run_model(model, prepared.batch), prepared)
-        return found.total.sum() / found.count.sum()
-
-    return mean
+    return loss
