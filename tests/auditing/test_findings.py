@@ -11,7 +11,6 @@ from tests.support.records import (
     RemovableSet,
     advice,
     audit,
-    band,
     changed,
     head,
     heads,
@@ -47,7 +46,7 @@ Fields = dict[str, Any]
 CONSTANT = {"stable_rank": 1.05, "row_spread": 0.2}
 NARROW = {"head_dim": 15, "required_head_dim": 2}
 SINK = {"max_token_mass": 0.95}
-LOW, HIGH = {"numerical_rank": 3}, {"numerical_rank": 30}
+BROKEN = {"nonfinite": 1}
 TWINS = [{"nearest_head": 1 - at, "nearest_head_distance": 0.05} for at in range(2)]
 
 CASES: dict[str, tuple[str, Fields, Fields]] = {
@@ -55,8 +54,6 @@ CASES: dict[str, tuple[str, Fields, Fields]] = {
     "distance": ("CONSTANT", CONSTANT, CONSTANT | {"row_spread": 0.4}),
     "rank 1": ("CONSTANT", CONSTANT, CONSTANT | {"stable_rank": 1.2}),
     "identity": ("IDENTITY", {"identity_distance": 0.09}, {"identity_distance": 0.11}),
-    "high": ("HIGH_RANK", {"numerical_rank": 26}, {"numerical_rank": 25}),
-    "low": ("LOW_RANK", {"numerical_rank": 10}, {"numerical_rank": 11}),
     "half": (
         "OVERSIZED_HEADS",
         {"head_dim": 10, "required_head_dim": 4},
@@ -141,7 +138,7 @@ def test_the_reference_has_the_codes_and_their_severities() -> None:
 
 
 def test_every_code_is_known() -> None:
-    assert check_codes(["collapse", "high-rank"]) == ["COLLAPSE", "HIGH_RANK"]
+    assert check_codes(["collapse", "inactive-block"]) == ["COLLAPSE", "INACTIVE_BLOCK"]
     with pytest.raises(InputError, match="Did you mean COLLAPSE"):
         check_codes(["COLAPSE"])
 
@@ -244,12 +241,6 @@ def test_duplicates_include_a_head_without_another_finding() -> None:
         assert sorted(codes(*heads(*both))) == ["DUPLICATE_HEADS", "SINK"]
 
 
-def test_ranks_beyond_the_references_are_a_finding_per_mixer() -> None:
-    finding = only(*heads(*({"numerical_rank": 2 + at} for at in range(4))))
-    assert (finding.code, finding.evidence["heads"]) == ("LOW_RANK", 4)
-    assert finding.where.head == 0  # the most extreme
-
-
 def test_oversized_heads_are_a_finding_per_mixer_at_the_least_required_width() -> None:
     finding = only(*heads(*({"head_dim": 12, "required_head_dim": needed} for needed in (12, 4, 3, 5))))
     assert (finding.code, finding.where.head, finding.heads) == ("OVERSIZED_HEADS", 2, [1, 2])
@@ -287,51 +278,6 @@ def test_the_most_severe_findings_are_first() -> None:
     found = diagnose(heads({"identity_distance": 0.0}, long, {"nonfinite": 1}, SINK), (), ())
     assert [finding.severity for finding in found] == ["error", "warning", "info", "info"]
     assert [finding.code for finding in found[2:]] == ["IDENTITY", "SINK"]
-
-
-NULLS = {"one_hot_rank": 20.0, "random_rank": 20.0, "uniform_rank": 20.0}
-
-
-@pytest.mark.parametrize(("rank", "code", "usual"), [(26, "HIGH_RANK", 21.0), (9, "LOW_RANK", 17.0)])
-@pytest.mark.parametrize("null", NULLS)
-def test_a_rank_is_beyond_all_known_references(null: str, rank: int, code: str, usual: float) -> None:
-    assert codes(head(numerical_rank=rank, **NULLS)) == [code]
-    assert codes(head(numerical_rank=rank, **NULLS | {null: usual})) == []
-    assert codes(head(numerical_rank=rank, **NULLS | {null: math.nan})) == [code]
-
-
-@pytest.mark.parametrize("step", range(5))
-def test_a_rank_is_beyond_the_references_at_every_threshold(step: int) -> None:
-    for rank, changes in (
-        (26, [{name: {step: 21.0}} for name in NULLS] + [{"rank_low": {step: 25.0}}]),
-        (26, [{name: {step: math.nan} for name in NULLS}]),
-        (9, [{name: {step: 17.0}} for name in NULLS] + [{"rank_high": {step: 10.0}}]),
-    ):
-        beyond = {"numerical_rank": rank, **NULLS}
-        for change in changes:
-            assert codes(head(**beyond, band=band(head(**beyond).model_dump(), **change))) == []
-
-
-def test_a_rank_beyond_the_references_names_its_band_and_the_references() -> None:
-    finding = only(head(numerical_rank=26, one_hot_rank=16.0, uniform_rank=1.0))
-    assert finding.evidence == {
-        "heads": 1, "of": 1, "numerical_rank": 26, "one_hot_rank": 16, "uniform_rank": 1,
-        "delta_low": pytest.approx(0.01 / math.sqrt(10)), "delta_high": pytest.approx(0.01 * math.sqrt(10)),
-    }  # fmt: skip
-    assert finding.meaning == (
-        "1 of 1 heads have over 1.25 times the rank of each reference (of 32: one-hot rows 16, "
-        "equal weights 1), whatever δ from 0.0032 to 0.032."
-    )
-
-
-def test_the_head_farthest_beyond_the_nearest_reference_is_named() -> None:
-    near, far = {"numerical_rank": 31, "random_rank": 24.0}, {"numerical_rank": 29, "random_rank": 10.0}
-    finding = only(*heads(near, far, near))
-    assert (finding.where.head, finding.evidence["heads"]) == (1, 3)
-
-
-def test_a_record_without_a_band_is_not_judged() -> None:
-    assert codes(head(numerical_rank=32, band=[])) == []
 
 
 def outcomes(before: Audit, after: Audit) -> list[str]:
@@ -389,12 +335,6 @@ def attention(self: Fields, cross: Fields) -> Audit:
 
 REPLACED = ["new", "resolved"]
 OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
-    "another head of the mixer is lowest": (
-        audit(heads(LOW, {"numerical_rank": 4})), audit(heads({"numerical_rank": 4}, LOW)), ["unchanged"],
-    ),
-    "another head of the mixer is highest": (
-        audit(heads(HIGH, {"numerical_rank": 31})), audit(heads({"numerical_rank": 31}, HIGH)), ["unchanged"],
-    ),
     "another head of the mixer is NaN": (
         audit(heads({"nonfinite": 1}, {})), audit(heads({}, {"nonfinite": 1})), ["unchanged"],
     ),
@@ -402,9 +342,8 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "another head is the identity": (
         audit(heads({"identity_distance": 0}, {})), audit(heads({}, {"identity_distance": 0})), REPLACED,
     ),
-    "self- and cross-attention": (attention(LOW, {}), attention({}, LOW), REPLACED),
-    "same attention": (attention(LOW, LOW), attention(LOW, LOW), ["unchanged"] * 2),
-    "from below to above": (audit(heads(LOW)), audit(heads(HIGH)), REPLACED),
+    "self- and cross-attention": (attention(BROKEN, {}), attention({}, BROKEN), REPLACED),
+    "same attention": (attention(BROKEN, BROKEN), attention(BROKEN, BROKEN), ["unchanged"] * 2),
     "one of two calls": (
         audit(heads(SINK), heads(SINK)), audit(heads(SINK), heads({})), ["unchanged", "resolved"],
     ),
@@ -427,8 +366,7 @@ OUTCOMES: dict[str, tuple[Audit, Audit, list[str]]] = {
     "stronger sink": (one(max_token_mass=0.91), one(max_token_mass=0.99), ["worse"]),
     "nearer the identity": (one(identity_distance=0.09), one(identity_distance=0.01), ["worse"]),
     "nearer a constant": (one(**CONSTANT), one(**CONSTANT | {"row_spread": 0.1}), ["worse"]),
-    "more low heads": (audit(heads(LOW, {})), audit(heads(LOW, LOW)), ["worse"]),
-    "other low head": (audit(heads({}, LOW)), audit(heads(LOW, {})), ["unchanged"]),
+    "more broken heads": (audit(heads(BROKEN, {})), audit(heads(BROKEN, BROKEN)), ["worse"]),
     "fewer uncaptured": (missed(0, 1, 2), missed(1, 2), ["better"]),
     "uncaptured for another reason": (missed(0), missed(0, reason="written in C++"), REPLACED),
     "captured": (missed(0), missed(), ["resolved"]),
@@ -455,12 +393,12 @@ def test_findings_in_another_order_are_unchanged() -> None:
     sinks = [{"max_token_mass": 0.95 - at / 100} for at in range(3)]
     reason = "called, but nothing was seen"
     whole = audit(
-        heads(*near, *sinks, LOW),
+        heads(*near, *sinks),
         states=token_states(0.9, 0.2, 0.02),
         uncaptured=[UncapturedModule(name="h.0.mixer", type="Mixer", reason=reason)],
     )
     found = {finding.code for finding in whole.findings}
-    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "LOW_RANK", "NOT_CAPTURED"}
+    assert found >= {"COLLAPSE", "DUPLICATE_HEADS", "SINK", "NOT_CAPTURED"}
     assert compare(whole, whole).is_empty
     for after in (whole, changed(whole, findings=whole.findings[::-1])):
         assert outcomes(whole, after) == ["unchanged"] * len(whole.findings)
@@ -490,7 +428,7 @@ STATES = token_states(0.9, 0.8)
     ("found", "sentence"),
     [
         (audit(heads({}), states=STATES), HEALTHY),
-        (audit(heads(LOW, HIGH), states=STATES), HEALTHY),  # a rank is no fault
+        (audit(heads({"numerical_rank": 3}), states=STATES), HEALTHY),  # a rank is not a fault
         (audit(heads({})), "Healthy: no constant heads, no duplicate heads."),
         (audit([], states=STATES), "Healthy: no collapse through depth, no inactive blocks."),
         (audit(heads({}, tokens=5, sources=5)), "Nothing to judge: sequences have fewer than 8 tokens."),
@@ -649,10 +587,8 @@ def test_no_audit_is_advised_that_was_just_run() -> None:
     for arguments in ([["m"]], [["m"], ["--importance", "estimate"]]):
         about = found.provenance.model_copy(update={"arguments": arguments})
         (finding,) = diagnose(found.heads, (), (), provenance=about)
-        repeated, words = (
-            len(arguments) > 1,
-            "No action recommended: this audit ran with --importance already",
-        )
+        words = "No action recommended: this audit ran with --importance already"
+        repeated = len(arguments) > 1
         assert (advice(finding, about) == words) == repeated
         assert bool(changed(found, findings=[finding]).verdict.actions) != repeated
 

@@ -286,8 +286,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "CONSTANT": (designed, tokens),
     "IDENTITY": (designed, tokens),
     "DUPLICATE_HEADS": (designed, tokens),
-    "HIGH_RANK": (designed, tokens),
-    "LOW_RANK": (lambda: designed(causal=True), tokens),
     "OVERSIZED_HEADS": (over_wide, ids),
     "REMOVABLE": (redundant, ids),
     "NONFINITE": (broken, ids),
@@ -295,9 +293,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "NOT_CAPTURED": (unseen, tokens),
     "RANDOM_WEIGHTS": (bert, ids),
     "SINK estimated": (designed, tokens),
-    "HIGH_RANK estimated": (designed, tokens),
 }
-WITH_COSTS = ("REMOVABLE", "SINK estimated", "HIGH_RANK estimated")
+WITH_COSTS = ("REMOVABLE", "SINK estimated")
 LACKS = {
     "model": "lacks", "model_class": "transformers.models.bert.modeling_bert.BertForMaskedLM",
     "random_weights": ["bert.encoder.layer.0.attention.self.query.weight"],
@@ -400,7 +397,7 @@ def test_every_remedy_of_a_factory_can_be_followed(case: str, folder: Path) -> N
     (folder / "my models" / "net.py").write_text(FACTORY.format(case=case))
     audit = audited("my models/net.py:build", *["--importance"] * (case in WITH_COSTS))
     finding, model = of(case.split()[0], audit), CASES[case][0]()
-    shell = ("COLLAPSE", "INACTIVE_BLOCK", "RANK", "OVERSIZED", "REMOVABLE", "in half", "SINK", "CONSTANT")
+    shell = ("COLLAPSE", "INACTIVE_BLOCK", "OVERSIZED", "REMOVABLE", "in half", "SINK", "CONSTANT")
     assert ("rankwise " in finding.remedy) == ("unnamed" not in case and any(map(case.count, shell)))
     follow(finding, {"rw": rw, "model": model, "batches": [tokens()], "operator_of": operator_of})
 

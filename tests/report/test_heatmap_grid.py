@@ -82,8 +82,6 @@ def test_each_finding_of_an_encoder_leads_to_its_place() -> None:
         (40, 41),
         "nearest_head_distance",
     )
-    assert targets["LOW_RANK"].heads == tuple(range(48, 60))
-    assert targets["LOW_RANK"].measure == targets["HIGH_RANK"].measure == "numerical_rank"
     assert targets["IDENTITY"].measure == "identity_distance"
     assert (targets["NONFINITE"].heads, targets["NONFINITE"].measure) == ((71,), "")
     assert targets["NOT_CAPTURED"].section == "uncaptured"
@@ -100,7 +98,7 @@ def test_the_evidence_chooses_the_measure_of_the_map() -> None:
     audit = records.encoder()
     assert _target(audit, evidence={"row_entropy": 0.1, "sequences": 3.0}).measure == "row_entropy"
     assert _target(audit, code="IDENTITY", evidence={"effective_rank": 9.0}).measure == "effective_rank"
-    assert _target(audit, code="LOW_RANK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
+    assert _target(audit, code="SINK", evidence={"numerical_rank": 9.0}).measure == "numerical_rank"
     assert _target(audit, code="NEW", evidence={}).measure == ""
 
 

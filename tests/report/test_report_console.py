@@ -187,7 +187,10 @@ def test_findings_are_before_the_tables_and_sorted_by_severity() -> None:
 def test_a_finding_has_place_evidence_and_meaning() -> None:
     lines = [line.strip() for line in printed("encoder").splitlines()]
     at = lines.index("error    COLLAPSE  encoder.layer")
-    said = ["blocks passed 6 · token spread 0.213 · mean cosine 0.955", "After layer 6 all tokens point almost the same way."]
+    said = [
+        "blocks passed 6 · token spread 0.213 · mean cosine 0.955",
+        "After layer 6 all tokens point almost the same way.",
+    ]
     assert lines[at + 1 : at + 3] == said
     assert lines.index("→ `rw.skips.recommend(audit, model, batch)`") < at  # an action of the verdict
 

@@ -258,14 +258,10 @@ FINDINGS: list[tuple[str, str, Address, dict[str, float], str, dict[str, Any]]] 
         {"heads": [4, 5], "remedy": Remedy(words="compare the loss without one of them")},
     ),
     (
-        "LOW_RANK", "warning", place(4), {"numerical_rank": 44.1, "one_hot_rank": 81.1},
-        "The heads of this layer mix in fewer directions than every reference.", {},
+        "OVERSIZED_HEADS", "info", place(0), {"required_head_dim": 4.0, "heads": 12.0},
+        "The heads of this layer need few of their channels.", {},
     ),
     ("IDENTITY", "info", place(0, 1), {"identity_distance": 0.04}, "Every token keeps to itself.", {}),
-    (
-        "HIGH_RANK", "info", place(0), {"numerical_rank": 120.0, "one_hot_rank": 81.1},
-        "The heads of this layer mix in more directions than every reference.", {},
-    ),
     (
         "NOT_CAPTURED", "info", Address(site="pooler.mixer"), {},
         "A module that looks like a mixer was not captured.",

@@ -383,10 +383,10 @@ def _baseline_difference(before: Audit, after: Audit) -> list[str]:
     """Return a warning if only one audit has a baseline."""
     if (before.baseline is None) == (after.baseline is None):
         return []
-    alone, other = ("after", "before") if before.baseline is None else ("before", "after")
+    alone = "after" if before.baseline is None else "before"
     return [
-        f"Only the audit {alone} has a baseline: changes leave out measures at initialization. Its HIGH_RANK "
-        f"and LOW_RANK compare with initialization; in the audit {other} they compare with reference ranks."
+        f"Only the audit {alone} was compared with initialization: changes leave out measures at "
+        "initialization."
     ]
 
 

@@ -30,7 +30,7 @@ _MEASURES = {
 }
 _BEFORE = {
     "heads": "stack site layer head kind mask cross call sequences nonfinite estimated fallbacks tokens "
-    "sources full_rank width",
+    "sources full_rank head_dim",
     "states": "stack site blocks sequences nonfinite tokens hidden_size",
     "findings": "code severity stack layer site head",
     "uncaptured": "name type reason",

@@ -12,8 +12,6 @@ from rankwise.auditing.records import Provenance, Remedy
 
 WORTH = 0.05
 """Smallest share of the parameters whose removal is an action: less is below the noise of a measured time."""
-WIDTH = ["qk", "rotary"]
-"""Parts of `rankwise.compress` that narrow queries and keys."""
 LINEAR = "queries, keys and values come from nn.Linear layers"
 """Condition of all parts of `rankwise.compress`."""
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -117,7 +115,7 @@ def join_compressions(remedies: Sequence[Remedy]) -> Remedy:
     if not others:
         return first
     options = [dict(remedy.options) for remedy in remedies]
-    parts = [*dict.fromkeys(chain(*(option["--parts"].split(",") for option in options)))]
+    parts = [*dict.fromkeys(option["--parts"] for option in options)]
     words = "; ".join(dict.fromkeys(remedy.words for remedy in remedies))
     return compress_remedy(parts, options[0]["--tolerance"], words, first.out, math.nan)
 
