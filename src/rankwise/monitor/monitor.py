@@ -31,6 +31,7 @@ from rankwise.auditing.findings import check_codes
 from rankwise.auditing.history import History
 from rankwise.auditing.match_findings import finding_changes
 from rankwise.auditing.records import Finding
+from rankwise.auditing.remedies import remedy_text
 from rankwise.auditing.settings import AuditOptions, AuditSettings, check_callable
 from rankwise.errors import InputError, first_line, whole_number
 from rankwise.monitor.folder import AuditFolder
@@ -43,6 +44,8 @@ EVERY = 500
 STOP_SPREAD, STOP_AUDITS = 0.0002, 3
 """COLLAPSE stops a training if the least token spread of a stack is below this value in so many audits in a
 row after step 0: the rule that stopped no kept run that learned (docs/evidence/collapse-rule.md)."""
+RECOMMEND = "rw.skips.recommend(monitor.history.audits[-1], model, monitor.batches[0])"
+"""Code of the remedy of COLLAPSE, with the names of a training."""
 LOGGED: Mapping[str, tuple[str, ...]] = {
     "heads": ("effective_rank", "stable_rank", "first_token_mass"),
     "states": ("spread", "mean_cosine", "effective_rank"),
@@ -271,9 +274,11 @@ class RankMonitor:
                 lowest = min(states, key=lambda state: state.spread)
                 rule = f" {STOP_AUDITS} audits in a row below {STOP_SPREAD:g}, the last with "
                 rule += f"{lowest.spread:.2g} after {lowest.blocks} blocks."
-            ours = "monitor.history.audits[-1], model, monitor.batches[0]"
-            remedy = stop.remedy.replace("audit, model, batch", ours)
-            words = f"at {stop.place}:{rule} {stop.meaning} {remedy}"
+            remedy = stop.remedy
+            if remedy is not None and stop.code == "COLLAPSE":
+                remedy = remedy.model_copy(update={"code": RECOMMEND})
+            advice = "" if remedy is None else f" What to do: {remedy_text(remedy)}"
+            words = f"at {stop.place}:{rule} {stop.meaning}{advice}"
             logger.error("step %d: training stops on %s%s, %s", step, stop.code, where, words)
         if self._on_finding is not None:
             for finding in new:
