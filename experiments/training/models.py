@@ -65,7 +65,7 @@ def parameter_count(made: PreTrainedConfig, task: Task) -> int:
 
 
 def _make_model(made: PreTrainedConfig, task: Task) -> PreTrainedModel:
-    """Build a model; in `tost-uniform`, a fixed temperature of 0 makes all memberships 1 / H."""
+    """Build a model; the temperature of `tost-uniform` is 0 and not learned, so all memberships are 1 / H."""
     model = HEADS[task.kind].from_config(made)
     if getattr(made, "uniform_memberships", False):
         for module in model.modules():

@@ -12,8 +12,7 @@ w_t is the projection of token t; all formulas hold per head and channel. Causal
 Bidirectional TSSA, with sums over all tokens::
 
     inverse = 1/max(Σ_t w_t², eps)
-    s_t = Σ_k w_t² inverse                 score
-    Π_t = softmax over heads of temperature · s_t    memberships
+    s_t = Σ_k w_t² inverse                 score; memberships Π as above
     m = Σ_t Π_t w_t²/(Σ_t Π_t + eps)       moment: mean of w² weighted by Π
     output_t = -Π_t w_t factor, factor = 1/(1 + m)
 
@@ -410,7 +409,7 @@ def assign_bidirectional(
 @Loop
 @no_type_check
 def outputs_bidirectional(w, membership, factor, first, last, sequence, out, low, high):
-    """Write the output -Π w factor of each token (Π: membership, w: projection); 0 at padding."""
+    """Write the output -Π w factor of each token (Π: membership, w: projection)."""
     for i in range(low, high):
         for t in range(first[i], last[i]):
             for h in range(w.shape[1]):
@@ -485,10 +484,7 @@ def tokens_back_bidirectional(
     w, d_output, membership, d_score, factor, d_moment, inverse, d_energy, first, last, sequence, out,
     low, high,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor.
-
-    Π is the membership, and d_x the gradient of the loss with respect to x.
-    """
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
     for i in range(low, high):
         n = sequence[i]
         for t in range(first[i], last[i]):

@@ -56,25 +56,24 @@ def choose(impl: str, device: torch.device) -> str:
         fast = {"cpu": "cpu", "cuda": "triton"}.get(device.type)
         return "reference" if fast is None or missing(fast) or in_function_transform() else fast
     one_of("impl", impl, ("auto", *IMPLEMENTATIONS))
-    fix, interpreted = "", os.environ.get("TRITON_INTERPRET") == "1"  # runs Triton on a CPU, for tests
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # runs Triton on a CPU, for tests
+    fix = 'Pass impl="auto", or impl="reference", which runs everywhere.'
     if impl == "cpu" and device.type != "cpu":
         expected, got = "tensors on a CPU", f"tensors on {device}"
     elif reason := missing(impl):
         expected, got = f"an installed {PACKAGES[impl][0]}", reason
-        extra, packages = "rankwise[cpu]" if impl == "cpu" else "triton", " ".join(PACKAGES[impl])
-        fix = f"Install it: pip install '{extra}', or --force-reinstall {packages} if it is broken. "
+        fix = f"Install it: pip install '{'rankwise[cpu]' if impl == 'cpu' else 'triton'}'. {fix}"
     elif impl == "triton" and device.type != "cuda" and not interpreted:
         expected, got = "tensors on a GPU, or TRITON_INTERPRET=1 set", f"tensors on {device}"
     else:
         return impl
-    fix += 'Pass impl="auto", or impl="reference", which runs everywhere.'
     raise InputError(f'impl="{impl}"', expected=expected, got=got, fix=fix)
 
 
 @constant_when_traced
 def missing(impl: str) -> str:
     """Return why a package that an implementation requires cannot be imported, or "" if all can be."""
-    return next((reason for name in PACKAGES.get(impl, ()) if (reason := import_failure(name))), "")
+    return next(filter(None, map(import_failure, PACKAGES.get(impl, ()))), "")
 
 
 @cache

@@ -189,15 +189,11 @@ class Chunks:
 
     def sums(self, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sums of weight · w² and of weight over each chunk; None means that all weights are 1."""
-        total, mass = self.per_chunk()
+        total = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
+        mass = total.new_empty((self.count, self.heads, 1))
         by = self.w if weight is None else weight.contiguous()
         self.launch(sums_kernel, by, total, mass, WEIGHTED=weight is not None)
         return total, mass
-
-    def per_chunk(self) -> tuple[Tensor, Tensor]:
-        """Allocate the sums of each chunk: of weight · w² (C, H, K), and of token weights (C, H, 1)."""
-        sums = self.w.new_empty((self.count, self.heads, self.width), dtype=self.dtype)
-        return sums, sums.new_empty((self.count, self.heads, 1))
 
     def carry(self, sums: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
         """Return the running sums at the start of each chunk and at the end of each row.

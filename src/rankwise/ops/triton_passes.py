@@ -298,10 +298,7 @@ def token_back_kernel(
     w, mask, first, last, row_of, decay, d_output, membership, d_score, factor, d_moment, inverse, d_energy,
     out, H, K, BT: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor.
-
-    Π is the membership, and d_x the gradient of the loss with respect to x.
-    """
+    """Write the gradient of w: 2w (d_moment Π + d_score inverse + d_energy) - Π d_output factor."""
     h = tl.program_id(1)
     _inside, real, row, cell, read, written = indices(mask, first, last, H, K, BT, BK, MASKED)
     x = tl.load(w + cell, mask=read, other=0.0).to(membership.dtype.element_ty)
@@ -332,7 +329,7 @@ def _bidirectional_backward(call: Call, saved: Saved, cotangents: Cotangents) ->
     chunks, mass = Chunks(call), mass[..., None]
     factor, inverse = _factor(assigned, mass), _inverse(energy)
     d_output, direct = cotangents.output.contiguous(), chunks.per_token()
-    total, _ = chunks.per_chunk()
+    total = torch.empty((chunks.count, *energy.shape[1:]), dtype=chunks.dtype, device=energy.device)
     chunks.launch(scale_back_kernel, d_output, membership, factor, direct, total)
     d_moment = chunks.total(total) / (mass + MASS_EPS)
     d_mass = (d_moment * assigned / (mass + MASS_EPS)).sum(-1)
