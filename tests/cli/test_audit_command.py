@@ -366,7 +366,7 @@ def test_a_collapse_is_followed_by_a_recommended_lambda(run: Run, tmp_path: Path
     [
         (
             "skips.recommendation",
-            "certify_sites",
+            "certify_places",
             RuntimeError("lost"),
             0,
             "no λ is named for COLLAPSE: lost",

@@ -16,7 +16,7 @@ from torch import nn
 from rankwise._internals.files import writable_folder
 from rankwise.cli.output import quiet_libraries
 from rankwise.errors import InputError, did_you_mean, first_line, instance_of, need_package, one_of
-from rankwise.skips import apply_saved_skips
+from rankwise.skips import load_skips
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -125,7 +125,7 @@ def load_model(
         fix = "Use --device cpu, or --dtype bfloat16 to halve its size."
         got = first_line(error)
         raise InputError(f"--device {device}", expected="a device for the model", got=got, fix=fix) from error
-    if loaded.source and (skips := apply_saved_skips(loaded.model, loaded.source)) is not None:
+    if loaded.source and (skips := load_skips(loaded.model, loaded.source, missing_ok=True)):
         loaded.notes.append(f"with the {len(skips)} λ-skips saved next to the model")
     return loaded
 

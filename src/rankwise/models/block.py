@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rankwise.models.configuration import ToSTConfig
 from rankwise.models.mixers import MixerState, build_mixer
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
 
 
 def make_norm(config: ToSTConfig) -> nn.Module:

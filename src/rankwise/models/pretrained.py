@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from rankwise.errors import InputError, did_you_mean
 from rankwise.models.configuration import ToSTConfig
-from rankwise.skips.modules import LambdaSkip
+from rankwise.skips.lambda_skip import LambdaSkip
 
 LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")
 """Keyword arguments that the loss functions of transformers accept."""
