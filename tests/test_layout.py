@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "auditing": {"tracing", "measures", "theory", "importance"},
     "report": {"auditing", "compression", "importance", "plan", "skips"},
     "monitor": {"auditing"},
-    "plan": {"tracing", "measures", "theory"},
+    "plan": {"theory"},
     "models": {"ops", "skips"},
     "skips": {"auditing", "importance", "tracing", "measures", "theory"},
     "compression": {"importance", "tracing", "measures", "auditing"},

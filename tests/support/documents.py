@@ -43,9 +43,10 @@ def data(audit: Audit) -> Mapping[str, Any]:
 
 
 def nasty_plan() -> Document:
-    trained = [TrainedWidth(head=Address(stack=NASTY, layer=0, head=0), width=4, required=math.nan)]
+    head = Address(stack=NASTY, layer=0, head=0)
+    trained = [TrainedWidth(head=head, head_dim=4, required_head_dim=math.nan)]
     plan = HeadDimPlan(
-        tokens=64, mask=NASTY, tolerance=0.01, barrier=40.0, inputs=NASTY, trials=2, head_dim=4,
+        tokens=64, mask=NASTY, least_gain=0.01, one_hot_rank=40.0, trials=2, head_dim=4,
         curve=[(2, 0.2, math.nan), (4, 0.4, 0.1)], interval=(2, 4), saturated=True, trained=trained,
         notes=[NASTY], about={NASTY: NASTY}, complete=False,
     )  # fmt: skip
